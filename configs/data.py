@@ -1,0 +1,72 @@
+"""Where prompts come from and how a row becomes prompt tokens."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from configs.base import Settings
+
+
+class FileSource(Settings):
+    """Rows of a JSONL or Parquet file, local or at any fsspec address."""
+
+    kind: Literal["file"] = "file"
+    path: str = Field(description="Path or fsspec URL of a .jsonl or .parquet file.")
+
+
+class HubSource(Settings):
+    """Rows of a dataset on the Hugging Face hub (needs the extra 'hub')."""
+
+    kind: Literal["hub"] = "hub"
+    name: str = Field(description="Dataset id on the hub (org/name).")
+    subset: str | None = Field(None, description="Configuration of the dataset, if it has several.")
+    split: str = Field("train", description="Split to read.")
+
+
+class ReasoningGymSource(Settings):
+    """Problems made by a reasoning-gym task; nothing is downloaded."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str = Field(description="Name of the reasoning-gym dataset, such as chain_sum.")
+    size: int = Field(1000, ge=1, description="Number of problems that make one epoch.")
+    seed: int = Field(0, ge=0, description="Seed of the problems.")
+    params: dict[str, int | float | bool | str | list[int | float | bool | str]] = Field(
+        default_factory=dict, description="Parameters of the task, as reasoning-gym names them."
+    )
+
+
+Source = Annotated[FileSource | HubSource | ReasoningGymSource, Field(discriminator="kind")]
+
+
+class DataConfig(Settings):
+    """Prompts: source, template, order."""
+
+    source: Source = Field(description="Where the rows come from.")
+    prompt_column: str = Field(
+        "question",
+        description="Column with the prompt: a string, or a list of chat messages (role, content).",
+    )
+    template: Literal["chat", "plain"] = Field(
+        "chat", description="chat: the tokenizer's chat template; plain: the text as it is."
+    )
+    system_prompt: str | None = Field(
+        None, description="System message put before each prompt (template = chat only)."
+    )
+    prompt_suffix: str = Field("", description="Text appended to each prompt string.")
+    max_prompt_tokens: int = Field(
+        512, ge=1, description="Longest prompt, in tokens; a longer one is dropped and counted."
+    )
+    shuffle: bool = Field(True, description="Draw in an order shuffled anew each epoch.")
+    seed: int = Field(0, ge=0, description="Seed of the order.")
+    epochs: int | None = Field(
+        None, ge=1, description="Passes over the data before the run ends; none means no limit."
+    )
+
+    @model_validator(mode="after")
+    def _template_fits(self) -> "DataConfig":
+        if self.system_prompt is not None and self.template != "chat":
+            raise ValueError(
+                "data.system_prompt needs the chat template. "
+                "Set data.template = chat, or remove data.system_prompt."
+            )
+        return self

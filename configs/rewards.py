@@ -1,0 +1,68 @@
+"""Which functions score completions, and what becomes of a sample whose scoring fails."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from configs.base import Settings
+
+
+class ReasoningGymReward(Settings):
+    """The scorer of the reasoning-gym task that made the problem."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str = Field("reasoning_gym", description="Name under which the score is logged.")
+    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    extract: Literal["last_integer", "last_number", "answer_tag", "whole"] = Field(
+        "last_number", description="Which part of the completion is handed to the scorer."
+    )
+
+
+class MathReward(Settings):
+    """1 if math-verify finds the completion's answer equal to the reference, else 0."""
+
+    kind: Literal["math"] = "math"
+    name: str = Field("math", description="Name under which the score is logged.")
+    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    answer_column: str = Field("answer", description="Column with the reference answer.")
+    answer_after: str | None = Field(
+        "####",
+        description="Marker after which the reference answer stands (GSM8K); none takes the whole.",
+    )
+
+
+class FunctionReward(Settings):
+    """A user's function fn(prompts, completions, **columns) -> list[float], as TRL calls it."""
+
+    kind: Literal["function"] = "function"
+    path: str = Field(
+        pattern=r"^[\w.]+:[\w.]+$", description="Import path of the function, package.module:name."
+    )
+    name: str | None = Field(
+        None, description="Name under which the score is logged; none takes the function's name."
+    )
+    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    params: dict[str, int | float | bool | str] = Field(
+        default_factory=dict, description="Keyword arguments passed on every call."
+    )
+
+
+Reward = Annotated[
+    ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="kind")
+]
+
+
+class RewardsConfig(Settings):
+    """How samples are scored."""
+
+    functions: tuple[Reward, ...] = Field(
+        min_length=1, description="Reward functions; a sample's reward is their weighted sum."
+    )
+    timeout: float = Field(
+        30.0, gt=0, description="Deadline of one call of a reward function, in seconds."
+    )
+    on_failure: Literal["drop", "complete", "abort"] = Field(
+        "drop",
+        description="What becomes of a group in which a sample's scoring failed: drop leaves the "
+        "whole group out, complete trains on its other samples, abort ends the step.",
+    )

@@ -1,0 +1,57 @@
+"""How completions are sampled."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.base import Settings
+
+
+class RolloutConfig(Settings):
+    """The rollout engine and its sampling parameters."""
+
+    engine: Literal["vllm", "transformers"] = Field(
+        "vllm", description="Engine that samples: vLLM, or transformers generation."
+    )
+    max_new_tokens: int = Field(256, ge=1, description="Longest completion, in tokens.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature; the trainer's logits are divided by it too."
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling: kept probability mass.")
+    top_k: int = Field(0, ge=0, description="Sample from the k likeliest tokens; 0 is off.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a completion (kept in it).")
+    ignore_eos: bool = Field(False, description="Go on past the end-of-sequence token.")
+    seed: int | None = Field(
+        None,
+        description="Seed of sampling. With one, each sample has its own seed and the same prompts "
+        "under the same weights give the same completions; none is faster on CPU.",
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Number format of the rollout engine's weights and activations."
+    )
+    shards: int = Field(
+        8, ge=1, description="Parts into which a step's prompts are split; the unit of retry."
+    )
+    shards_in_flight: int = Field(
+        8, ge=1, description="Shards that one engine works on at once (continuous batching)."
+    )
+    max_sequences: int = Field(64, ge=1, description="Sequences that vLLM decodes at once.")
+    kv_cache_gib: float = Field(
+        2.0, gt=0, description="Memory of vLLM's key-value cache on CPU, in GiB."
+    )
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="Share of the GPU's memory that vLLM may take."
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="Devices over which one engine is split.")
+    enforce_eager: bool = Field(
+        True, description="Run vLLM without compiled graphs: starts in seconds, samples slower on GPU."
+    )
+    probe_tolerance: float = Field(
+        0.25,
+        gt=0,
+        description="Largest allowed mean absolute difference, in nats per token, between the "
+        "rollout engine's and the trainer's log-probs on the probe after a weight sync.",
+    )
+    deadline: float = Field(
+        600.0, gt=0, description="Time after which a shard counts as hung, in seconds."
+    )

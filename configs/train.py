@@ -1,0 +1,58 @@
+"""How the policy is updated: optimizer, precision, batching."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.base import Settings
+
+
+class TrainConfig(Settings):
+    """The train engine (FSDP2)."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after warm-up; linear and cosine end at 0."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay.")
+    beta2: float = Field(0.99, ge=0, lt=1, description="AdamW's second-moment decay.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Global gradient norm above which gradients are scaled down."
+    )
+    epochs: int = Field(1, ge=1, description="Passes over a step's batch.")
+    mini_batches: int = Field(
+        1, ge=1, description="Optimizer steps into which one pass over a step's batch is split."
+    )
+    micro_batch_tokens: int = Field(
+        8192, ge=16, description="Token budget of one packed forward and backward pass, per rank."
+    )
+    logit_chunk_tokens: int = Field(
+        1024, ge=1, description="Response tokens whose logits are held at once, per rank."
+    )
+    compute_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Number format of matrix products; weights and sums stay float32."
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, more time."
+    )
+    recompute_old_logprobs: bool | Literal["auto"] = Field(
+        "auto",
+        description="Log-probs of the policy before the update by the train engine (true), or the "
+        "detached ones of the first pass (auto, exact when a batch is used for one optimizer step).",
+    )
+    deadline: float = Field(
+        1800.0, gt=0, description="Time after which a train call counts as hung, in seconds."
+    )
+
+    @model_validator(mode="after")
+    def _old_logprobs_exist(self) -> "TrainConfig":
+        if self.recompute_old_logprobs is False and self.epochs * self.mini_batches > 1:
+            raise ValueError(
+                "train.recompute_old_logprobs = false needs one optimizer step per batch, but "
+                f"epochs x mini_batches = {self.epochs * self.mini_batches}. "
+                "Set train.recompute_old_logprobs = auto."
+            )
+        return self
