@@ -185,9 +185,10 @@ def gdpo(
         present = groups.present if present is None else present | groups.present
     assert present is not None
     if over == "samples":
-        whole = Groups.of(torch.zeros_like(batch.groups))
+        whole = Groups.of(torch.zeros_like(batch.groups), present)
         deviation = whole.deviation(total)[whole.member]
-        return _per_sample(batch, whole, (total - total.mean()) / (deviation + epsilon))
+        mean = whole.mean(total)[whole.member]
+        return _per_sample(batch, whole, (total - mean) / (deviation + epsilon))
     return _token_whitened(batch, batch.at_tokens(torch.where(present, total, 0.0)))
 
 

@@ -18,9 +18,7 @@ def masked_variance(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tens
     return centred.square().sum() / (count - int(unbiased)).clamp(min=1)
 
 
-def whitened(
-    values: Tensor, mask: Tensor, *, shift: bool = True, epsilon: float = 1e-8
-) -> Tensor:
+def whitened(values: Tensor, mask: Tensor, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon), figures over mask 1 with divisor n - 1: [T] -> [T].
 
     shift = false adds the mean again. What stands under mask 0 is transformed too.

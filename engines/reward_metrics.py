@@ -15,17 +15,16 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Mean and deviation (divisor n - 1) of the rewards [N] and components [N], NaN left out.
 
-    reward_std is the mean over the groups of their deviations, zero_std_groups the share of groups
-    with more than one sample whose rewards are equal.
+    group_std is the mean over the groups of their deviations, zero_std_groups the share of groups
+    whose rewards are all equal.
     """
     group = Groups.of(groups, ~rewards.isnan())
     counted = group.sizes > 0
     figures = {
-        "reward_mean": rewards.nanmean(),
-        "reward_std": group.deviation(rewards)[counted].mean(),
+        "group_std": group.deviation(rewards)[counted].mean(),
         "zero_std_groups": group.uniform(rewards)[counted].double().mean(),
     }
-    for name, component in components.items():
+    for name, component in {"reward": rewards, **components}.items():
         whole = Groups.of(torch.zeros_like(groups), ~component.isnan())
         figures[f"{name}_mean"] = component.nanmean()
         figures[f"{name}_std"] = whole.deviation(component).squeeze(0)

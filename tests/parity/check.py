@@ -32,6 +32,7 @@ class Outcome:
 class _Gap:
     output: str
     distance: float  # in units of what is allowed
+    under_mask: float  # the same over the tokens with mask 1
     note: str
 
 
@@ -47,7 +48,7 @@ def check(case: Case, adapter: Adapter) -> Outcome:
     except KeyError as missing:
         return _outcome(case, "failed", float("inf"), f"the case lacks {missing}")
     if refused or case.outputs is None:
-        return _judged(case, [_Gap(output="*", distance=float("inf"), note=_instead(answer))])
+        return _judged(case, [_instead(answer)])
     gaps = list(_gaps(case, answer))
     worst = max((gap.distance for gap in gaps), default=0.0)
     beyond = [gap for gap in gaps if gap.distance > 1]
@@ -70,7 +71,7 @@ def _judged(case: Case, beyond: list[_Gap]) -> Outcome:
     """Known if a line of the table covers every output that differs."""
     reasons = []
     for gap in beyond:
-        known = _known(case, gap.output)
+        known = _known(case, gap)
         if known is None:
             notes = "; ".join(f"{g.output}: {g.note}" for g in beyond)
             return _outcome(case, "failed", max(g.distance for g in beyond), notes)
@@ -78,38 +79,53 @@ def _judged(case: Case, beyond: list[_Gap]) -> Outcome:
     return _outcome(case, "known", 0.0, "; ".join(dict.fromkeys(reasons)))
 
 
-def _known(case: Case, output: str) -> Known | None:
+def _known(case: Case, gap: _Gap) -> Known | None:
     for known in KNOWN_DIFFERENCES:
         fits = fnmatch(case.function, known.function) and fnmatch(case.name, known.case)
-        if fits and (output == "*" or fnmatch(output, known.output)):
+        if fits and _covers(known, case, gap):
             return known
     return None
+
+
+def _covers(known: Known, case: Case, gap: _Gap) -> bool:
+    """Whether the line speaks of such a gap: a refusal, a NaN, the padding, or the output."""
+    if gap.output == "*":
+        return known.where == ("nan" if case.nan_in else "refused") and gap.under_mask == 0
+    if not fnmatch(gap.output, known.output):
+        return False
+    return known.where == "anywhere" or (known.where == "padding" and gap.under_mask <= 1)
 
 
 def _outcome(case: Case, verdict: Verdict, worst: float, why: str) -> Outcome:
     return Outcome(case=case.name, function=case.function, verdict=verdict, worst=worst, why=why)
 
 
-def _instead(answer: Answer) -> str:
-    parts = []
-    for name, value in answer.items():
-        if isinstance(value, torch.Tensor):
-            kind = "finite" if bool(torch.isfinite(value.detach()).all()) else "NaN"
-            parts.append(f"{name} {kind}")
-    return "the reference refuses or has NaN; we give " + ", ".join(parts)
+def _instead(answer: Answer) -> _Gap:
+    """The gap where the reference has no result; under_mask is 0 if all of ours is finite."""
+    tensors = {n: v.detach() for n, v in answer.items() if isinstance(v, torch.Tensor)}
+    wrong = [name for name, value in tensors.items() if not bool(torch.isfinite(value).all())]
+    note = f"the reference refuses or has NaN; we give {', '.join(answer)}"
+    if wrong:
+        note += f", not finite in {', '.join(wrong)}"
+    return _Gap(
+        output="*", distance=float("inf"), under_mask=float("inf") if wrong else 0.0, note=note
+    )
 
 
 def _gaps(case: Case, answer: Answer) -> Iterator[_Gap]:
     assert case.outputs is not None
     for name, want in case.outputs.items():
         if name not in answer:
-            yield _Gap(output=name, distance=float("inf"), note="not given by us")
+            yield _missing(name)
         elif isinstance(want, dict) and case.function != "group_filter":
             for key, value in want.items():
                 got = answer[name].get(key)
                 if got is None:
                     yield _Gap(
-                        output=f"{name}/{key}", distance=float("inf"), note="not given by us"
+                        output=f"{name}/{key}",
+                        distance=float("inf"),
+                        under_mask=float("inf"),
+                        note="not given by us",
                     )
                 else:
                     yield _compared(case, f"{name}/{key}", got, value)
@@ -120,20 +136,34 @@ def _gaps(case: Case, answer: Answer) -> Iterator[_Gap]:
 def _compared(case: Case, name: str, got: Any, want: Any) -> _Gap:
     if want is None or isinstance(want, str | dict) or _has_strings(want):
         same = got is None if want is None else got == want
-        return _Gap(output=name, distance=0.0 if same else float("inf"), note=f"{got} not {want}")
+        return _Gap(
+            output=name,
+            distance=0.0 if same else float("inf"),
+            under_mask=0.0,
+            note=f"{got} not {want}",
+        )
     if case.compare == "bound":
         return _bounded(name, float(got), float(want))
     ours = torch.as_tensor(got).detach().to(torch.float64)
     theirs = as_tensor(want, torch.float64)
     if ours.shape != theirs.shape:
         note = f"shape {tuple(ours.shape)}, not {tuple(theirs.shape)}"
-        return _Gap(output=name, distance=float("inf"), note=note)
+        return _Gap(output=name, distance=float("inf"), under_mask=float("inf"), note=note)
     distance = (ours - theirs).abs() / (case.atol + case.rtol * theirs.abs())
     distance = torch.where(ours.isnan() | theirs.isnan(), float("inf"), distance)
-    if case.compare == "mask" and distance.dim() == 2:
-        distance = distance[case.mask().view(distance.shape)]
     worst = float(distance.max()) if distance.numel() else 0.0
-    return _Gap(output=name, distance=worst, note=f"{worst:.3g} times what is allowed")
+    under_mask = worst
+    mask = case.padding_mask()
+    if mask is not None and mask.shape == distance.shape and bool(mask.any()):
+        under_mask = float(distance[mask].max())
+    if case.compare == "mask":
+        worst = under_mask
+    note = f"{worst:.3g} times what is allowed"
+    return _Gap(output=name, distance=worst, under_mask=under_mask, note=note)
+
+
+def _missing(name: str) -> _Gap:
+    return _Gap(output=name, distance=float("inf"), under_mask=float("inf"), note="not given by us")
 
 
 def _bounded(name: str, got: float, want: float) -> _Gap:
@@ -142,7 +172,12 @@ def _bounded(name: str, got: float, want: float) -> _Gap:
         good = abs(got - want) < 1e-6
     else:
         good = got >= want if "min" in name.split("_") else got <= want
-    return _Gap(output=name, distance=0.0 if good else float("inf"), note=f"{got}, bound {want}")
+    return _Gap(
+        output=name,
+        distance=0.0 if good else float("inf"),
+        under_mask=0.0,
+        note=f"{got}, bound {want}",
+    )
 
 
 def _has_strings(value: Any) -> bool:

@@ -113,7 +113,7 @@ def trl_loss_case(case: Case) -> Answer:
     )
     metrics = trl_metrics(batch, result, p, kl)
     if p["entropy_coef"]:
-        metrics |= {"policy_loss": float(loss), "entropy_coef": p["entropy_coef"]}
+        metrics |= {"policy_loss": float(loss.detach()), "entropy_coef": p["entropy_coef"]}
         every = dataclasses.replace(counts, tokens=accumulated(case) * float(batch.mask.sum()))
         bonus = aggregate(batch.entropy, batch.mask, batch.rows, every, "token-mean")
         loss = loss - p["entropy_coef"] * bonus
@@ -161,6 +161,8 @@ def trl_counts(case: Case, batch: PolicyBatch) -> Normaliser:
     tokens = times * max(float(batch.mask.sum()), 1.0)
     if p["loss_type"] in ("dapo", "cispo", "vespo"):
         tokens = float(case.inputs["num_items_in_batch"])
+        if p["training"]:  # the count is of all batches of a generation
+            tokens *= times / p["steps_per_generation"]
     return Normaliser(
         tokens=tokens,
         sequences=times * batch.rows.count,
@@ -185,18 +187,24 @@ def trl_metrics(
         metrics["kl"] = mean(kl)
     if p["loss_type"] == "cispo":
         return metrics | {"cispo_clip_ratio": ours["clip_share_high"]}
-    if p["loss_type"] == "vespo":
-        return metrics | {"vespo/phi_seq_mean": ours["kernel"]}
     if p["loss_type"] == "sapo":
         return metrics
     rows = [one_row(batch, row) for row in range(batch.rows.count)]
-    shares = [token_loss(row, p).metrics.values() for row in rows if bool(row.mask.any())]
+    each = [token_loss(row, p).metrics.values() for row in rows]
+    filled = [share for share, row in zip(each, rows, strict=True) if bool(row.mask.any())]
+    if p["loss_type"] == "vespo":  # TRL's mean is over rows; the kernel of an empty one is 1
+        total = sum(share["kernel"] for share in filled) + len(rows) - len(filled)
+        return metrics | {"vespo/phi_seq_mean": total / len(rows)}
+    low, high = ours["clip_share_low"], ours["clip_share_high"]
+    if p["importance_sampling_level"] == "sequence":  # shares of rows, not of tokens
+        low = sum(share["clip_share_low"] for share in each) / len(rows)
+        high = sum(share["clip_share_high"] for share in each) / len(rows)
     return metrics | {
-        "clip_ratio/low_mean": ours["clip_share_low"],
-        "clip_ratio/high_mean": ours["clip_share_high"],
-        "clip_ratio/region_mean": ours["clip_share_low"] + ours["clip_share_high"],
-        "clip_ratio/low_min": min(share["clip_share_low"] for share in shares),
-        "clip_ratio/high_max": max(share["clip_share_high"] for share in shares),
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+        "clip_ratio/low_min": min(share["clip_share_low"] for share in filled),
+        "clip_ratio/high_max": max(share["clip_share_high"] for share in filled),
     }
 
 
@@ -238,7 +246,9 @@ def trl_advantages(case: Case) -> tuple[Tensor, dict[str, float]]:
     result = ADVANTAGES[choice.kind](batch, **choice.arguments())
     figures = reward_metrics(rewards, batch.groups, components)
     metrics = {"reward": figures["reward_mean"], "reward_std": figures["reward_std"]}
-    metrics["frac_reward_zero_std"] = figures["zero_std_groups"]
+    by_group = choice.kind == "grpo" and choice.normalize != "batch"
+    none_varies = float(figures["reward_std"] == 0)
+    metrics["frac_reward_zero_std"] = figures["zero_std_groups"] if by_group else none_varies
     metrics |= {f"{n}/{k}": figures[f"{n}_{k}"] for n in names for k in ("mean", "std")}
     return result.advantages, metrics
 
@@ -263,7 +273,8 @@ def sampling_correction_case(case: Case) -> Answer:
     level, _, kind = p["mode"].partition("_")
     function = CORRECTIONS["truncate" if kind == "truncate" else "band"]
     weights = function(both, level=level, lower=p["clip_min"], upper=p["clip_max"], normalize=False)
-    gap = both.log_ratio(bound=None).abs()[mask]
+    gap = (old - sampling).reshape(-1).abs()[mask]
+    gap = gap[~gap.isnan()]
     ratio = weights.view(old.shape)
     if level == "sequence":
         ratio = both.rows.masked_max(weights, mask, empty=1.0)[:, None]

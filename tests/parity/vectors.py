@@ -48,6 +48,16 @@ class Case:
         """A [rows, width] mask as bool [rows * width]."""
         return torch.tensor(self.inputs[name]).reshape(-1) > 0
 
+    def padding_mask(self) -> Tensor | None:
+        """The case's mask [rows, width], from whichever input gives it."""
+        if "completion_length" in self.inputs and "sampling_per_token_logps" in self.inputs:
+            width = len(self.inputs["sampling_per_token_logps"][0])
+            return torch.arange(width) < torch.tensor(self.inputs["completion_length"])[:, None]
+        for name in ("response_mask", "mask", "loss_mask", "completion_mask"):
+            if name in self.inputs:
+                return torch.tensor(self.inputs[name]) > 0
+        return None
+
     def rows(self, name: str = "response_mask") -> Rows:
         """The padded matrix as rows of equal length."""
         count, width = torch.tensor(self.inputs[name]).shape
