@@ -8,6 +8,10 @@ from configs.methods import Method, UserFunction
 
 ClipLow = Annotated[float, Field(ge=0, description="The ratio is bounded below by 1 - this.")]
 ClipHigh = Annotated[float, Field(ge=0, description="The ratio is bounded above by 1 + this.")]
+Level = Annotated[
+    Literal["token", "sequence"],
+    Field(description="One ratio per token, or the geometric mean over the response."),
+]
 
 
 class ClippedLoss(Method):
@@ -22,6 +26,7 @@ class ClippedLoss(Method):
     ratio_cap: float | None = Field(
         None, gt=0, description="Bound from above on the ratio that is not clipped; none is off."
     )
+    level: Level = "token"
 
 
 class DecoupledLoss(Method):
@@ -54,6 +59,7 @@ class CISPOLoss(Method):
         None, ge=0, description="The ratio is bounded below by 1 - this; none is off, as the paper."
     )
     clip_high: ClipHigh = 0.28
+    level: Level = "token"
 
 
 class SAPOLoss(Method):
@@ -62,6 +68,7 @@ class SAPOLoss(Method):
     kind: Literal["sapo"] = "sapo"
     tau_positive: float = Field(1.0, gt=0, description="Steepness where the advantage is positive.")
     tau_negative: float = Field(1.05, gt=0, description="Steepness where it is not.")
+    level: Level = "token"
 
 
 class GMPOLoss(Method):
@@ -78,7 +85,7 @@ class LUSPOLoss(Method):
     kind: Literal["luspo"] = "luspo"
     clip_low: ClipLow = 2e-3
     clip_high: ClipHigh = 2.5e-3
-    sequence_ratio: bool = Field(True, description="One ratio per row, as in GSPO.")
+    level: Level = "sequence"
 
 
 class VESPOLoss(Method):

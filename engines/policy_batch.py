@@ -48,6 +48,13 @@ class PolicyBatch:
         ratio = self.under_mask(self.logprobs) - self.under_mask(self.proximal)
         return ratio if bound is None else ratio.clamp(-bound, bound)
 
+    def log_ratio_at(self, level: str) -> Tensor:
+        """log ratio [T] of each token ("token"), or the mean of its row's ("sequence", as GSPO)."""
+        if level == "token":
+            return self.log_ratio()
+        row_mean = self.rows.masked_mean(self.log_ratio(bound=None), self.mask)
+        return self.under_mask(self.rows.spread(row_mean))
+
     def signal(self) -> Tensor:
         """Advantages [T], detached, 0 where masked."""
         return self.under_mask(self.advantages.detach())

@@ -1,6 +1,8 @@
 """Policy losses with one ratio r = pi / pi_old per token. A is the advantage, sg stops gradients.
 
 Where not said otherwise, log r is bounded by 20 nats in absolute value, without gradient beyond.
+`level` = "sequence" takes the geometric mean of a row's ratios for r at each of its tokens (TRL's
+importance_sampling_level).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ def clipped(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
-    ratio_cap: float | None = None,
+    ratio_cap: float | None,
+    level: str,
 ) -> TokenLoss:
     """PPO's clipped surrogate, with clip-higher and dual clip.
 
@@ -28,10 +31,9 @@ def clipped(
     PPO arXiv:1707.06347; clip-higher (DAPO) arXiv:2503.14476; dual clip arXiv:1912.09729.
     ratio_cap bounds the unclipped ratio from above (TRL's delta; INTELLECT-2, arXiv:2505.07291).
     """
-    log_ratio = batch.log_ratio()
     return clipped_surrogate(
         batch,
-        log_ratio,
+        batch.log_ratio_at(level),
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
@@ -87,7 +89,9 @@ def decoupled(
     Hilton et al. arXiv:2110.00641; AReaL arXiv:2505.24298.
     """
     assert batch.rollout_logprobs is not None, "decoupled PPO needs rollout_logprobs"
-    base = clipped(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    base = clipped_surrogate(
+        batch, batch.log_ratio(), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
     gap = batch.under_mask(batch.proximal) - batch.under_mask(batch.rollout_logprobs)
     weights = gap.clamp(-20.0, 20.0).exp()
     kept = torch.ones_like(batch.mask) if weight_cap is None else weights <= weight_cap
@@ -97,13 +101,13 @@ def decoupled(
     )
 
 
-def cispo(batch: PolicyBatch, *, clip_low: float | None, clip_high: float) -> TokenLoss:
+def cispo(batch: PolicyBatch, *, clip_low: float | None, clip_high: float, level: str) -> TokenLoss:
     """CISPO: the ratio is clipped and detached, so that every token keeps its gradient.
 
     l = -sg(clip(r, 1 - low, 1 + high)) A log pi; low = none leaves the ratio free from below.
     MiniMax-M1, arXiv:2506.13585.
     """
-    log_ratio = batch.log_ratio()
+    log_ratio = batch.log_ratio_at(level)
     ratio = log_ratio.exp().detach()
     bounded = ratio.clamp(max=1 + clip_high)
     if clip_low is not None:
@@ -120,13 +124,13 @@ def cispo(batch: PolicyBatch, *, clip_low: float | None, clip_high: float) -> To
     )
 
 
-def sapo(batch: PolicyBatch, *, tau_positive: float, tau_negative: float) -> TokenLoss:
+def sapo(batch: PolicyBatch, *, tau_positive: float, tau_negative: float, level: str) -> TokenLoss:
     """SAPO: a sigmoid gate instead of a clip.
 
     l = -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A (A = 0 counts as negative).
     arXiv:2511.20347.
     """
-    log_ratio, advantages = batch.log_ratio(), batch.signal()
+    log_ratio, advantages = batch.log_ratio_at(level), batch.signal()
     tau = torch.where(advantages > 0, tau_positive, tau_negative).to(advantages.dtype)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * (4 / tau)
     return TokenLoss(values=-gate * advantages, metrics=ratio_metrics(batch, log_ratio))

@@ -34,32 +34,15 @@ def gspo(batch: PolicyBatch, *, clip_low: float, clip_high: float) -> TokenLoss:
     return TokenLoss(values=result.values, metrics=metrics)
 
 
-def sequence_clipped(
-    batch: PolicyBatch, *, clip_low: float, clip_high: float, ratio_cap: float | None = None
-) -> TokenLoss:
-    """As gspo, with the gradient of the row's mean log ratio: every token of a row shares it.
-
-    TRL's importance_sampling_level = sequence. With one advantage per row it has gspo's gradient
-    under a mean over each row's tokens.
-    """
-    row_mean = batch.rows.masked_mean(batch.log_ratio(bound=None), batch.mask)
-    log_ratio = batch.under_mask(batch.rows.spread(row_mean))
-    return clipped_surrogate(
-        batch, log_ratio, clip_low=clip_low, clip_high=clip_high, ratio_cap=ratio_cap
-    )
-
-
-def luspo(
-    batch: PolicyBatch, *, clip_low: float, clip_high: float, sequence_ratio: bool
-) -> TokenLoss:
+def luspo(batch: PolicyBatch, *, clip_low: float, clip_high: float, level: str) -> TokenLoss:
     """LUSPO: the clipped loss summed over a row's tokens, so that length does not dilute it.
 
-    l_t = max(-A s, -A clip(s, 1 - low, 1 + high)), s the row's ratio (as in GSPO) or the token's;
-    aggregated by row-mean-token-sum. arXiv:2602.05261.
+    l_t = max(-A s, -A clip(s, 1 - low, 1 + high)), s the row's ratio (level "sequence", as in GSPO)
+    or the token's; aggregated by row-mean-token-sum. arXiv:2602.05261.
     """
-    if sequence_ratio:
-        return sequence_clipped(batch, clip_low=clip_low, clip_high=clip_high)
-    return clipped_surrogate(batch, batch.log_ratio(), clip_low=clip_low, clip_high=clip_high)
+    return clipped_surrogate(
+        batch, batch.log_ratio_at(level), clip_low=clip_low, clip_high=clip_high
+    )
 
 
 def geo_mean(batch: PolicyBatch, *, clip_low: float, clip_high: float) -> TokenLoss:

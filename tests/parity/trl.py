@@ -19,7 +19,7 @@ from engines.objective import high_entropy
 from engines.policy_batch import PolicyBatch, TokenLoss
 from engines.ratio_losses import cispo, clipped, sapo
 from engines.reward_metrics import reward_metrics
-from engines.sequence_losses import luspo, sequence_clipped, vespo
+from engines.sequence_losses import luspo, vespo
 from tests.parity.answers import Adapter, Answer, leaf, shaped
 from tests.parity.vectors import Case
 
@@ -59,15 +59,16 @@ def trl_batch(case: Case) -> PolicyBatch:
 def token_loss(batch: PolicyBatch, p: dict[str, Any]) -> TokenLoss:
     """The loss of every token by TRL's loss_type."""
     low, high = p["epsilon_low"], p["epsilon_high"]
-    of_row = p["importance_sampling_level"] == "sequence"
+    level = p["importance_sampling_level"]
     match p["loss_type"]:
         case "cispo":
-            return cispo(batch, clip_low=None, clip_high=high - 1)
+            return cispo(batch, clip_low=None, clip_high=high - 1, level=level)
         case "sapo":
             return sapo(
                 batch,
                 tau_positive=p["sapo_temperature_pos"],
                 tau_negative=p["sapo_temperature_neg"],
+                level=level,
             )
         case "vespo":
             return vespo(
@@ -78,10 +79,9 @@ def token_loss(batch: PolicyBatch, p: dict[str, Any]) -> TokenLoss:
                 lambda_negative=p["vespo_lambda_neg"],
             )
         case "luspo":
-            return luspo(batch, clip_low=low, clip_high=high, sequence_ratio=of_row)
-    if of_row:
-        return sequence_clipped(batch, clip_low=low, clip_high=high, ratio_cap=p["delta"])
-    return clipped(batch, clip_low=low, clip_high=high, dual_clip=None, ratio_cap=p["delta"])
+            return luspo(batch, clip_low=low, clip_high=high, level=level)
+    cap = p["delta"]
+    return clipped(batch, clip_low=low, clip_high=high, dual_clip=None, ratio_cap=cap, level=level)
 
 
 def trl_loss_case(case: Case) -> Answer:
