@@ -36,12 +36,6 @@ class GRPOConfig(Settings):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Workers.")
     store: StoreConfig = Field(default_factory=StoreConfig, description="Batches and weights.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
-    retries: int = Field(
-        3, ge=0, description="Times a task is tried again after an infrastructure failure."
-    )
-    retry_delay: float = Field(
-        1.0, ge=0, description="Wait before the first retry, in seconds; doubled each time."
-    )
 
     @property
     def samples_per_step(self) -> int:

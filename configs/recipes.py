@@ -51,7 +51,8 @@ def load(model: type[Config], recipe: str = DEMO, overrides: Sequence[str] = ())
         raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
-    for word in overrides:
+    # Kinds first: a new kind drops the settings that the recipe gave the old one.
+    for word in sorted(overrides, key=lambda word: not word.partition("=")[0].endswith("kind")):
         _apply(raw, word)
     return validate(model, raw)
 
@@ -91,6 +92,8 @@ def _apply(raw: dict[str, Any], word: str) -> None:
     if isinstance(place, list):
         place[_index(last, place, word)] = value
     else:
+        if last == "kind" and place.get("kind") != value:
+            place.clear()
         place[last] = value
 
 
@@ -115,11 +118,17 @@ def _sentence(model: type[BaseModel], item: Any) -> str:
         str(part) for part in item["loc"] if part not in _tags(model) or str(part) == item["loc"][-1]
     )
     if item["type"] == "extra_forbidden":
+        if plain in known:
+            group = plain.rpartition(".")[0]
+            return f"{plain}: {group} has no such setting with this {group}.kind. Remove it."
         near = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
         hint = f" Did you mean {near[0]}?" if near else " See --help for all settings."
         return f"{plain}: there is no such setting.{hint}"
     if item["type"] == "missing":
         return f"{plain}: a value is needed. Set {plain}=…"
+    if item["type"] == "union_tag_invalid":
+        given, choices = item["ctx"]["tag"], item["ctx"]["expected_tags"]
+        return f"{plain}.kind = {given!r}: it must be one of {choices}."
     message = item["msg"].removeprefix("Value error, ")
     if not key:
         return message
@@ -163,9 +172,18 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str,
                 continue
             yield path, "", _default(field), field.description or ""
             for choice in inner:
-                yield from fields(choice, f"{place}.")
+                yield from _choice(choice, place)
         else:
             yield path, _type_name(field.annotation), _default(field), field.description or ""
+
+
+def _choice(choice: type[BaseModel], place: str) -> Iterator[tuple[str, str, str, str]]:
+    kind = choice.model_fields.get("kind")
+    if kind is not None:
+        yield f"{place}.kind = {kind.default}", "", "", (choice.__doc__ or "").strip()
+    for line in fields(choice, f"{place}."):
+        if line[0] != f"{place}.kind":
+            yield line
 
 
 def _direct(annotation: Any) -> Iterator[type[BaseModel]]:

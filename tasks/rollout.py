@@ -1,0 +1,38 @@
+"""The rollout task: one shard of a step's prompts becomes completions, on one rollout worker."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from engines.rollout import RolloutRequest, RolloutResult, Sampling
+from storage.digests import key_of
+from tasks.results import Prompts
+from tasks.retries import OPTIONS, attempt_number, log_attempt
+from tasks.run import Run
+
+
+@task(name="rollout", task_run_name="rollout {shard}/{shards}", **OPTIONS)
+def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> RolloutResult:
+    """Sample `group_size` completions for each prompt of a shard (counted from 1).
+
+    A shard that was finished before, under the same prompts, weights and sampling parameters, is
+    read from the store. An attempt goes to the rollout worker with the fewest shards in flight;
+    the worker's engine is brought to the current weights first if it lags (a restarted worker).
+    """
+    part = prompts.ref.chunk(shards)[shard - 1]
+    weights = run.rollouts.weights
+    sampling = Sampling.of(run.config.rollout, run.config.group_size)
+    key = key_of("rollout", part.to_json(), weights.digest, sampling.to_json())
+    out_key = run.files.stage_key(step, "rollout", shard, key)
+    done = run.files.finished(out_key)
+    if done is not None:
+        return RolloutResult.from_json(done)
+    attempt = attempt_number()
+    request = RolloutRequest(
+        prompts=part, sampling=sampling, out_key=out_key, step=step, shard=shard, attempt=attempt
+    )
+    with log_attempt(f"rollout {shard}/{shards}", attempt) as log:
+        result = run.rollouts.generate(request, log.worker)
+    run.files.finish(out_key, result.to_json())
+    run.progress.shard_done(result.stats.tokens)
+    return result
