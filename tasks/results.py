@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engines.rollout import RolloutResult, SyncReport
+from engines.rollout import RolloutResult
 from storage.prompts import Cursor
 from storage.refs import BatchRef
 from storage.weights import WeightsRef
@@ -56,7 +56,7 @@ class Synced:
     """A policy version that is published, loaded by the rollout engines, and checked."""
 
     weights: WeightsRef
-    reports: list[SyncReport]
+    workers: list[str]  # rollout workers that hold it
     metrics: Metrics
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from prefect import Task
 from prefect.cache_policies import NO_CACHE, CachePolicy
@@ -12,8 +17,12 @@ from prefect.logging import get_run_logger
 from prefect.states import State
 from prefect.tasks import exponential_backoff
 
-from engines.cluster import InfrastructureError
+from engines.failures import InfrastructureError
+from engines.pool import Assignment
 from storage.store import StoreUnavailable
+
+if TYPE_CHECKING:
+    from tasks.run import Run
 
 ATTEMPTS = 4
 RETRYABLE = (InfrastructureError, StoreUnavailable)
@@ -51,6 +60,42 @@ OPTIONS = TaskOptions(
 )
 
 
-def attempt_number() -> int:
-    """Which attempt of the current task this is; the first is 1."""
-    return TaskRunContext.get().task_run.run_count  # type: ignore[union-attr]
+
+@dataclass(slots=True)
+class Attempt:
+    """One try of a stage's call: where it went and how it ended."""
+
+    step: int
+    stage: str
+    shard: int | None  # counted from 1; None where a stage is one call
+    number: int  # 1 is the first try
+    started: float  # seconds since the epoch
+    ended: float = 0.0
+    error: str = ""  # empty for success
+    assignment: Assignment = field(default_factory=Assignment)
+
+
+@contextlib.contextmanager
+def attempted(run: Run, step: int, stage: str, shard: int | None = None) -> Iterator[Attempt]:
+    """Record an attempt in the run, and in the task's log: worker, attempt, duration, cause."""
+    context = TaskRunContext.get()
+    number = 1 if context is None else context.task_run.run_count
+    attempt = Attempt(step=step, stage=stage, shard=shard, number=number, started=time.time())
+    logger = get_run_logger()
+    try:
+        yield attempt
+    except Exception as error:
+        attempt.error = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        attempt.ended = time.time()
+        run.attempts.append(attempt)
+        where = attempt.assignment.worker or "the train workers"
+        logger.log(
+            logging.WARNING if attempt.error else logging.INFO,
+            "Attempt %d on %s took %.2f s%s",
+            number,
+            where,
+            attempt.ended - attempt.started,
+            f" and failed: {attempt.error}" if attempt.error else "",
+        )

@@ -7,7 +7,7 @@ from prefect import task
 from engines.rollout import RolloutRequest, RolloutResult, Sampling
 from storage.digests import key_of
 from tasks.results import Prompts
-from tasks.retries import OPTIONS, attempt_number, log_attempt
+from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
@@ -27,12 +27,16 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> R
     done = run.files.finished(out_key)
     if done is not None:
         return RolloutResult.from_json(done)
-    attempt = attempt_number()
-    request = RolloutRequest(
-        prompts=part, sampling=sampling, out_key=out_key, step=step, shard=shard, attempt=attempt
-    )
-    with log_attempt(f"rollout {shard}/{shards}", attempt) as log:
-        result = run.rollouts.generate(request, log.worker)
+    with attempted(run, step, "rollout", shard) as attempt:
+        request = RolloutRequest(
+            prompts=part,
+            sampling=sampling,
+            out_key=out_key,
+            step=step,
+            shard=shard,
+            attempt=attempt.number,
+        )
+        result = run.rollouts.generate(request, attempt.assignment)
     run.files.finish(out_key, result.to_json())
     run.progress.shard_done(result.stats.tokens)
     return result
