@@ -20,7 +20,8 @@ SETTINGS = {
     "distributed.diagnostics.nvml": False,
     "distributed.admin.tick.limit": "1h",  # the same: no warning about a held GIL
     "distributed.admin.system-monitor.gil.enabled": False,
-    "distributed.logging": {"distributed": "error"},
+    # A dead worker is reported where its call was waited for.
+    "distributed.logging": {"distributed": "error", "distributed.scheduler": "critical"},
 }
 
 

@@ -86,7 +86,7 @@ def _watch_parent(scratch: str) -> None:
     parent = os.getppid()
 
     def by_pipe() -> None:
-        while sys.stdin.buffer.read1(4096):
+        while sys.stdin.buffer.readline():
             pass
         _end(scratch)
 

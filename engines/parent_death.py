@@ -17,6 +17,7 @@ import psutil
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
+RESOURCE_TRACKER = "from multiprocessing.resource_tracker import"  # the code that Python runs in it
 
 
 def _prctl(option: int, value: int) -> bool:
@@ -66,7 +67,7 @@ def is_resource_tracker(process: psutil.Process) -> bool:
     It ends by itself then; killed early, it would leave the shared memory behind.
     """
     try:
-        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+        return any(part.startswith(RESOURCE_TRACKER) for part in process.cmdline())
     except psutil.Error:
         return False
 
