@@ -14,7 +14,7 @@ from prefect import flow, tags
 
 from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
-from tasks.commit import commit
+from tasks.commit import commit, snapshot
 from tasks.draw import draw
 from tasks.launch import main
 from tasks.logprob import logprob
@@ -31,17 +31,21 @@ from tasks.weight_sync import weight_sync
 def grpo_step(run: Run, step: int) -> StepSummary:
     """One RL step: the policy of version step - 1 samples, version step comes out."""
     shards = run.config.rollout.shards
+    run.begin(step)
     with tags(f"step {step}"):
         prompts = draw.submit(run, step)
-        scored = []
-        for shard in range(1, shards + 1):
-            sampled = rollout.submit(run, step, prompts, shard, shards)
-            scored.append(reward.submit(run, step, sampled, shard, shards))
-        batch = advantage.submit(run, step, prompts, scored)
-        if run.needs_logprobs:
-            batch = logprob.submit(run, step, batch)
+        sampled = [
+            rollout.submit(run, step, prompts, shard, shards) for shard in range(1, shards + 1)
+        ]
+        scored = [
+            reward.submit(run, step, one, shard, shards) for shard, one in enumerate(sampled, 1)
+        ]
+        logprobs = logprob.submit(run, step, sampled) if run.needs_logprobs else None
+        batch = advantage.submit(run, step, scored, logprobs)
         updated = update.submit(run, step, batch)
         synced = weight_sync.submit(run, step, updated)
+        if run.snapshot_due(step):
+            updated = snapshot.submit(run, step, updated, wait_for=[synced])
         return commit.submit(run, step, prompts, scored, batch, updated, synced).result()
 
 

@@ -6,14 +6,14 @@ from prefect import task
 
 from storage.digests import key_of
 from storage.refs import BatchRef
-from tasks.results import Prompts, Scored, TrainBatch
+from tasks.results import Scored, TrainBatch
 from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
 @task(name="advantage", **OPTIONS)
 def advantage(
-    run: Run, step: int, prompts: Prompts, scored: list[Scored], logprobs: BatchRef | None
+    run: Run, step: int, scored: list[Scored], logprobs: BatchRef | None
 ) -> TrainBatch:
     """Estimate advantages and choose the samples that train.
 
@@ -22,11 +22,12 @@ def advantage(
     """
     samples = BatchRef.concat([shard.ref for shard in scored])
     if logprobs is not None:
-        samples = samples.with_columns(logprobs)
+        added = [name for name in ("old_logprobs", "ref_logprobs") if name in logprobs.names]
+        samples = samples.with_columns(logprobs[added])
     key = key_of("advantage", samples.to_json(), run.config.algorithm.model_dump(mode="json"))
     out_key = run.files.stage_key(step, "advantage", 1, key)
     with attempted(run, step, "advantage") as attempt:
-        result = run.scorers.call(
+        result = run.engines.scorers.call(
             "advantages",
             run.lease(step, f"advantages-{key}"),
             attempt.assignment,

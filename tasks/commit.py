@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import time
-
 from prefect import task
 
-from storage.commits import Commit, Ledger, commit as write_commit
-from storage.retention import sweep
+from storage.commits import Commit, Ledger
+from storage.commits import commit as write_commit
+from storage.refs import BatchRef
 from tasks.artifacts import show_step
 from tasks.metrics import step_metrics
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
-from tasks.retries import OPTIONS
+from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
 @task(name="snapshot", **OPTIONS)
 def snapshot(run: Run, step: int, updated: Updated) -> Updated:
-    """Write the trainer's whole state, from which a lost gang or a resumed run is rebuilt."""
-    run.engines.actor.snapshot(updated.version)
+    """Store the trainer's whole state, from which a lost gang or a resumed run is rebuilt."""
+    with attempted(run, step, "snapshot"):
+        run.engines.actor.snapshot(updated.version)
     return updated
 
 
@@ -37,42 +37,48 @@ def commit(
     Before this nothing of the step counts, after it nothing of it can be lost. What is only shown
     (MLflow, artifacts, the terminal's line) follows the commit.
     """
-    previous = run.last
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
+    samples = BatchRef.concat([shard.ref for shard in scored])
     record = Commit(
         step=step,
         parent=run.head,
-        refs={
-            "prompts": prompts.ref,
-            "samples": samples_of(scored),
-            "batch": batch.ref,
-        },
-        version_in=previous.version_out if previous else run.first_weights,
+        refs={"prompts": prompts.ref, "samples": samples, "batch": batch.ref},
+        version_in=run.weights_in,
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
-        ledger=add(previous.ledger if previous else Ledger(), prompts, batch),
+        ledger=ledger_after(run.last.ledger if run.last else Ledger(), prompts, batch),
         metrics=metrics,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.config.algorithm.model_dump(mode="json"),
     )
     write_commit(run.files, record)
-    run.advance(record, prompts.cursor)
-    summary = StepSummary(
-        step=step,
-        version=updated.version,
-        seconds=time.monotonic() - run.progress.began,
-        metrics=metrics,
+    run.advance(record)
+    show(run, record, scored)
+    run.tidy()
+    return StepSummary(
+        step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
-    run.tracker.step(step, metrics)
+
+
+def ledger_after(before: Ledger, prompts: Prompts, batch: TrainBatch) -> Ledger:
+    """The run's counts of prompts, with a step's added."""
+    dropped = dict(before.dropped)
+    for reasons in (prompts.dropped, batch.dropped):
+        for reason, count in reasons.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return Ledger(
+        drawn=before.drawn + prompts.drawn,
+        trained=before.trained + batch.trained,
+        filtered=before.filtered + batch.filtered,
+        dropped=dropped,
+        in_flight=0,
+    )
+
+
+def show(run: Run, record: Commit, scored: list[Scored]) -> None:
+    """Tell people of a committed step: MLflow, the dashboard, the terminal."""
+    run.tracker.step(record.step, record.metrics)
+    if run.snapshot_due(record.step):
+        run.tracker.register(record.step, record.version_out)
     show_step(run, record, scored)
-    run.progress.step_done(summary)
-    removed = sweep(
-        run.files,
-        keep_versions=run.config.store.keep_versions,
-        keep_steps=run.config.store.keep_steps,
-        keep_snapshots=run.config.store.keep_snapshots,
-        tagged=run.tracker.tagged,
-    )
-    if removed:
-        run.tracker.removed(step, removed)
-    return summary
+    run.progress.step_done(record.step, record.metrics)

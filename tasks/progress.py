@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+from tasks.results import Metrics
 from tasks.terminal import Terminal
 
 
@@ -39,3 +40,27 @@ class Progress:
             self._tokens += tokens
             text = f"sampling: {self._done}/{self._shards} shards, {self._tokens} tokens"
         self.stage(text)
+
+    def replaying(self, step: int, last: int) -> None:
+        """The trainer applies a stored step's update again."""
+        self._terminal.doing(f"replaying the update of step {step} of {last} from its stored batch")
+
+    def step_done(self, step: int, metrics: Metrics) -> None:
+        """The lasting line of a committed step."""
+        parts = [
+            f"step {step:>{len(str(self._steps))}}/{self._steps}",
+            f"reward {metrics.get('reward/mean', float('nan')):.3f}",
+            f"loss {metrics.get('loss', float('nan')):+.4f}",
+            f"tokens {metrics.get('response/tokens_mean', float('nan')):.0f}",
+        ]
+        if metrics.get("kl/ref"):
+            parts.append(f"kl {metrics['kl/ref']:.4f}")
+        times = ", ".join(
+            f"{name} {metrics[f'time/{name}']:.1f}"
+            for name in ("rollout", "reward", "logprob", "update", "weight_sync")
+            if metrics.get(f"time/{name}", 0.0) >= 0.05
+        )
+        parts.append(f"{metrics['time/step']:.1f} s ({times})")
+        if metrics["retries"]:
+            parts.append(f"retries {metrics['retries']:.0f}")
+        self._terminal.say("  ".join(parts))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engines.rollout import RolloutResult
-from storage.prompts import Cursor
+from engines.rollout import ShardStats
+from storage.cursor import Cursor
 from storage.refs import BatchRef
 from storage.weights import WeightsRef
 
@@ -23,10 +23,19 @@ class Prompts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """One shard of completions."""
+
+    prompts: BatchRef
+    ref: BatchRef  # the samples; row i belongs to row i // group_size of the prompts
+    stats: ShardStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
     """One shard, sampled and scored."""
 
-    rollout: RolloutResult
+    sampled: Sampled
     ref: BatchRef  # the samples with reward, score/<function> and status
     failures: int  # samples whose scoring failed
     seconds: float  # time in the reward functions

@@ -74,6 +74,18 @@ class Attempt:
     error: str = ""  # empty for success
     assignment: Assignment = field(default_factory=Assignment)
 
+    def record(self) -> dict[str, str | int | float | None]:
+        """A plain dict, for a commit."""
+        return {
+            "stage": self.stage,
+            "shard": self.shard,
+            "number": self.number,
+            "worker": self.assignment.worker,
+            "started": self.started,
+            "seconds": self.ended - self.started,
+            "error": self.error,
+        }
+
 
 @contextlib.contextmanager
 def attempted(run: Run, step: int, stage: str, shard: int | None = None) -> Iterator[Attempt]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from prefect import task
 from prefect.logging import get_run_logger
 
-from engines.rollout import RolloutResult
 from storage.digests import key_of
-from tasks.results import Scored
+from tasks.results import Sampled, Scored
 from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
 @task(name="reward", task_run_name="reward {shard}/{shards}", **OPTIONS)
-def reward(run: Run, step: int, sampled: RolloutResult, shard: int, shards: int) -> Scored:
+def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Scored:
     """Score the completions of a shard (counted from 1).
 
     An exception, a time-out or a crash in a reward function is not retried and is not a reward: the
@@ -22,7 +21,7 @@ def reward(run: Run, step: int, sampled: RolloutResult, shard: int, shards: int)
     key = key_of("reward", sampled.ref.to_json(), run.config.rewards.model_dump(mode="json"))
     out_key = run.files.stage_key(step, "reward", shard, key)
     with attempted(run, step, "reward", shard) as attempt:
-        result = run.scorers.call(
+        result = run.engines.scorers.call(
             "score",
             run.lease(step, f"score-{shard}-{key}"),
             attempt.assignment,
@@ -31,11 +30,12 @@ def reward(run: Run, step: int, sampled: RolloutResult, shard: int, shards: int)
             out_key=out_key,
         )
     for failure in result.failures:
-        get_run_logger().error("Sample %d failed in %s:\n%s", failure.row, failure.function, failure.error)
-    run.files.finish(out_key, {"ref": result.ref.to_json()})
+        get_run_logger().error(
+            "Sample %d failed in %s: %s", failure.sample, failure.function, failure.error
+        )
     return Scored(
-        rollout=sampled,
-        ref=sampled.ref.with_columns(result.ref),
-        failures=len(result.failed),
+        sampled=sampled,
+        ref=sampled.ref.drop(["status"]).with_columns(result.ref),
+        failures=result.failed,
         seconds=result.seconds,
     )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from prefect import task
 
-from engines.rollout import RolloutRequest, RolloutResult, Sampling
+from engines.rollout import RolloutRequest, Sampling, ShardStats
 from storage.digests import key_of
-from tasks.results import Prompts
+from storage.refs import BatchRef
+from tasks.results import Prompts, Sampled
 from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
 @task(name="rollout", task_run_name="rollout {shard}/{shards}", **OPTIONS)
-def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> RolloutResult:
+def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> Sampled:
     """Sample `group_size` completions for each prompt of a shard (counted from 1).
 
     A shard that was finished before, under the same prompts, weights and sampling parameters, is
@@ -20,13 +23,16 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> R
     the worker's engine is brought to the current weights first if it lags (a restarted worker).
     """
     part = prompts.ref.chunk(shards)[shard - 1]
-    weights = run.rollouts.weights
+    weights = run.engines.rollouts.weights
     sampling = Sampling.of(run.config.rollout, run.config.group_size)
-    key = key_of("rollout", part.to_json(), weights.digest, sampling.to_json())
+    key = key_of("rollout", part.to_json(), weights.digest, asdict(sampling))
     out_key = run.files.stage_key(step, "rollout", shard, key)
     done = run.files.finished(out_key)
     if done is not None:
-        return RolloutResult.from_json(done)
+        run.progress.shard_done(done["stats"]["tokens"])
+        return Sampled(
+            prompts=part, ref=BatchRef.from_json(done["ref"]), stats=ShardStats(**done["stats"])
+        )
     with attempted(run, step, "rollout", shard) as attempt:
         request = RolloutRequest(
             prompts=part,
@@ -36,7 +42,7 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> R
             shard=shard,
             attempt=attempt.number,
         )
-        result = run.rollouts.generate(request, attempt.assignment)
-    run.files.finish(out_key, result.to_json())
+        result = run.engines.rollouts.generate(request, attempt.assignment)
+    run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
     run.progress.shard_done(result.stats.tokens)
-    return result
+    return Sampled(prompts=part, ref=result.ref, stats=result.stats)

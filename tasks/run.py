@@ -9,17 +9,23 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
 from configs.grpo import GRPOConfig
 from engines.lease import Lease
 from storage.commits import Commit, head, read_commit
 from storage.cursor import Cursor
 from storage.prompts import open_source
+from storage.retention import sweep
 from storage.runs import RunStore
 from storage.store import Store
+from storage.weights import WeightsRef
+from tasks.artifacts import show_curves
 from tasks.engines import Engines
 from tasks.holding import Holding
 from tasks.progress import Progress
-from tasks.results import Metrics
+from tasks.results import RunSummary
 from tasks.resuming import check_resumable
 from tasks.retries import Attempt
 from tasks.terminal import Terminal
@@ -51,8 +57,8 @@ class Run:
             self.files.write_run(config.model_dump(mode="json"))
         self.cancelled = threading.Event()
         self.attempts: list[Attempt] = []
-        self.history: list[Metrics] = []
         self.progress = Progress(terminal, config.steps)
+        self._probe: tuple[list[list[int]], list[int]] | None = None
         self.tracker = RunTracker(self)
         self.engines = Engines(self)
 
@@ -83,13 +89,77 @@ class Run:
             return in_reward or train.epochs * train.mini_batches > 1
         return train.recompute_old_logprobs
 
-    def close(self) -> None:
+    def begin(self, step: int) -> None:
+        """A step starts."""
+        self.progress.step(step, self.config.rollout.shards)
+
+    def snapshot_due(self, step: int) -> bool:
+        """Whether the trainer's state is stored after a step."""
+        return step % self.config.store.snapshot_every == 0 or step == self.config.steps
+
+    def attempts_of(self, step: int) -> list[Attempt]:
+        """What was tried for a step, in the order in which it ended."""
+        return [attempt for attempt in self.attempts if attempt.step == step]
+
+    def probe(self) -> tuple[list[list[int]], list[int]]:
+        """Token ids of a few short sequences, and where each one's response begins."""
+        if self._probe is None:
+            self._probe = self.engines.scorers.call("probe", self.lease(self.head, "probe"))
+        return self._probe
+
+    def advance(self, record: Commit) -> None:
+        """A step is committed: the next one draws and trains from here."""
+        self.head = record.step
+        self.last = record
+        self.cursor = Cursor.from_json(record.cursor)
+        self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
+
+    @property
+    def weights_in(self) -> WeightsRef:
+        """The policy version that the step under way samples with."""
+        return self.last.version_out if self.last else self.engines.rollouts.weights
+
+    def tidy(self) -> None:
+        """Remove policy versions, batches and snapshots that the settings do not keep."""
+        keep = self.config.store
+        removed = sweep(
+            self.files,
+            keep_versions=keep.keep_versions,
+            keep_steps=keep.keep_steps,
+            keep_snapshots=keep.keep_snapshots,
+            tagged=self.tracker.registered,
+        )
+        if removed:
+            get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
+
+    def close(self, error: BaseException | None = None) -> None:
         """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.holding.release)
-            stack.callback(self.tracker.close)
+            stack.callback(self.tracker.finish, error)
             stack.callback(self.engines.close)
             self.cancelled.set()
+
+    def summary(self) -> RunSummary:
+        """Where everything is; also leaves the curves in MLflow and on the dashboard."""
+        image = self.tracker.plot()
+        if image is not None:
+            show_curves(self, image)
+            self.files.store.write(self.plot_key, image)
+        assert self.last is not None
+        return RunSummary(
+            run=self.name,
+            steps=self.head,
+            checkpoint=self.store.url(self.last.version_out.key),
+            dashboard=flow_run.ui_url or "",
+            tracking=self.tracker.link,
+            plot=self.store.url(self.plot_key),
+        )
+
+    @property
+    def plot_key(self) -> str:
+        """Where the curves are in the store."""
+        return f"{self.name}/progress.png"
 
 
 def new_name(family: str) -> str:
@@ -106,13 +176,17 @@ def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) 
     """
     run = Run(config, terminal, resume)
     token = _prepared.set(run)
+    failure: BaseException | None = None
     try:
         run.engines.launch()
         with terminal.live():
             yield run
+    except BaseException as error:
+        failure = error
+        raise
     finally:
         _prepared.reset(token)
-        run.close()
+        run.close(failure)
 
 
 @contextlib.contextmanager

@@ -26,13 +26,13 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
     """Publish a version, load it into the rollout engines, and check it on a probe."""
     start = time.monotonic()
     with attempted(run, step, "weight_sync"):
-        weights = run.actor.export(version, run.config.rollout.dtype)
+        weights = run.engines.actor.export(version, run.config.rollout.dtype)
         exported = time.monotonic()
         tokens, lengths = run.probe()
         probe = Probe(
-            tokens=tokens, prompt_lengths=lengths, logprobs=run.actor.score(version, tokens, lengths)
+            tokens=tokens, prompt_lengths=lengths, logprobs=run.engines.actor.score(version, tokens, lengths)
         )
-        loaded = run.rollouts.sync(weights, probe)
+        loaded = run.engines.rollouts.sync(weights, probe)
     reports = [load.report for load in loaded.values()]
     return Synced(
         weights=weights,
