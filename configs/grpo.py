@@ -83,11 +83,13 @@ class GRPOConfig(Settings):
                 f"store.uri = {self.store.uri} lives in one process, and workers are others. "
                 "Set store.uri to a file:// or s3:// address."
             )
-        if self.cluster.kind == "address" and not self.store.uri.startswith(("file:///", "s3://")):
-            if self.store.uri.startswith("file://"):
-                raise ValueError(
-                    f"store.uri = {self.store.uri} is relative to this process, and the workers of "
-                    f"cluster.address = {self.cluster.address} run elsewhere. Set store.uri to "
-                    "s3://BUCKET/PREFIX, or to file:///PATH on a file system that all nodes share."
-                )
+        relative = "://" not in self.store.uri or (
+            self.store.uri.startswith("file://") and not self.store.uri.startswith("file:///")
+        )
+        if self.cluster.kind == "address" and relative:
+            raise ValueError(
+                f"store.uri = {self.store.uri} is relative to this process, and the workers of "
+                f"cluster.address = {self.cluster.address} run elsewhere. Set store.uri to "
+                "s3://BUCKET/PREFIX, or to file:///PATH on a file system that all nodes share."
+            )
         return self

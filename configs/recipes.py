@@ -68,7 +68,9 @@ def validate(model: type[Config], raw: Mapping[str, Any]) -> Config:
 def _apply(raw: dict[str, Any], word: str) -> None:
     key, equals, text = word.partition("=")
     if not equals or not key:
-        raise ConfigError(f"{word} is no setting. Write key=value, such as train.learning_rate=1e-6.")
+        raise ConfigError(
+            f"{word} is no setting. Write key=value, such as train.learning_rate=1e-6."
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -107,7 +109,9 @@ def _number(text: str) -> str | float:
 
 def _index(text: str, place: list[Any], word: str) -> int:
     if not text.isdigit() or int(text) >= len(place):
-        raise ConfigError(f"{word}: {text} is no position in a list of {len(place)}; they count from 0.")
+        raise ConfigError(
+            f"{word}: {text} is no position in a list of {len(place)}; they count from 0."
+        )
     return int(text)
 
 
@@ -115,7 +119,9 @@ def _sentence(model: type[BaseModel], item: Any) -> str:
     known = {path for path, *_ in fields(model)}
     key = ".".join(str(part) for part in item["loc"])
     plain = ".".join(
-        str(part) for part in item["loc"] if part not in _tags(model) or str(part) == item["loc"][-1]
+        str(part)
+        for part in item["loc"]
+        if part not in _tags(model) or str(part) == item["loc"][-1]
     )
     if item["type"] == "extra_forbidden":
         if plain in known:

@@ -76,9 +76,7 @@ class EnginePool:
             self.ready(name, address)
             return self.submit(address, method, lease, arguments)
 
-    def submit(
-        self, address: str, method: str, lease: Lease, arguments: Mapping[str, Any]
-    ) -> Any:
+    def submit(self, address: str, method: str, lease: Lease, arguments: Mapping[str, Any]) -> Any:
         """Call a method on the engine of a given worker."""
         try:
             return submit(

@@ -99,9 +99,7 @@ class RewardProcess:
             ) from None
         if isinstance(answer, Broken):
             self._end()
-            raise ValueError(  # noqa: TRY004
-                f"The reward function {self.name} cannot be loaded: {answer.error}."
-            )
+            raise ValueError(f"The reward function {self.name} cannot be loaded: {answer.error}.")
         assert isinstance(answer, Ready)
         self._ready = answer
         return answer

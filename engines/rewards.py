@@ -230,7 +230,7 @@ def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource
         if isinstance(reward, ReasoningGymReward) and not isinstance(
             data.source, ReasoningGymSource
         ):
-            raise ValueError(  # noqa: TRY004
+            raise ValueError(
                 f"The reward {reward.label} scores reasoning-gym problems, and data.source.kind is "
                 f"{data.source.kind}. Set data.source.kind = reasoning_gym, or another reward."
             )

@@ -74,3 +74,8 @@ def math_scorer(reward: MathReward) -> Scorer:
         return float(verify(gold, answer, timeout_seconds=None))
 
     return score
+
+
+def share_of_digits(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """Share of each completion's characters that are digits, in [0, 1]; a task for tiny models."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]

@@ -99,9 +99,7 @@ class JsonLines(PromptSource):
                 f"{self._row_name(index)} of {self.name} is not JSON: {error}."
             ) from None
         if not isinstance(row, dict):
-            raise ValueError(  # noqa: TRY004
-                f"{self._row_name(index)} of {self.name} is not a JSON object."
-            )
+            raise ValueError(f"{self._row_name(index)} of {self.name} is not a JSON object.")
         return row
 
 

@@ -12,9 +12,7 @@ from tasks.run import Run
 
 
 @task(name="advantage", **OPTIONS)
-def advantage(
-    run: Run, step: int, scored: list[Scored], logprobs: BatchRef | None
-) -> TrainBatch:
+def advantage(run: Run, step: int, scored: list[Scored], logprobs: BatchRef | None) -> TrainBatch:
     """Estimate advantages and choose the samples that train.
 
     A group with a failed sample follows rewards.on_failure; a group that the algorithm's filter

@@ -29,7 +29,9 @@ def show_step(run: Run, commit: Commit, scored: list[Scored]) -> None:
     """The step's table of shards and its lineage note."""
     create_table_artifact(
         key=key(run.name, "shards"),
-        table=[shard_row(run, commit.step, number, shard) for number, shard in enumerate(scored, 1)],
+        table=[
+            shard_row(run, commit.step, number, shard) for number, shard in enumerate(scored, 1)
+        ],
         description=f"Shards of step {commit.step}: where each was sampled, and how.",
     )
     create_markdown_artifact(

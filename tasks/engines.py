@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.rollout import RolloutSpec, engine_class, worker_environment
+from engines.train_spec import TrainSpec
+
 from engines.cluster import Cluster, open_cluster
 from engines.gang import Gang
 from engines.pool import EnginePool
 from engines.remote import EngineSpec
-from engines.rollout import RolloutSpec, engine_class, worker_environment
 from engines.rollout_pool import RolloutPool
 from engines.scoring import ScoringSpec
-from engines.train_spec import TrainSpec
 from engines.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ class Engines:
 
     def _open(self) -> Handles:
         run, config = self._run, self._run.config
-        pools = {name: pool for name, pool in config.cluster.pools.items() if name in used_pools(run)}
+        pools = {
+            name: pool for name, pool in config.cluster.pools.items() if name in used_pools(run)
+        }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
         cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
         return Handles(
@@ -110,7 +113,11 @@ class Engines:
             total_steps=config.steps * config.train.epochs * config.train.mini_batches,
         )
         gang = Gang(
-            cluster, pool, role, EngineSpec.of("engines.fsdp:FSDPEngine", spec), config.train.deadline
+            cluster,
+            pool,
+            role,
+            EngineSpec.of("engines.fsdp:FSDPEngine", spec),
+            config.train.deadline,
         )
         return Trainer(
             gang,

@@ -44,9 +44,10 @@ def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[
             terminal.say(f"{config.name}: the settings are good, and a run would start.")
             return 0
         signal.signal(signal.SIGTERM, _terminate)
-        with prepared(config, terminal, resume=arguments.resume), prefect_server(
-            HOME / "prefect"
-        ) as dashboard:
+        with (
+            prepared(config, terminal, resume=arguments.resume),
+            prefect_server(HOME / "prefect") as dashboard,
+        ):
             terminal.say(f"Prefect  {dashboard}", style="dim")
             summary = run_flow(config, arguments.resume)
     except (ConfigError, PreflightError) as error:
@@ -104,7 +105,5 @@ def settings_help(model: type[GRPOConfig]) -> str:
     for name, kind, default, meaning in recipes.fields(model):
         head = "  ".join(part for part in (name, kind, f"[{default}]" if default else "") if part)
         lines.append(f"  {head}")
-        lines += textwrap.wrap(
-            meaning, 92, initial_indent="      ", subsequent_indent="      "
-        )
+        lines += textwrap.wrap(meaning, 92, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

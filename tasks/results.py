@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engines.rollout import ShardStats
+
 from storage.cursor import Cursor
 from storage.refs import BatchRef
 from storage.weights import WeightsRef

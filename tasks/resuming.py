@@ -35,14 +35,15 @@ MAY_CHANGE = (
 
 def check_resumable(files: RunStore, config: GRPOConfig) -> None:
     """ConfigError unless the run is there, unfinished, and its settings fit the given ones."""
-    if not files.exists():
+    written = files.read_run()
+    if written is None:
         raise ConfigError(
             f"There is no run {files.run} in {files.store.uri}. "
             "Give --resume the name of a run of that store, or set store.uri."
         )
     changed = [
         key
-        for key in differing(files.read_run()["config"], config.model_dump(mode="json"))
+        for key in differing(written["config"], config.model_dump(mode="json"))
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
     ]
     if changed:

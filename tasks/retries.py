@@ -60,7 +60,6 @@ OPTIONS = TaskOptions(
 )
 
 
-
 @dataclass(slots=True)
 class Attempt:
     """One try of a stage's call: where it went and how it ended."""

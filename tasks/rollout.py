@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from engines.rollout import RolloutRequest, Sampling, ShardStats
 from prefect import task
 
-from engines.rollout import RolloutRequest, Sampling, ShardStats
 from storage.digests import key_of
 from storage.refs import BatchRef
 from tasks.results import Prompts, Sampled

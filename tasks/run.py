@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from importlib.metadata import version
 
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -49,12 +50,14 @@ class Run:
         self.head = head(self.files) or 0 if resume is not None else 0
         self.last: Commit | None = read_commit(self.files, self.head) if self.head else None
         self.cursor = (
-            Cursor.from_json(self.last.cursor) if self.last else Cursor.start(config.data, self.source)
+            Cursor.from_json(self.last.cursor)
+            if self.last
+            else Cursor.start(config.data, self.source)
         )
         self.holding = Holding(self.files)
         self.epoch = self.holding.epoch
         if resume is None:
-            self.files.write_run(config.model_dump(mode="json"))
+            self.files.write_run({"config": config.model_dump(mode="json"), "code": code_version()})
         self.cancelled = threading.Event()
         self.attempts: list[Attempt] = []
         self.progress = Progress(terminal, config.steps)
@@ -166,6 +169,11 @@ def new_name(family: str) -> str:
     """A name for a new run: family, UTC time, and four characters against coincidence."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return f"{family}-{now}-{secrets.token_hex(2)}"
+
+
+def code_version() -> str:
+    """Version of Refrain that runs."""
+    return version("refrain")
 
 
 @contextlib.contextmanager

@@ -49,7 +49,13 @@ class EmbeddedServer:
         self.home.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "uvicorn", "--factory"]
         command += ["--app-dir", str(prefect.__module_path__.parent)]
-        command += ["prefect.server.api.server:create_app", "--host", HOST, "--port", str(self.port)]
+        command += [
+            "prefect.server.api.server:create_app",
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+        ]
         command += ["--log-level", "error", "--lifespan", "on", "--timeout-graceful-shutdown", "1"]
         environment = {
             **os.environ,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prefect.runtime import flow_run
 
-from storage.plots import progress_plot
+from storage.plots import progress_png
 from storage.tracking import TrackedData, TrackedRun, Tracker
 from storage.weights import WeightsRef
 from tasks.results import Metrics
@@ -64,7 +64,8 @@ class RunTracker:
         """The run's curves as a PNG, kept with the run; None before the first step."""
         if not self.history:
             return None
-        image = progress_plot(self.history, title=self._run.name)
+        steps, metrics = zip(*self.history, strict=True)
+        image = progress_png(list(steps), list(metrics), title=self._run.name)
         self._ready().log_file(PLOT, image)
         return image
 

@@ -30,7 +30,9 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
         exported = time.monotonic()
         tokens, lengths = run.probe()
         probe = Probe(
-            tokens=tokens, prompt_lengths=lengths, logprobs=run.engines.actor.score(version, tokens, lengths)
+            tokens=tokens,
+            prompt_lengths=lengths,
+            logprobs=run.engines.actor.score(version, tokens, lengths),
         )
         loaded = run.engines.rollouts.sync(weights, probe)
     reports = [load.report for load in loaded.values()]
@@ -44,4 +46,3 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
             "weights/probe_error": max(load.logprob_error for load in loaded.values()),
         },
     )
-

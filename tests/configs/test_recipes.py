@@ -18,7 +18,9 @@ def test_every_recipe_loads(name: str) -> None:
 
 
 def test_the_named_recipes_are_there() -> None:
-    assert {"smollm2-arithmetic", "tiny", "gsm8k-qwen2.5", "gsm8k-multinode"} <= set(recipes.names())
+    assert {"smollm2-arithmetic", "tiny", "gsm8k-qwen2.5", "gsm8k-multinode"} <= set(
+        recipes.names()
+    )
 
 
 @pytest.mark.parametrize(
