@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,12 @@ def load(model: type[Config], recipe: str = DEMO, overrides: Sequence[str] = ())
         raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
+    return change(model, raw, overrides)
+
+
+def change(model: type[Config], settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """Plain settings with key=value overrides applied, checked."""
+    raw = copy.deepcopy(dict(settings))
     # Kinds first: a new kind drops the settings that the recipe gave the old one.
     for word in sorted(overrides, key=lambda word: not word.partition("=")[0].endswith("kind")):
         _apply(raw, word)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from configs import recipes
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
+from configs.storage import StoreConfig
 
 HOME = Path(".refrain")
 BAD_SETTINGS = 2  # exit codes
@@ -25,38 +25,55 @@ INTERRUPTED = 130
 def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     """Run a flow from the command line's words; returns the exit code."""
     arguments = _parser(model).parse_args(list(words) or sys.argv[1:])
+    quiet_libraries()
+    from tasks.preflight import check  # late, so that --help answers at once
+
     try:
         config = _settings(model, arguments)
+        check(config)
+        if arguments.check:
+            print(f"{config.name}: the settings are good, and a run would start.")
+            return 0
+        return _run(run_flow, config, arguments.resume)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_SETTINGS
-    # Imported late: --help and a bad setting answer at once.
-    quiet_libraries()
-    from tasks.preflight import PreflightError, check
+
+
+def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -> int:
+    """Start engines and server side by side, run the flow, say where everything is."""
+    from prefect.exceptions import CancelledRun
+
+    from engines.failures import CallCancelled
     from tasks.run import prepared
     from tasks.server import prefect_server
     from tasks.terminal import Terminal
 
     terminal = Terminal()
+    name = resume or ""
     try:
-        check(config)
-        if arguments.check:
-            terminal.say(f"{config.name}: the settings are good, and a run would start.")
-            return 0
-        signal.signal(signal.SIGTERM, _terminate)
-        with (
-            prepared(config, terminal, resume=arguments.resume),
-            prefect_server(HOME / "prefect") as dashboard,
-        ):
-            terminal.say(f"Prefect  {dashboard}", style="dim")
-            summary = run_flow(config, arguments.resume)
-    except (ConfigError, PreflightError) as error:
-        print(error, file=sys.stderr)
-        return BAD_SETTINGS
-    except KeyboardInterrupt:
-        terminal.say("Stopped. The run can go on: add --resume and its name.", style="yellow")
+        with prepared(config, terminal, resume) as run:
+            name = run.name
+            terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
+            with prefect_server(HOME / "prefect") as dashboard:
+                terminal.say(f"Dashboard {dashboard}")
+                summary = run_flow(config, resume)
+    except (KeyboardInterrupt, CancelledRun, CallCancelled):
+        terminal.say(f"Stopped. To go on: python -m flows.grpo --resume {name}", style="yellow")
         return INTERRUPTED
-    summary.show(terminal)
+    except RuntimeError as error:
+        terminal.say(f"{type(error).__name__}: {error}", style="red")
+        terminal.say(f"To go on from the last step: python -m flows.grpo --resume {name}")
+        return FAILED
+    terminal.facts(
+        f"{name}: {summary.steps} steps are committed.",
+        {
+            "checkpoint": summary.checkpoint,
+            "curves": summary.plot,
+            "MLflow": summary.tracking,
+            "Prefect": f"{summary.dashboard}  (later: python -m flows.dashboard)",
+        },
+    )
     return 0
 
 
@@ -68,15 +85,26 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def _terminate(signum: int, frame: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does."""
-    raise KeyboardInterrupt
-
-
 def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:
+    """The recipe of the words; for a resumed run without one, the settings that it began with."""
     words = list(arguments.words)
-    recipe = recipes.DEMO if not words or "=" in words[0] else words.pop(0)
-    return recipes.load(model, recipe, words)
+    recipe = words.pop(0) if words and "=" not in words[0] else None
+    if arguments.resume is None or recipe is not None:
+        return recipes.load(model, recipe or recipes.DEMO, words)
+    from storage.runs import RunStore
+    from storage.store import Store
+
+    uri = StoreConfig().uri
+    for word in words:
+        key, _, value = word.partition("=")
+        uri = value if key == "store.uri" else uri
+    written = RunStore(Store(uri), arguments.resume).read_run()
+    if written is None:
+        raise ConfigError(
+            f"There is no run {arguments.resume} in {uri}. Give --resume the name of a run of that "
+            "store, or add store.uri=… of another."
+        )
+    return recipes.change(model, written["config"], words)
 
 
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:

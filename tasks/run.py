@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib.metadata import version
+from uuid import UUID
 
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
@@ -25,6 +26,7 @@ from storage.weights import WeightsRef
 from tasks.artifacts import show_curves
 from tasks.engines import Engines
 from tasks.holding import Holding
+from tasks.interruption import dashboard_ends, signals_end
 from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
@@ -171,6 +173,11 @@ def new_name(family: str) -> str:
     return f"{family}-{now}-{secrets.token_hex(2)}"
 
 
+def flow_run_context_id() -> UUID | None:
+    """Id of the flow run that this is called in."""
+    return UUID(flow_run.id) if flow_run.id else None
+
+
 def code_version() -> str:
     """Version of Refrain that runs."""
     return version("refrain")
@@ -186,8 +193,8 @@ def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) 
     token = _prepared.set(run)
     failure: BaseException | None = None
     try:
-        run.engines.launch()
-        with terminal.live():
+        with signals_end(run.cancelled), terminal.live():
+            run.engines.launch()
             yield run
     except BaseException as error:
         failure = error
@@ -200,9 +207,7 @@ def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) 
 @contextlib.contextmanager
 def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
     """The run that `prepared` started for this flow, or else a new one that ends with the body."""
-    waiting = _prepared.get()
-    if waiting is not None:
-        yield waiting
-        return
-    with prepared(config, Terminal(), resume) as run:
+    with contextlib.ExitStack() as stack:
+        run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume))
+        stack.enter_context(dashboard_ends(run.cancelled, flow_run_context_id()))
         yield run
