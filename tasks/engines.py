@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engines.rollout import RolloutSpec, engine_class, worker_environment
 from engines.train_spec import TrainSpec
 
+from configs.grpo import GRPOConfig
 from engines.cluster import Cluster, open_cluster
 from engines.gang import Gang
 from engines.pool import EnginePool
@@ -45,7 +46,7 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
-        self.roles = ["reward", "actor", "rollout"] + (["ref"] if run.needs_ref else [])
+        self.roles = ["reward", "actor", "rollout"] + (["ref"] if needs_reference(run.config) else [])
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once."""
@@ -57,7 +58,7 @@ class Engines:
     def workers(self) -> dict[str, list[str]]:
         """Pool -> names of its live workers; waits for them."""
         cluster = self._made().cluster
-        return {pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run))}
+        return {pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))}
 
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""
@@ -85,14 +86,14 @@ class Engines:
     def _open(self) -> Handles:
         run, config = self._run, self._run.config
         pools = {
-            name: pool for name, pool in config.cluster.pools.items() if name in used_pools(run)
+            name: pool for name, pool in config.cluster.pools.items() if name in used_pools(config)
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
         cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
         return Handles(
             cluster=cluster,
             actor=self._trainer(cluster, "actor"),
-            ref=self._trainer(cluster, "ref") if run.needs_ref else None,
+            ref=self._trainer(cluster, "ref") if needs_reference(config) else None,
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
         )
@@ -205,7 +206,13 @@ class Engines:
                 self._handles.result().cluster.close()
 
 
-def used_pools(run: Run) -> set[str]:
+def used_pools(config: GRPOConfig) -> set[str]:
     """Pools on which some role of the run lives; others are not started."""
-    roles = run.config.cluster.roles
-    return {roles.actor, roles.rollout, roles.reward} | ({roles.ref} if run.needs_ref else set())
+    roles = config.cluster.roles
+    used = {roles.actor, roles.rollout, roles.reward}
+    return used | {roles.ref} if needs_reference(config) else used
+
+
+def needs_reference(config: GRPOConfig) -> bool:
+    """Whether the algorithm compares with the frozen reference."""
+    return config.algorithm.kl.coefficient > 0

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefect.logging.configuration import setup_logging
+
 from configs import recipes
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
@@ -79,8 +81,9 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
 
 def quiet_libraries() -> None:
     """Keep warnings of Prefect and others off the terminal; Prefect's server still gets its logs."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    setup_logging()  # Prefect read the environment when it was imported
     for name in ("distributed", "alembic", "mlflow", "httpx", "fsspec", "botocore"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

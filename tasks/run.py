@@ -24,7 +24,7 @@ from storage.runs import RunStore
 from storage.store import Store
 from storage.weights import WeightsRef
 from tasks.artifacts import show_curves
-from tasks.engines import Engines
+from tasks.engines import Engines, needs_reference
 from tasks.holding import Holding
 from tasks.interruption import dashboard_ends, signals_end
 from tasks.progress import Progress
@@ -83,7 +83,7 @@ class Run:
     @property
     def needs_ref(self) -> bool:
         """Whether the algorithm compares with the frozen reference."""
-        return self.config.algorithm.kl.coefficient > 0
+        return needs_reference(self.config)
 
     @property
     def needs_old(self) -> bool:
