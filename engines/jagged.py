@@ -1,0 +1,135 @@
+"""Sums, means and extremes over the rows of jagged data: values [T] and row offsets [N + 1].
+
+A padded matrix is the jagged batch whose rows are all equally long (`Rows.padded`) with a mask, so
+there is one code path and padding is one more kind of masked token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Where the rows of a flat [T] tensor begin and end, and the row of each token."""
+
+    offsets: Tensor  # int64 [N + 1]; row i is values[offsets[i]:offsets[i + 1]]
+    ids: Tensor  # int64 [T]; row number of each token, ascending
+
+    @classmethod
+    def of_offsets(cls, offsets: Tensor) -> Rows:
+        """Rows from offsets [N + 1]; offsets[0] is 0 and they do not decrease."""
+        offsets = offsets.to(torch.int64)
+        count = offsets.numel() - 1
+        total = int(offsets[-1])
+        # A cumulative sum of row starts is ten times faster than repeat_interleave.
+        starts = torch.zeros(total + 1, dtype=torch.int64, device=offsets.device)
+        if count > 1:
+            starts.index_add_(0, offsets[1:-1], torch.ones_like(offsets[1:-1]))
+        return cls(offsets=offsets, ids=starts[:total].cumsum(0))
+
+    @classmethod
+    def of_lengths(cls, lengths: Tensor) -> Rows:
+        """Rows from lengths [N]."""
+        lengths = lengths.to(torch.int64)
+        return cls.of_offsets(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+    @classmethod
+    def padded(cls, count: int, width: int, device: torch.device | None = None) -> Rows:
+        """The rows of a [count, width] matrix, flattened; the mask tells which cells are tokens."""
+        offsets = torch.arange(count + 1, device=device) * width
+        ids = torch.arange(count, device=device).repeat_interleave(width)
+        return cls(offsets=offsets, ids=ids)
+
+    @property
+    def count(self) -> int:
+        """Number of rows, N."""
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, masked ones included [N]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of each row: [T] -> [N]; 0 for an empty row. Differentiable."""
+        return _RowSum.apply(values, self.offsets, self.ids)
+
+    def spread(self, per_row: Tensor) -> Tensor:
+        """Each row's number at each of its tokens: [N] -> [T]. Differentiable."""
+        return _Spread.apply(per_row, self.offsets, self.ids)
+
+    def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Sum over the tokens with mask 1 [N]; what stands under mask 0 (NaN too) is ignored."""
+        return self.sum(torch.where(mask, values, 0.0))
+
+    def tokens(self, mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Number of tokens with mask 1 in each row [N]."""
+        return self.sum(mask.to(dtype))
+
+    def masked_mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Mean over the tokens with mask 1 [N]; 0 for a row without any."""
+        return self.masked_sum(values, mask) / self.tokens(mask, values.dtype).clamp(min=1)
+
+    def masked_max(self, values: Tensor, mask: Tensor, empty: float) -> Tensor:
+        """Largest value under mask 1 of each row [N], `empty` where there is none. No gradient."""
+        floor = torch.finfo(values.dtype).min
+        filled = torch.where(mask, values.detach(), floor)
+        largest = torch.segment_reduce(
+            filled, "max", offsets=self.offsets, unsafe=True, initial=floor
+        )
+        return torch.where(self.tokens(mask) > 0, largest, empty)
+
+    def masked_min(self, values: Tensor, mask: Tensor, empty: float) -> Tensor:
+        """Smallest value under mask 1 of each row [N], `empty` where there is none. No gradient."""
+        return -self.masked_max(-values, mask, -empty)
+
+    def last(self, mask: Tensor) -> Tensor:
+        """True at the last token with mask 1 of each row [T]."""
+        position = torch.arange(mask.numel(), device=mask.device)
+        final = torch.full((self.count,), -1, dtype=torch.int64, device=mask.device)
+        final.scatter_reduce_(0, self.ids, torch.where(mask, position, -1), "amax")
+        return position == final[self.ids]
+
+    def cumulative(self, values: Tensor) -> Tensor:
+        """Running sum within each row, the token itself included: [T] -> [T], float64 inside."""
+        total = values.double().cumsum(0)
+        before = torch.cat([total.new_zeros(1), total])[self.offsets[:-1]]
+        return (total - before[self.ids]).to(values.dtype)
+
+
+class _RowSum(torch.autograd.Function):
+    """Row sums; the gradient is a gather (segment_reduce's own backward is five times slower)."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(offsets, ids)
+        return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        offsets, ids = ctx.saved_tensors
+        return _Spread.apply(grad, offsets, ids), None, None
+
+
+class _Spread(torch.autograd.Function):
+    """The dual of _RowSum: deterministic on every device, unlike index_add."""
+
+    @staticmethod
+    def forward(ctx, per_row: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(offsets, ids)
+        return per_row[ids]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        offsets, ids = ctx.saved_tensors
+        return _RowSum.apply(grad.contiguous(), offsets, ids), None, None
+
+
+def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, 0 where the denominator is 0, in value and in gradient."""
+    safe = torch.where(denominator == 0, 1.0, denominator)
+    return torch.where(denominator == 0, 0.0, numerator / safe)

@@ -1,0 +1,67 @@
+"""KL penalties between two policies, from the log-probs of sampled tokens, and their controllers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+DIFFERENCE_BOUND = 20.0  # nats, on log ref/pi in k3
+K3_BOUND = 10.0  # nats
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log pi - log ref, per token [T]. Unbiased, may be negative."""
+    return logprobs - ref_logprobs
+
+
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log pi - log ref|, per token [T]."""
+    return (logprobs - ref_logprobs).abs()
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log pi - log ref)^2 / 2, per token [T]. Its gradient is an unbiased one of KL(pi, ref)."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = log ref - log pi, per token [T]. Unbiased and never negative.
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html. d is bounded by 20 nats, the result by 10.
+    """
+    difference = (ref_logprobs - logprobs).clamp(-DIFFERENCE_BOUND, DIFFERENCE_BOUND)
+    return (difference.exp() - difference - 1).clamp(-K3_BOUND, K3_BOUND)
+
+
+def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]):
+    """The estimator's value with the gradient of k2 (the `+` forms)."""
+
+    def value_with_k2_gradient(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        surrogate = k2(logprobs, ref_logprobs)
+        return surrogate + (estimator(logprobs, ref_logprobs) - surrogate).detach()
+
+    return value_with_k2_gradient
+
+
+_PLAIN: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+}
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **_PLAIN,
+    **{f"{name}+": straight_through(function) for name, function in _PLAIN.items()},
+}
+
+
+def adapted_coefficient(
+    coefficient: float, kl: float, *, target: float, horizon: int, samples: int
+) -> float:
+    """The next KL coefficient: c (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon).
+
+    Ziegler et al. 2019, arXiv:1909.08593. kl and target in nats; horizon in samples.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * samples / horizon)

@@ -1,0 +1,81 @@
+"""Metrics as sums, so that those of micro-batches and ranks can be added and divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricSums:
+    """Additive metrics; the names depend on the method only, never on the data."""
+
+    means: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [2]: sum, count
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # name -> scalar that adds up
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # name -> scalar; -inf for no token
+
+    def __add__(self, other: MetricSums) -> MetricSums:
+        """Sums added by name, maxima taken; a name that one side lacks is kept."""
+        return MetricSums(
+            means=_merged(self.means, other.means, torch.add),
+            sums=_merged(self.sums, other.sums, torch.add),
+            maxima=_merged(self.maxima, other.maxima, torch.maximum),
+        )
+
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """(float64 [K] of sums and counts, float64 [M] of maxima), in the order of the names.
+
+        All-reduce the first with SUM and the second with MAX, then `restored`.
+        """
+        added = [self.means[name] for name in sorted(self.means)]
+        added += [self.sums[name].reshape(1) for name in sorted(self.sums)]
+        peaks = [self.maxima[name].reshape(1) for name in sorted(self.maxima)]
+        return _joined(added), _joined(peaks)
+
+    def restored(self, added: Tensor, peaks: Tensor) -> MetricSums:
+        """The metrics of this one's names with the numbers of `stacked`."""
+        pairs = added[: 2 * len(self.means)].reshape(-1, 2)
+        return MetricSums(
+            means=dict(zip(sorted(self.means), pairs, strict=True)),
+            sums=dict(zip(sorted(self.sums), added[2 * len(self.means) :], strict=True)),
+            maxima=dict(zip(sorted(self.maxima), peaks, strict=True)),
+        )
+
+    def values(self) -> dict[str, float]:
+        """name -> mean (0 where nothing was counted), sum, or maximum (left out without a token)."""
+        result = {
+            name: float(pair[0] / pair[1]) if float(pair[1]) else 0.0
+            for name, pair in self.means.items()
+        }
+        result |= {name: float(total) for name, total in self.sums.items()}
+        result |= {n: float(v) for n, v in self.maxima.items() if float(v) != float("-inf")}
+        return result
+
+
+def _merged(
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    join: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, Tensor]:
+    both = {name: join(ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
+    return {**ours, **theirs, **both}
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors).double() if tensors else torch.zeros(0, dtype=torch.float64)
+
+
+def mean_over(values: Tensor, mask: Tensor) -> Tensor:
+    """[2]: the sum of values [T] under mask 1, and their number. Detached."""
+    kept = torch.where(mask, values.detach().float(), 0.0)
+    return torch.stack([kept.sum(), mask.sum().float()])
+
+
+def largest_of(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest value [T] under mask 1 as a scalar, -inf without one. Detached."""
+    if values.numel() == 0:
+        return torch.full((), float("-inf"), device=values.device)
+    return torch.where(mask, values.detach().float(), float("-inf")).max()
