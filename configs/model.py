@@ -28,7 +28,9 @@ class RandomModel(Settings):
     layers: int = Field(2, ge=1, description="Decoder layers.")
     hidden_size: int = Field(64, ge=32, description="Width of the residual stream.")
     heads: int = Field(
-        2, ge=1, description="Attention heads; hidden_size / heads must be 32 or 64 for vLLM on CPU."
+        2,
+        ge=1,
+        description="Attention heads; hidden_size / heads must be 32 or 64 for vLLM on CPU.",
     )
     max_positions: int = Field(256, ge=16, description="Longest sequence, in tokens.")
     seed: int = Field(0, ge=0, description="Seed of the random weights.")

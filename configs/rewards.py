@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.base import Settings
 
@@ -17,6 +17,11 @@ class ReasoningGymReward(Settings):
         "last_number", description="Which part of the completion is handed to the scorer."
     )
 
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name
+
 
 class MathReward(Settings):
     """1 if math-verify finds the completion's answer equal to the reference, else 0."""
@@ -29,6 +34,11 @@ class MathReward(Settings):
         "####",
         description="Marker after which the reference answer stands (GSM8K); none takes the whole.",
     )
+
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name
 
 
 class FunctionReward(Settings):
@@ -46,10 +56,13 @@ class FunctionReward(Settings):
         default_factory=dict, description="Keyword arguments passed on every call."
     )
 
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name or self.path.rpartition(":")[2]
 
-Reward = Annotated[
-    ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="kind")
-]
+
+Reward = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="kind")]
 
 
 class RewardsConfig(Settings):
@@ -66,3 +79,14 @@ class RewardsConfig(Settings):
         description="What becomes of a group in which a sample's scoring failed: drop leaves the "
         "whole group out, complete trains on its other samples, abort ends the step.",
     )
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "RewardsConfig":
+        labels = [reward.label for reward in self.functions]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(
+                    f"rewards.functions has {labels.count(label)} rewards named {label}. "
+                    "Give each a name of its own with rewards.functions[].name."
+                )
+        return self

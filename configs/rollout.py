@@ -42,9 +42,12 @@ class RolloutConfig(Settings):
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=1, description="Share of the GPU's memory that vLLM may take."
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="Devices over which one engine is split.")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Devices over which one engine is split."
+    )
     enforce_eager: bool = Field(
-        True, description="Run vLLM without compiled graphs: starts in seconds, samples slower on GPU."
+        True,
+        description="Run vLLM without compiled graphs: starts in seconds, samples slower on GPU.",
     )
     probe_tolerance: float = Field(
         0.25,

@@ -33,9 +33,7 @@ class StoreConfig(Settings):
 class TrackingConfig(Settings):
     """MLflow."""
 
-    uri: str = Field(
-        "sqlite:///.refrain/mlflow.db", description="MLflow's tracking address."
-    )
+    uri: str = Field("sqlite:///.refrain/mlflow.db", description="MLflow's tracking address.")
     experiment: str = Field("refrain", description="MLflow experiment.")
     registered_model: str | None = Field(
         None, description="Name in the model registry; none takes the run family's name."

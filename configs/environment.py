@@ -1,0 +1,16 @@
+"""The environment variables that Refrain reads. No other module reads one."""
+
+import os
+
+
+def user() -> str:
+    """Who started this process, for lease owners and run tags."""
+    return os.environ.get("USER") or os.environ.get("LOGNAME") or "unknown"
+
+
+def visible_gpus() -> tuple[str, ...] | None:
+    """CUDA_VISIBLE_DEVICES: the GPUs that may be used; None when it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    return tuple(part.strip() for part in value.split(",") if part.strip() not in ("", "-1"))

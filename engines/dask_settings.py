@@ -1,0 +1,30 @@
+"""Dask's settings in the processes that we start, and why each is as it is.
+
+Dask reads some of them when it is imported: call `apply` before that.
+"""
+
+import dask
+
+SETTINGS = {
+    "distributed.worker.daemon": False,  # vLLM starts processes; daemonic ones may not
+    "distributed.worker.multiprocessing-method": "forkserver",
+    "distributed.worker.profile.enabled": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+    "distributed.scheduler.allowed-failures": 0,  # else a dead worker's finished task runs again
+    "distributed.scheduler.worker-ttl": None,  # a call may hold the GIL for long
+    "distributed.scheduler.work-stealing": False,
+    "distributed.scheduler.active-memory-manager.start": False,
+    "distributed.diagnostics.nvml": False,
+    "distributed.admin.tick.limit": "1h",  # the same: no warning about a held GIL
+    "distributed.admin.system-monitor.gil.enabled": False,
+    # A dead worker is reported where its call was waited for.
+    "distributed.logging": {"distributed": "error", "distributed.scheduler": "critical"},
+}
+
+
+def apply() -> None:
+    """Set them in this process."""
+    dask.config.set(SETTINGS)

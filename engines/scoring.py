@@ -1,0 +1,258 @@
+"""The work of a cpu worker: rows to prompts, completions to rewards, rewards to advantages.
+
+Whole batches, no device. The reward functions themselves run in child processes
+(engines/rewards.py), so that one that hangs or crashes fails its samples and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from configs.algorithm import AlgorithmConfig
+from configs.base import Settings
+from configs.data import DataConfig
+from configs.model import Model
+from configs.rewards import RewardsConfig
+from engines.batch_metrics import sample_metrics
+from engines.prompting import prompts_of, tokenize
+from engines.remote import Call, Engine
+from engines.rewards import RewardRunner, resolve_failures
+from storage.batches import Jagged, write_batch
+from storage.columns import Status
+from storage.prompts import open_source
+from storage.refs import BatchRef
+from storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+SCORE = "score/"  # prefix of the columns with each reward function's own score
+PROBE_ROWS = 2
+PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
+
+
+class ScoringSpec(Settings):
+    """From what the engine is built."""
+
+    model: Model = Field(description="The model, for its tokenizer.")
+    model_cache: str = Field(description="Directory for models that are converted or drawn.")
+    data: DataConfig = Field(description="Rows and their template.")
+    rewards: RewardsConfig = Field(description="Reward functions.")
+    algorithm: AlgorithmConfig = Field(description="Estimator, filters.")
+    max_new_tokens: int = Field(description="Longest completion, in tokens.")
+    store_uri: str = Field(description="Store of batches.")
+    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadePrompts:
+    """Rows that became prompts."""
+
+    ref: BatchRef | None  # prompt_ids, group_id, prompt_row, row; None when all were dropped
+    dropped: tuple[tuple[int, str], ...]  # (row number, reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleFailure:
+    """A sample whose scoring failed."""
+
+    sample: int  # sample_id
+    function: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """A scored shard."""
+
+    ref: BatchRef  # reward, score/<function>, status
+    failures: tuple[SampleFailure, ...]
+    failed: int  # samples
+    seconds: float  # in the reward functions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredBatch:
+    """The samples of a step that train."""
+
+    ref: BatchRef  # the kept samples with advantages
+    trained: int  # groups kept
+    filtered: int  # groups left out by the algorithm's filter
+    dropped: dict[str, int]  # groups left out for a failure, by reason
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class NothingToTrain(RuntimeError):
+    """No group of a step is left for the update."""
+
+
+class ScoringEngine(Engine):
+    """Prompts, rewards and advantages; see the module's docstring."""
+
+    REMOTE: ClassVar[Mapping[str, Call]] = {
+        "prompts": Call(),
+        "probe": Call(),
+        "score": Call(),
+        "advantages": Call(),
+    }
+
+    def __init__(self, spec: ScoringSpec) -> None:
+        from engines.models import materialize, tokenizer
+
+        self._spec = spec
+        self._store = Store(spec.store_uri, spec.store_options)
+        self._tokenizer = tokenizer(materialize(spec.model, Path(spec.model_cache)))
+        self._source = open_source(spec.data.source)
+        self._rewards = RewardRunner(spec.rewards, spec.data)
+        self._rewards.start()
+
+    def prompts(self, rows: list[int], first_group: int, out_key: str) -> MadePrompts:
+        """Write the prompts of dataset rows; groups are numbered on from `first_group`."""
+        found = self._source.rows(rows)
+        made = tokenize(found, self._spec.data, self._tokenizer)
+        dropped = tuple((rows[position], reason) for position, reason in made.dropped)
+        if not made.kept:
+            return MadePrompts(ref=None, dropped=dropped)
+        count = len(made.kept)
+        ref = write_batch(
+            self._store,
+            out_key,
+            {
+                "prompt_ids": made.prompt_ids,
+                "group_id": np.arange(first_group, first_group + count, dtype=np.int64),
+                "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
+                "row": [found[p] for p in made.kept],
+            },
+        )
+        return MadePrompts(ref=ref, dropped=dropped)
+
+    def probe(self) -> tuple[list[list[int]], list[int]]:
+        """A few short sequences of the dataset, and how many tokens of each stand for the prompt."""
+        rows = list(range(min(PROBE_ROWS, len(self._source))))
+        made = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
+        tokens = [ids[:PROBE_TOKENS] for ids in made.prompt_ids if len(ids) > 1]
+        if not tokens:
+            raise ValueError(
+                f"The first {len(rows)} rows of {self._source.name} give no prompt that fits "
+                f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
+            )
+        return tokens, [len(ids) // 2 for ids in tokens]
+
+    def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> Scored:
+        """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
+        repeat = len(samples) // len(prompts)
+        rows = [row for row in prompts.fetch_list(self._store, "row") for _ in range(repeat)]
+        ids, offsets = samples.fetch_numpy(self._store, "response_ids")
+        completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+        began = time.monotonic()
+        scores = self._rewards.score(
+            prompts_of(rows, self._spec.data),
+            self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+            rows,
+            completion_ids,
+        )
+        seconds = time.monotonic() - began
+        status, _ = samples.fetch_numpy(self._store, "status")
+        columns: dict[str, object] = {
+            # A failed sample's reward is not a number, so that no mistake can make it count as 0.
+            "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
+            "status": np.where(scores.failed, np.int64(Status.FAILED), status),
+        }
+        for position, name in enumerate(scores.names):
+            given = scores.applied[:, position] & ~scores.failed
+            columns[SCORE + name] = np.where(
+                given, scores.components[:, position], np.float32("nan")
+            )
+        sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
+        return Scored(
+            ref=write_batch(self._store, out_key, columns),
+            failures=tuple(
+                SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
+                for f in scores.failures
+            ),
+            failed=int(scores.failed.sum()),
+            seconds=seconds,
+        )
+
+    def advantages(self, samples: BatchRef, out_key: str) -> ScoredBatch:
+        """Choose the samples that train, and write their advantages.
+
+        Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+        """
+        import torch
+
+        from engines.advantage_batch import AdvantageBatch
+        from engines.advantages import estimate
+        from engines.jagged import Rows
+
+        rewards, _ = samples.fetch_numpy(self._store, "reward")
+        groups, _ = samples.fetch_numpy(self._store, "group_id")
+        status, _ = samples.fetch_numpy(self._store, "status")
+        failed = status == Status.FAILED
+        names = [name for name in samples.names if name.startswith(SCORE)]
+        components = {
+            name.removeprefix(SCORE): samples.fetch_numpy(self._store, name)[0] for name in names
+        }
+        metrics = sample_metrics(
+            rewards=rewards,
+            components=components,
+            failed=failed,
+            truncated=status == Status.TRUNCATED,
+            lengths=samples.lengths(self._store, "response_ids"),
+            groups=groups,
+        )
+        resolution = resolve_failures(groups, failed, self._spec.rewards.on_failure)
+        index = np.flatnonzero(resolution.keep)
+        if not len(index):
+            raise NothingToTrain(
+                f"Scoring failed for {int(failed.sum())} of {len(failed)} samples, and no group is "
+                "left to train on. The traceback is in the log of the reward tasks."
+            )
+        kept = samples.take(index)
+        values, offsets = kept.fetch_numpy(self._store, "response_mask")
+        rows = Rows.of_offsets(torch.from_numpy(np.asarray(offsets)))
+        batch = AdvantageBatch(
+            rows=rows,
+            mask=torch.from_numpy(values.astype(bool)),
+            rewards=torch.from_numpy(rewards[index]),
+            groups=torch.from_numpy(groups[index]),
+            components={
+                name: torch.from_numpy(np.nan_to_num(component[index], nan=0.0))
+                for name, component in components.items()
+            },
+            logprobs=self._tokens(kept, "old_logprobs"),
+            ref_logprobs=self._tokens(kept, "ref_logprobs"),
+        )
+        result = estimate(batch, self._spec.algorithm)
+        columns = {"advantages": Jagged(result.advantages.float().numpy(), offsets)}
+        if result.returns is not None:
+            columns["returns"] = Jagged(result.returns.float().numpy(), offsets)
+        trained = len(np.unique(groups[index]))
+        total = len(np.unique(groups))
+        return ScoredBatch(
+            ref=kept.with_columns(write_batch(self._store, out_key, columns)),
+            trained=trained,
+            filtered=0,
+            dropped={"reward_failed": total - trained} if total > trained else {},
+            metrics=metrics,
+        )
+
+    def _tokens(self, samples: BatchRef, column: str) -> torch.Tensor | None:
+        """A jagged column's values [T], or None where the batch has no such column."""
+        import torch
+
+        if column not in samples.names:
+            return None
+        return torch.from_numpy(np.array(samples.fetch_numpy(self._store, column)[0]))
+
+    def close(self) -> None:
+        """End the reward functions' processes."""
+        self._rewards.close()

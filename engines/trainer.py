@@ -1,0 +1,148 @@
+"""The policy that is trained: a gang of FSDP ranks, brought to any committed version by replay.
+
+The weights of version v are those after v updates. A fresh gang holds version 0, the model's own
+weights. Any other version is reached from the nearest snapshot below it by applying the stored
+batches of the committed steps again, never by sampling again. That is how a gang which lost a rank,
+or a resumed run, gets its weights back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from configs.algorithm import AlgorithmConfig
+from engines.gang import Gang
+from engines.lease import Lease
+from storage.commits import read_commit
+from storage.refs import BatchRef
+from storage.runs import RunStore
+from storage.snapshots import snapshots
+from storage.weights import WeightsRef
+
+if TYPE_CHECKING:
+    from engines.fsdp import UpdateResult
+
+
+class Trainer:
+    """Drives a gang. Its calls are serialised: a gang does one thing at a time."""
+
+    def __init__(
+        self,
+        gang: Gang,
+        files: RunStore,
+        *,
+        epoch: int,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        max_new_tokens: int,
+        cancel: threading.Event | None = None,
+        on_replay: Callable[[int, int], None] = lambda step, last: None,
+    ) -> None:
+        """`on_replay(step, last)` is told of each step whose update is applied again."""
+        self._gang = gang
+        self._spec = gang.spec
+        self._files = files
+        self._epoch = epoch
+        self._algorithm = algorithm
+        self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
+        self._cancel = cancel
+        self._on_replay = on_replay
+        self._version: int | None = None  # of the weights that the gang holds; None: not known
+        self._lock = threading.RLock()
+
+    def at(self, version: int) -> None:
+        """Bring the gang to a version: form it if need be, load the nearest snapshot, replay."""
+        with self._lock:
+            if self._version is None or not self._gang.formed:
+                self._form()
+            if self._version == version:
+                return
+            base = max((step for step in snapshots(self._files) if step <= version), default=0)
+            if self._held > version and base == 0:
+                self._form()
+            elif base > self._held or self._held > version:
+                self._call("load_state", base, {"step": base})
+                self._version = base
+            for step in range(self._held + 1, version + 1):
+                self._on_replay(step, version)
+                self._update(step, read_commit(self._files, step).refs["batch"])
+
+    def update(self, step: int, batch: BatchRef) -> UpdateResult:
+        """Apply step's update to version step - 1; the gang then holds version step."""
+        with self._lock:
+            self.at(step - 1)
+            return self._update(step, batch)
+
+    def logprobs(self, version: int, batch: BatchRef, column: str, out_key: str) -> BatchRef:
+        """Log-probs of the responses [N, jagged] under a version, as a new column."""
+        arguments = {
+            "batch": batch,
+            "column": column,
+            "out_key": out_key,
+            "temperature": self._temperature,
+        }
+        with self._lock:
+            self.at(version)
+            return self._call("logprobs", version, arguments, name=f"{column}-{out_key}").batch
+
+    def export(self, version: int, dtype: str) -> WeightsRef:
+        """Publish the weights of a version to the store."""
+        with self._lock:
+            self.at(version)
+            return self._call("export_weights", version, {"version": version, "dtype": dtype})
+
+    def score(
+        self, version: int, tokens: list[list[int]], prompt_lengths: list[int]
+    ) -> list[list[float]]:
+        """Log-probs of the response tokens of a few sequences under a version."""
+        arguments = {"token_ids": tokens, "prompt_lengths": prompt_lengths}
+        with self._lock:
+            self.at(version)
+            return self._call("score", version, arguments)
+
+    def snapshot(self, version: int) -> None:
+        """Store the whole trainer state of a version: weights, optimizer, schedule, RNG."""
+        with self._lock:
+            self.at(version)
+            self._call("save_state", version, {"step": version})
+
+    @property
+    def _held(self) -> int:
+        assert self._version is not None
+        return self._version
+
+    def _form(self) -> None:
+        """Form the gang with the model's own weights, also on workers that hold trained ones."""
+        self._version = None
+        digest = f"{self._spec.digest}-{uuid.uuid4().hex[:8]}"
+        self._gang.spec = dataclasses.replace(self._spec, digest=digest)
+        self._gang.form(self._cancel)
+        self._version = 0
+
+    def _update(self, step: int, batch: BatchRef) -> UpdateResult:
+        # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
+        self._version = None
+        arguments = {
+            "batch": batch,
+            "algorithm": self._algorithm,
+            "temperature": self._temperature,
+            "max_new_tokens": self._max_new_tokens,
+            "step": step,
+        }
+        result = self._call("update", step, arguments)
+        self._version = step
+        return result
+
+    def _call(self, method: str, step: int, arguments: Mapping[str, Any], name: str = "") -> Any:
+        lease = Lease(
+            run=self._files.run,
+            epoch=self._epoch,
+            step=step,
+            call=f"{name or method}@{self._gang.generation}",
+        )
+        return self._gang.call(method, lease, arguments, cancel=self._cancel)

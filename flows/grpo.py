@@ -1,0 +1,68 @@
+"""GRPO: sample groups of completions, score them, prefer the better of each group.
+
+    python -m flows.grpo [RECIPE] [key=value …]
+
+The flow process holds neither tensors nor engines: every stage is a task that hands refs to a
+worker and returns refs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from prefect import flow, tags
+
+from configs.grpo import GRPOConfig
+from tasks.advantage import advantage
+from tasks.commit import commit, snapshot
+from tasks.draw import draw
+from tasks.launch import main
+from tasks.logprob import logprob
+from tasks.results import RunSummary, StepSummary
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.run import Run, open_run
+from tasks.start import start_engines
+from tasks.update import update
+from tasks.weight_sync import weight_sync
+
+
+@flow(name="grpo-step", flow_run_name="step {step}", validate_parameters=False)
+def grpo_step(run: Run, step: int) -> StepSummary:
+    """One RL step: the policy of version step - 1 samples, version step comes out."""
+    shards = run.config.rollout.shards
+    run.begin(step)
+    with tags(f"step {step}"):
+        prompts = draw.submit(run, step)
+        sampled = [
+            rollout.submit(run, step, prompts, shard, shards) for shard in range(1, shards + 1)
+        ]
+        scored = [
+            reward.submit(run, step, one, shard, shards) for shard, one in enumerate(sampled, 1)
+        ]
+        logprobs = logprob.submit(run, step, sampled) if run.needs_logprobs else None
+        batch = advantage.submit(run, step, scored, logprobs)
+        updated = update.submit(run, step, batch)
+        synced = weight_sync.submit(run, step, updated)
+        if run.snapshot_due(step):
+            updated = snapshot.submit(run, step, updated, wait_for=[synced])
+        return commit.submit(run, step, prompts, scored, batch, updated, synced).result()
+
+
+@flow(name="grpo", flow_run_name="{config.name}", persist_result=False)
+def grpo(config: GRPOConfig, resume: str | None = None) -> RunSummary:
+    """Post-train a language model by GRPO.
+
+    Args:
+        config: the run's settings.
+        resume: name of a run in the store that is to go on from its last committed step.
+    """
+    with open_run(config, resume) as run:
+        start_engines(run)
+        for step in run.steps_left():
+            grpo_step(run, step)
+        return run.summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main(grpo, GRPOConfig))

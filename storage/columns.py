@@ -1,0 +1,63 @@
+"""The columns of a batch: their names, what each row of them holds, and the status of a sample.
+
+A column that is not declared here can be stored too; a declared one is checked when it is written.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+# dense: every row has the same shape. jagged: rows differ in length along their first dimension.
+# str and json: one string or JSON value per row, stored as UTF-8.
+Kind = Literal["dense", "jagged", "str", "json"]
+
+
+class Status(enum.IntEnum):
+    """What became of a sample. A failed one is never data: it has no reward."""
+
+    OK = 0
+    TRUNCATED = 1  # ended by the limit of new tokens
+    FAILED = 2  # sampling or scoring failed; `reward` is meaningless
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a declared column holds."""
+
+    kind: Kind
+    dtype: str  # safetensors code; U8 for str and json
+    meaning: str
+
+
+COLUMNS: dict[str, Declared] = {
+    "prompt_ids": Declared("jagged", "I64", "tokens of the prompt"),
+    "response_ids": Declared("jagged", "I64", "tokens of the completion"),
+    "rollout_logprobs": Declared(
+        "jagged", "F32", "behaviour policy's log-prob of each response token, at its temperature"
+    ),
+    "weight_spans": Declared(
+        "jagged", "I64", "flat triples policy version, start, stop over the response tokens"
+    ),
+    "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
+    "reward": Declared("dense", "F32", "score of the completion, [N]"),
+    "token_rewards": Declared("jagged", "F32", "reward of each response token"),
+    "advantages": Declared("jagged", "F32", "advantage of each response token"),
+    "returns": Declared("jagged", "F32", "return of each response token"),
+    "values": Declared("jagged", "F32", "critic's value of each response token"),
+    "old_logprobs": Declared("jagged", "F32", "proximal policy's log-prob of each response token"),
+    "ref_logprobs": Declared("jagged", "F32", "reference's log-prob of each response token"),
+    "group_id": Declared("dense", "I64", "number of the prompt in the run, [N]"),
+    "sample_id": Declared("dense", "I64", "number of the sample in the run, [N]"),
+    "prompt_row": Declared("dense", "I64", "row number in the dataset, [N]"),
+    "status": Declared("dense", "I64", "Status, [N]"),
+    "finish_reason": Declared("str", "U8", "why sampling ended, as the engine names it"),
+    "weights_digest": Declared("str", "U8", "digest of the weights that the engine held"),
+    "worker": Declared("str", "U8", "name of the worker that made the row"),
+    "attempt": Declared("dense", "I64", "attempt that made the row, [N]"),
+    "row": Declared("json", "U8", "the dataset row (prompts only)"),
+}
+
+# Columns whose lengths count as tokens when a batch is balanced.
+TOKENS = ("prompt_ids", "response_ids")

@@ -1,0 +1,124 @@
+"""The order in which rows are drawn, and the exact place reached in it.
+
+A cursor is a value: drawing returns a new one, a commit records it, and a resumed run goes on from
+it with the very rows that an uninterrupted run would have drawn. Rows themselves are storage/prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from configs.data import DataConfig
+
+
+class Exhausted(RuntimeError):
+    """Every epoch that the settings allow has been drawn to its last row."""
+
+
+class Countable(Protocol):
+    """What an order needs to know of a source: how many rows, and which content."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """A place in the endless sequence of epochs over one data set."""
+
+    epoch: int  # passes over the data that are finished
+    position: int  # rows of the current epoch already drawn, 0 <= position < size
+    seed: int  # seed of the order
+    shuffle: bool  # whether each epoch has an order of its own, or that of the source
+    size: int  # rows in an epoch
+    digest: str  # content that the order was made for
+
+    @classmethod
+    def start(cls, config: DataConfig, source: Countable) -> Cursor:
+        """The place before the first row."""
+        return cls(
+            epoch=0,
+            position=0,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            size=len(source),
+            digest=source.digest,
+        )
+
+    def to_json(self) -> dict[str, int | bool | str]:
+        """A plain dict, for a commit record."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, object]) -> Cursor:
+        """The cursor of a commit record; ValueError when a field is missing or of another type."""
+        kinds = {"shuffle": bool, "digest": str}
+        values = {}
+        for field in fields(cls):
+            value, kind = record.get(field.name), kinds.get(field.name, int)
+            if type(value) is not kind:
+                raise ValueError(
+                    f"A data cursor's {field.name} is {value!r}, where {kind.__name__} is expected."
+                )
+            values[field.name] = value
+        return cls(**values)  # type: ignore[arg-type]
+
+    def remaining(self, epochs: int | None) -> int | None:
+        """Rows left to draw when the data may be passed `epochs` times; None without a limit."""
+        if epochs is None:
+            return None
+        return max(0, (epochs - self.epoch) * self.size - self.position)
+
+
+@lru_cache(maxsize=2)
+def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    """The shuffled row numbers of one epoch, int64 [size], read-only.
+
+    Rows are sorted by 64 random bits each. NumPy promises the raw stream of a bit generator for
+    good, but not that of Generator.permutation, and a resumed run may meet another NumPy.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(size)
+    order = np.argsort(bits, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def draw(
+    source: Countable, cursor: Cursor, n: int, epochs: int | None = None
+) -> tuple[list[int], Cursor]:
+    """The next `n` row numbers and the cursor after them.
+
+    Every row comes once per epoch; a draw may cross from one epoch into the next. With `epochs`
+    set, the last draw is short when fewer than `n` rows are left, and the one after it raises
+    Exhausted. ValueError when the source is not the one that the cursor was made for.
+    """
+    if len(source) != cursor.size or source.digest != cursor.digest:
+        raise ValueError(
+            f"The data has changed since this order began: {cursor.size} rows with digest "
+            f"{cursor.digest} then, {len(source)} rows with digest {source.digest} now. "
+            "Restore the data, or start a new run."
+        )
+    remaining = cursor.remaining(epochs)
+    if remaining == 0:
+        raise Exhausted(f"All {epochs} epochs of {cursor.size} rows have been drawn.")
+    wanted = n if remaining is None else min(n, remaining)
+    taken: list[int] = []
+    while len(taken) < wanted:
+        stop = min(cursor.size, cursor.position + wanted - len(taken))
+        if cursor.shuffle:
+            order = epoch_order(cursor.size, cursor.seed, cursor.epoch)
+            taken.extend(order[cursor.position : stop].tolist())
+        else:
+            taken.extend(range(cursor.position, stop))
+        if stop == cursor.size:
+            cursor = replace(cursor, epoch=cursor.epoch + 1, position=0)
+        else:
+            cursor = replace(cursor, position=stop)
+    return taken, cursor

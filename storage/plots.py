@@ -1,0 +1,119 @@
+"""A run's progress as one picture: reward, KL to the reference, time by stage."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REWARD_MEAN = "reward/mean"
+REWARD_STD = "reward/std"
+KL = "kl"
+STAGE_SECONDS = "time/"  # prefix; the stage's name follows
+
+_INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
+_REWARD, _KL_COLOUR = "#0b6e99", "#b5541c"
+_STAGES = ("#0b6e99", "#e0a43b", "#5c8a3a", "#b5541c", "#7b5ea7", "#3aa6a0", "#9aa5b1", "#c25b8a")
+
+
+def progress_png(
+    steps: Sequence[int], metrics: Sequence[Mapping[str, float]], title: str = ""
+) -> bytes:
+    """A PNG of the metrics of each step, read under the names at the top of this file.
+
+    `metrics` has one record per step; what a record lacks leaves a gap. Any number of steps will
+    do, none too.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7.5), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    reward, kl, time = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.6, 2))
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12, fontweight="bold")
+    _draw_reward(reward, steps, metrics)
+    _draw_kl(kl, steps, metrics)
+    _draw_stages(time, steps, metrics)
+    time.set_xlabel("step", color=_MUTED)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _draw_reward(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]) -> None:
+    _style(axes, "reward")
+    at, mean = _series(steps, metrics, REWARD_MEAN)
+    with_spread = [
+        (step, record[REWARD_MEAN], record[REWARD_STD])
+        for step, record in zip(steps, metrics, strict=True)
+        if REWARD_MEAN in record and REWARD_STD in record
+    ]
+    if with_spread:
+        x, middle, spread = zip(*with_spread, strict=True)
+        low = [m - s for m, s in zip(middle, spread, strict=True)]
+        high = [m + s for m, s in zip(middle, spread, strict=True)]
+        axes.fill_between(
+            x, low, high, color=_REWARD, alpha=0.13, linewidth=0, label="± 1 standard deviation"
+        )
+    axes.plot(at, mean, color=_REWARD, marker=".", markersize=5, linewidth=1.6, label="mean")
+    if at:
+        axes.legend(frameon=False, fontsize=8, loc="upper left", labelcolor=_MUTED)
+
+
+def _draw_kl(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]) -> None:
+    _style(axes, "KL to the reference (nats per token)")
+    at, values = _series(steps, metrics, KL)
+    axes.plot(at, values, color=_KL_COLOUR, marker=".", markersize=5, linewidth=1.6)
+    if not at:
+        axes.text(
+            0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center",
+            color=_MUTED, fontsize=9,
+        )  # fmt: skip
+
+
+def _draw_stages(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]) -> None:
+    _style(axes, "time by stage (seconds)")
+    stages = dict.fromkeys(
+        name for record in metrics for name in record if name.startswith(STAGE_SECONDS)
+    )
+    bottom = [0.0] * len(steps)
+    for number, stage in enumerate(stages):
+        seconds = [record.get(stage, 0.0) for record in metrics]
+        axes.bar(
+            steps,
+            seconds,
+            bottom=bottom,
+            width=0.8,
+            color=_STAGES[number % len(_STAGES)],
+            label=stage.removeprefix(STAGE_SECONDS),
+        )
+        bottom = [below + height for below, height in zip(bottom, seconds, strict=True)]
+    if stages:
+        axes.set_ylim(0, max(bottom) * 1.05 or 1)
+        axes.legend(
+            frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5),
+            labelcolor=_MUTED, reverse=True,
+        )  # fmt: skip
+
+
+def _series(
+    steps: Sequence[int], metrics: Sequence[Mapping[str, float]], name: str
+) -> tuple[list[int], list[float]]:
+    pairs = [(s, record[name]) for s, record in zip(steps, metrics, strict=True) if name in record]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=9.5, color=_INK)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, labelsize=8, length=0)
+    axes.margins(x=0.02)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)

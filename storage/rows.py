@@ -1,0 +1,102 @@
+"""Which rows of a store's objects a ref means, kept small: a span, runs, or packed differences."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+RUNS = 16  # at most so many runs are written as plain numbers; more are packed
+
+
+class RowIndex:
+    """An immutable sequence of row numbers. Spans take no memory; others 8 bytes per row."""
+
+    __slots__ = ("_rows",)
+    _rows: range | Indices
+
+    def __init__(self, rows: range | Sequence[int] | Indices) -> None:
+        if isinstance(rows, range) and rows.step == 1:
+            self._rows = rows
+            return
+        array = np.array(rows, dtype=np.int64)
+        if array.ndim != 1:
+            raise ValueError(f"Row numbers form one dimension, not {array.ndim}.")
+        if array.size and bool((np.diff(array) == 1).all()):
+            self._rows = range(int(array[0]), int(array[-1]) + 1)
+            return
+        array.setflags(write=False)
+        self._rows = array if array.size else range(0)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowIndex):
+            return NotImplemented
+        if isinstance(self._rows, range) or isinstance(other._rows, range):
+            return isinstance(other._rows, range) and self._rows == other._rows
+        return bool(np.array_equal(self._rows, other._rows))
+
+    def __hash__(self) -> int:
+        return hash((len(self), self.array()[:8].tobytes()))
+
+    def __repr__(self) -> str:
+        return f"RowIndex({self._rows!r})"
+
+    def array(self) -> Indices:
+        if isinstance(self._rows, range):
+            return np.arange(self._rows.start, self._rows.stop, dtype=np.int64)
+        return self._rows
+
+    def slice(self, start: int, stop: int) -> RowIndex:
+        return RowIndex(self._rows[start:stop])
+
+    def take(self, index: Indices) -> RowIndex:
+        if isinstance(self._rows, range):
+            return RowIndex(index + self._rows.start)
+        return RowIndex(self._rows[index])
+
+    @staticmethod
+    def concat(parts: Iterable[RowIndex]) -> RowIndex:
+        arrays = [part.array() for part in parts]
+        return RowIndex(np.concatenate(arrays) if arrays else range(0))
+
+    def to_json(self) -> list[int] | str:
+        """Runs as a flat list start, stop, …; many runs as text (zlib of the differences)."""
+        if isinstance(self._rows, range):
+            return [self._rows.start, self._rows.stop]
+        breaks = np.flatnonzero(np.diff(self._rows) != 1) + 1
+        if len(breaks) < RUNS:
+            starts = np.concatenate([[0], breaks])
+            stops = np.concatenate([breaks, [len(self._rows)]]) - 1
+            pairs = np.stack([self._rows[starts], self._rows[stops] + 1], axis=1)
+            return [int(number) for number in pairs.ravel()]
+        steps = np.diff(self._rows, prepend=0)
+        zigzag = ((steps << 1) ^ (steps >> 63)).astype(np.uint64)
+        width = next(w for w in (1, 2, 4, 8) if int(zigzag.max()) < 1 << 8 * w)
+        packed = zlib.compress(zigzag.astype(f"<u{width}").tobytes(), 6)
+        return f"{width}:{base64.b85encode(packed).decode()}"
+
+    @staticmethod
+    def from_json(value: object) -> RowIndex:
+        """Raises ValueError or TypeError when `value` was not made by `to_json`."""
+        if isinstance(value, str):
+            width, _, text = value.partition(":")
+            raw = zlib.decompress(base64.b85decode(text))
+            zigzag = np.frombuffer(raw, dtype=f"<u{int(width)}").astype(np.uint64)
+            steps = (zigzag >> np.uint64(1)).astype(np.int64) ^ -(zigzag & np.uint64(1)).astype(
+                np.int64
+            )
+            return RowIndex(np.cumsum(steps))
+        if not isinstance(value, list) or len(value) % 2 or not value:
+            raise ValueError(f"row runs are {value!r:.80}")
+        runs = [range(start, stop) for start, stop in zip(value[::2], value[1::2], strict=True)]
+        if len(runs) == 1:
+            return RowIndex(runs[0])
+        return RowIndex(np.concatenate([np.arange(run.start, run.stop) for run in runs]))

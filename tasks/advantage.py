@@ -1,0 +1,41 @@
+"""The advantage task: rewards of all shards become token advantages of the groups that train."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from storage.digests import key_of
+from storage.refs import BatchRef
+from tasks.results import Scored, TrainBatch
+from tasks.retries import OPTIONS, attempted
+from tasks.run import Run
+
+
+@task(name="advantage", **OPTIONS)
+def advantage(run: Run, step: int, scored: list[Scored], logprobs: BatchRef | None) -> TrainBatch:
+    """Estimate advantages and choose the samples that train.
+
+    A group with a failed sample follows rewards.on_failure; a group that the algorithm's filter
+    leaves out is counted as filtered. Neither reaches the update.
+    """
+    samples = BatchRef.concat([shard.ref for shard in scored])
+    if logprobs is not None:
+        added = [name for name in ("old_logprobs", "ref_logprobs") if name in logprobs.names]
+        samples = samples.with_columns(logprobs[added])
+    key = key_of("advantage", samples.to_json(), run.config.algorithm.model_dump(mode="json"))
+    out_key = run.files.stage_key(step, "advantage", 1, key)
+    with attempted(run, step, "advantage") as attempt:
+        result = run.engines.scorers.call(
+            "advantages",
+            run.lease(step, f"advantages-{key}"),
+            attempt.assignment,
+            samples=samples,
+            out_key=out_key,
+        )
+    return TrainBatch(
+        ref=result.ref,
+        trained=result.trained,
+        filtered=result.filtered,
+        dropped=result.dropped,
+        metrics=result.metrics,
+    )

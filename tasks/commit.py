@@ -1,0 +1,84 @@
+"""The commit task: one atomic write makes a step part of the run; then it is shown to people."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from storage.commits import Commit, Ledger
+from storage.commits import commit as write_commit
+from storage.refs import BatchRef
+from tasks.artifacts import show_step
+from tasks.metrics import step_metrics
+from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
+from tasks.retries import OPTIONS, attempted
+from tasks.run import Run
+
+
+@task(name="snapshot", **OPTIONS)
+def snapshot(run: Run, step: int, updated: Updated) -> Updated:
+    """Store the trainer's whole state, from which a lost gang or a resumed run is rebuilt."""
+    with attempted(run, step, "snapshot"):
+        run.engines.actor.snapshot(updated.version)
+    return updated
+
+
+@task(name="commit", **OPTIONS)
+def commit(
+    run: Run,
+    step: int,
+    prompts: Prompts,
+    scored: list[Scored],
+    batch: TrainBatch,
+    updated: Updated,
+    synced: Synced,
+) -> StepSummary:
+    """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
+
+    Before this nothing of the step counts, after it nothing of it can be lost. What is only shown
+    (MLflow, artifacts, the terminal's line) follows the commit.
+    """
+    metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
+    samples = BatchRef.concat([shard.ref for shard in scored])
+    record = Commit(
+        step=step,
+        parent=run.head,
+        refs={"prompts": prompts.ref, "samples": samples, "batch": batch.ref},
+        version_in=run.weights_in,
+        version_out=synced.weights,
+        cursor=prompts.cursor.to_json(),
+        ledger=ledger_after(run.last.ledger if run.last else Ledger(), prompts, batch),
+        metrics=metrics,
+        attempts=[attempt.record() for attempt in run.attempts_of(step)],
+        algorithm=run.config.algorithm.model_dump(mode="json"),
+    )
+    write_commit(run.files, record)
+    run.advance(record)
+    show(run, record, scored)
+    run.tidy()
+    return StepSummary(
+        step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
+    )
+
+
+def ledger_after(before: Ledger, prompts: Prompts, batch: TrainBatch) -> Ledger:
+    """The run's counts of prompts, with a step's added."""
+    dropped = dict(before.dropped)
+    for reasons in (prompts.dropped, batch.dropped):
+        for reason, count in reasons.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return Ledger(
+        drawn=before.drawn + prompts.drawn,
+        trained=before.trained + batch.trained,
+        filtered=before.filtered + batch.filtered,
+        dropped=dropped,
+        in_flight=0,
+    )
+
+
+def show(run: Run, record: Commit, scored: list[Scored]) -> None:
+    """Tell people of a committed step: MLflow, the dashboard, the terminal."""
+    run.tracker.step(record.step, record.metrics)
+    if run.snapshot_due(record.step):
+        run.tracker.register(record.step, record.version_out)
+    show_step(run, record, scored)
+    run.progress.step_done(record.step, record.metrics)

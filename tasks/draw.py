@@ -1,0 +1,45 @@
+"""The draw task: the next prompts of the dataset, in tokens, as the step's first batch."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from storage.cursor import draw as draw_rows
+from storage.digests import key_of
+from storage.refs import BatchRef
+from tasks.results import Prompts
+from tasks.retries import OPTIONS, attempted
+from tasks.run import Run
+
+
+@task(name="draw", **OPTIONS)
+def draw(run: Run, step: int) -> Prompts:
+    """Draw `prompts_per_step` rows; one whose prompt is too long is dropped, counted, replaced.
+
+    Groups are numbered through the run: the first of step s is (s - 1) x prompts_per_step.
+    """
+    config = run.config
+    group = (step - 1) * config.prompts_per_step
+    last = group + config.prompts_per_step
+    cursor, drawn = run.cursor, 0
+    parts: list[BatchRef] = []
+    dropped: dict[str, int] = {}
+    while group < last:
+        rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs)
+        key = key_of("prompts", run.source.digest, rows, group, config.data.model_dump(mode="json"))
+        with attempted(run, step, "prompts") as attempt:
+            made = run.engines.scorers.call(
+                "prompts",
+                run.lease(step, f"prompts-{key}"),
+                attempt.assignment,
+                rows=rows,
+                first_group=group,
+                out_key=run.files.stage_key(step, "prompts", len(parts) + 1, key),
+            )
+        drawn += len(rows)
+        for _, reason in made.dropped:
+            dropped[reason] = dropped.get(reason, 0) + 1
+        if made.ref is not None:
+            parts.append(made.ref)
+            group += len(made.ref)
+    return Prompts(ref=BatchRef.concat(parts), cursor=cursor, drawn=drawn, dropped=dropped)

@@ -1,0 +1,211 @@
+"""The engines of a run: which roles it needs, on which pools, and how they are started."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.rollout import RolloutSpec, engine_class, worker_environment
+from engines.train_spec import TrainSpec
+
+from engines.cluster import Cluster, open_cluster
+from engines.gang import Gang
+from engines.pool import EnginePool
+from engines.remote import EngineSpec
+from engines.rollout_pool import RolloutPool
+from engines.scoring import ScoringSpec
+from engines.trainer import Trainer
+
+if TYPE_CHECKING:
+    from tasks.run import Run
+
+MODELS = Path(".refrain/models")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handles:
+    """Clients of the engines; making them builds nothing."""
+
+    cluster: Cluster
+    actor: Trainer
+    ref: Trainer | None
+    rollouts: RolloutPool
+    scorers: EnginePool
+
+
+class Engines:
+    """Builds every role's engines in the background, and closes them with the cluster."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
+        self._handles: Future[Handles] | None = None
+        self._started: dict[str, Future[None]] = {}
+        self.roles = ["reward", "actor", "rollout"] + (["ref"] if run.needs_ref else [])
+
+    def launch(self) -> None:
+        """Begin to start workers and engines; returns at once."""
+        self._run.terminal.doing("starting workers")
+        self._handles = self._threads.submit(self._open)
+        for role in self.roles:
+            self._started[role] = self._threads.submit(self._start, role)
+
+    def workers(self) -> dict[str, list[str]]:
+        """Pool -> names of its live workers; waits for them."""
+        cluster = self._made().cluster
+        return {pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run))}
+
+    def wait(self, role: str) -> None:
+        """Return when the role's engines stand; a failed start is tried again."""
+        started = self._started[role]
+        if started.done() and started.exception() is not None:
+            started = self._started[role] = self._threads.submit(self._start, role)
+        started.result()
+
+    def _made(self) -> Handles:
+        assert self._handles is not None, "the engines were not launched"
+        return self._handles.result()
+
+    def _start(self, role: str) -> None:
+        handles = self._made()
+        start: dict[str, Callable[[], object]] = {
+            "reward": handles.scorers.start,
+            "actor": lambda: handles.actor.at(self._run.head),
+            "rollout": handles.rollouts.start,
+            "ref": lambda: self.ref.at(0),
+        }
+        start[role]()
+        waiting = [name for name, future in self._started.items() if not future.done()]
+        self._run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
+
+    def _open(self) -> Handles:
+        run, config = self._run, self._run.config
+        pools = {
+            name: pool for name, pool in config.cluster.pools.items() if name in used_pools(run)
+        }
+        environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
+        cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
+        return Handles(
+            cluster=cluster,
+            actor=self._trainer(cluster, "actor"),
+            ref=self._trainer(cluster, "ref") if run.needs_ref else None,
+            rollouts=self._rollouts(cluster),
+            scorers=self._scorers(cluster),
+        )
+
+    def _trainer(self, cluster: Cluster, role: str) -> Trainer:
+        run, config = self._run, self._run.config
+        pool = dict(config.cluster.roles)[role]
+        spec = TrainSpec(
+            model=config.model,
+            model_cache=str(MODELS.absolute()),
+            train=config.train,
+            role=role,
+            store_uri=run.store.uri,
+            store_options=config.store.options,
+            run=run.name,
+            threads=config.cluster.pools[pool].threads,
+            seed=config.seed,
+            total_steps=config.steps * config.train.epochs * config.train.mini_batches,
+        )
+        gang = Gang(
+            cluster,
+            pool,
+            role,
+            EngineSpec.of("engines.fsdp:FSDPEngine", spec),
+            config.train.deadline,
+        )
+        return Trainer(
+            gang,
+            run.files,
+            epoch=run.epoch,
+            cancel=run.cancelled,
+            temperature=config.rollout.temperature,
+            algorithm=config.algorithm,
+            max_new_tokens=config.rollout.max_new_tokens,
+            on_replay=run.progress.replaying,
+        )
+
+    def _rollouts(self, cluster: Cluster) -> RolloutPool:
+        run, config = self._run, self._run.config
+        spec = RolloutSpec(
+            model=config.model,
+            model_cache=str(MODELS.absolute()),
+            rollout=config.rollout,
+            store_uri=run.store.uri,
+            store_options=config.store.options,
+            max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        )
+        return RolloutPool(
+            cluster,
+            config.cluster.roles.rollout,
+            EngineSpec.of(engine_class(config.rollout), spec),
+            run=run.name,
+            epoch=run.epoch,
+            deadline=config.rollout.deadline,
+            start_timeout=config.cluster.start_timeout,
+            tolerance=config.rollout.probe_tolerance,
+            cancel=run.cancelled,
+        )
+
+    def _scorers(self, cluster: Cluster) -> EnginePool:
+        run, config = self._run, self._run.config
+        spec = ScoringSpec(
+            model=config.model,
+            model_cache=str(MODELS.absolute()),
+            data=config.data,
+            rewards=config.rewards,
+            algorithm=config.algorithm,
+            max_new_tokens=config.rollout.max_new_tokens,
+            store_uri=run.store.uri,
+            store_options=config.store.options,
+        )
+        return EnginePool(
+            cluster,
+            config.cluster.roles.reward,
+            "reward",
+            EngineSpec.of("engines.scoring:ScoringEngine", spec),
+            deadline=config.rollout.deadline,
+            start_timeout=config.cluster.start_timeout,
+            cancel=run.cancelled,
+        )
+
+    @property
+    def actor(self) -> Trainer:
+        """The policy that is trained."""
+        return self._made().actor
+
+    @property
+    def rollouts(self) -> RolloutPool:
+        """The engines that sample."""
+        return self._made().rollouts
+
+    @property
+    def scorers(self) -> EnginePool:
+        """The workers that make prompts, rewards and advantages."""
+        return self._made().scorers
+
+    @property
+    def ref(self) -> Trainer:
+        """The frozen reference."""
+        found = self._made().ref
+        assert found is not None, "the algorithm uses no reference"
+        return found
+
+    def close(self) -> None:
+        """End every engine and worker."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._handles is not None:
+            # Not cancelled by now means opening or open: wait for it, so that nothing is left.
+            with contextlib.suppress(Exception, CancelledError):
+                self._handles.result().cluster.close()
+
+
+def used_pools(run: Run) -> set[str]:
+    """Pools on which some role of the run lives; others are not started."""
+    roles = run.config.cluster.roles
+    return {roles.actor, roles.rollout, roles.reward} | ({roles.ref} if run.needs_ref else set())

@@ -1,0 +1,63 @@
+"""Ctrl-C, SIGTERM and a cancel from the dashboard: each ends every wait of the run at once."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectException
+
+LOOK_EVERY = 2.0  # seconds
+
+
+@contextlib.contextmanager
+def signals_end(waits: threading.Event) -> Iterator[None]:
+    """During the body, SIGINT and SIGTERM set `waits` and raise KeyboardInterrupt.
+
+    The tasks' threads wait on workers, and Prefect waits for the tasks' threads before it lets an
+    interrupt through, so the waits have to be ended first.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        waits.set()
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def dashboard_ends(waits: threading.Event, flow_run_id: UUID | None) -> Iterator[None]:
+    """During the body, cancelling the flow run on the dashboard sets `waits`."""
+    if flow_run_id is None:
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        with get_client(sync_client=True) as client:
+            while not over.wait(LOOK_EVERY):
+                with contextlib.suppress(PrefectException, httpx.HTTPError):
+                    state = client.read_flow_run(flow_run_id).state
+                    if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                        waits.set()
+                        return
+
+    threading.Thread(target=watch, name="dashboard-cancel", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -1,0 +1,48 @@
+"""The rollout task: one shard of a step's prompts becomes completions, on one rollout worker."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from engines.rollout import RolloutRequest, Sampling, ShardStats
+from prefect import task
+
+from storage.digests import key_of
+from storage.refs import BatchRef
+from tasks.results import Prompts, Sampled
+from tasks.retries import OPTIONS, attempted
+from tasks.run import Run
+
+
+@task(name="rollout", task_run_name="rollout {shard}/{shards}", **OPTIONS)
+def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> Sampled:
+    """Sample `group_size` completions for each prompt of a shard (counted from 1).
+
+    A shard that was finished before, under the same prompts, weights and sampling parameters, is
+    read from the store. An attempt goes to the rollout worker with the fewest shards in flight;
+    the worker's engine is brought to the current weights first if it lags (a restarted worker).
+    """
+    part = prompts.ref.chunk(shards)[shard - 1]
+    weights = run.engines.rollouts.weights
+    sampling = Sampling.of(run.config.rollout, run.config.group_size)
+    key = key_of("rollout", part.to_json(), weights.digest, asdict(sampling))
+    out_key = run.files.stage_key(step, "rollout", shard, key)
+    done = run.files.finished(out_key)
+    if done is not None:
+        run.progress.shard_done(done["stats"]["tokens"])
+        return Sampled(
+            prompts=part, ref=BatchRef.from_json(done["ref"]), stats=ShardStats(**done["stats"])
+        )
+    with attempted(run, step, "rollout", shard) as attempt:
+        request = RolloutRequest(
+            prompts=part,
+            sampling=sampling,
+            out_key=out_key,
+            step=step,
+            shard=shard,
+            attempt=attempt.number,
+        )
+        result = run.engines.rollouts.generate(request, attempt.assignment)
+    run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
+    run.progress.shard_done(result.stats.tokens)
+    return Sampled(prompts=part, ref=result.ref, stats=result.stats)

@@ -1,0 +1,213 @@
+"""A run in the flow process: its store, its workers and engines, and where it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from importlib.metadata import version
+from uuid import UUID
+
+from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+
+from configs.grpo import GRPOConfig
+from engines.lease import Lease
+from storage.commits import Commit, head, read_commit
+from storage.cursor import Cursor
+from storage.prompts import open_source
+from storage.retention import sweep
+from storage.runs import RunStore
+from storage.store import Store
+from storage.weights import WeightsRef
+from tasks.artifacts import show_curves
+from tasks.engines import Engines
+from tasks.holding import Holding
+from tasks.interruption import dashboard_ends, signals_end
+from tasks.progress import Progress
+from tasks.results import RunSummary
+from tasks.resuming import check_resumable
+from tasks.retries import Attempt
+from tasks.terminal import Terminal
+from tasks.tracking import RunTracker
+
+_prepared: ContextVar[Run | None] = ContextVar("prepared_run", default=None)
+
+
+class Run:
+    """What the tasks of a run share: refs, clients and counters, never tensors."""
+
+    def __init__(self, config: GRPOConfig, terminal: Terminal, resume: str | None) -> None:
+        self.config = config
+        self.terminal = terminal
+        self.name = resume or new_name(config.name)
+        self.store = Store(config.store.uri, config.store.options)
+        self.files = RunStore(self.store, self.name)
+        self.source = open_source(config.data.source)
+        if resume is not None:
+            check_resumable(self.files, config)
+        self.head = head(self.files) or 0 if resume is not None else 0
+        self.last: Commit | None = read_commit(self.files, self.head) if self.head else None
+        self.cursor = (
+            Cursor.from_json(self.last.cursor)
+            if self.last
+            else Cursor.start(config.data, self.source)
+        )
+        self.holding = Holding(self.files)
+        self.epoch = self.holding.epoch
+        if resume is None:
+            self.files.write_run({"config": config.model_dump(mode="json"), "code": code_version()})
+        self.cancelled = threading.Event()
+        self.attempts: list[Attempt] = []
+        self.progress = Progress(terminal, config.steps)
+        self._probe: tuple[list[list[int]], list[int]] | None = None
+        self.tracker = RunTracker(self)
+        self.engines = Engines(self)
+
+    def steps_left(self) -> range:
+        """The steps that are not committed yet, counted from 1."""
+        return range(self.head + 1, self.config.steps + 1)
+
+    def lease(self, step: int, call: str) -> Lease:
+        """The right to make a call of a step on this run's behalf."""
+        return Lease(run=self.name, epoch=self.epoch, step=step, call=call)
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether a step asks the train engines for log-probs before the update."""
+        return self.needs_ref or self.needs_old
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether the algorithm compares with the frozen reference."""
+        return self.config.algorithm.kl.coefficient > 0
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether old_logprobs are computed on their own, before the update."""
+        train, kl = self.config.train, self.config.algorithm.kl
+        if train.recompute_old_logprobs == "auto":
+            in_reward = kl.coefficient > 0 and kl.placement == "reward"
+            return in_reward or train.epochs * train.mini_batches > 1
+        return train.recompute_old_logprobs
+
+    def begin(self, step: int) -> None:
+        """A step starts."""
+        self.progress.step(step, self.config.rollout.shards)
+
+    def snapshot_due(self, step: int) -> bool:
+        """Whether the trainer's state is stored after a step."""
+        return step % self.config.store.snapshot_every == 0 or step == self.config.steps
+
+    def attempts_of(self, step: int) -> list[Attempt]:
+        """What was tried for a step, in the order in which it ended."""
+        return [attempt for attempt in self.attempts if attempt.step == step]
+
+    def probe(self) -> tuple[list[list[int]], list[int]]:
+        """Token ids of a few short sequences, and where each one's response begins."""
+        if self._probe is None:
+            self._probe = self.engines.scorers.call("probe", self.lease(self.head, "probe"))
+        return self._probe
+
+    def advance(self, record: Commit) -> None:
+        """A step is committed: the next one draws and trains from here."""
+        self.head = record.step
+        self.last = record
+        self.cursor = Cursor.from_json(record.cursor)
+        self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
+
+    @property
+    def weights_in(self) -> WeightsRef:
+        """The policy version that the step under way samples with."""
+        return self.last.version_out if self.last else self.engines.rollouts.weights
+
+    def tidy(self) -> None:
+        """Remove policy versions, batches and snapshots that the settings do not keep."""
+        keep = self.config.store
+        removed = sweep(
+            self.files,
+            keep_versions=keep.keep_versions,
+            keep_steps=keep.keep_steps,
+            keep_snapshots=keep.keep_snapshots,
+            tagged=self.tracker.registered,
+        )
+        if removed:
+            get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.holding.release)
+            stack.callback(self.tracker.finish, error)
+            stack.callback(self.engines.close)
+            self.cancelled.set()
+
+    def summary(self) -> RunSummary:
+        """Where everything is; also leaves the curves in MLflow and on the dashboard."""
+        image = self.tracker.plot()
+        if image is not None:
+            show_curves(self, image)
+            self.files.store.write(self.plot_key, image)
+        assert self.last is not None
+        return RunSummary(
+            run=self.name,
+            steps=self.head,
+            checkpoint=self.store.url(self.last.version_out.key),
+            dashboard=flow_run.ui_url or "",
+            tracking=self.tracker.link,
+            plot=self.store.url(self.plot_key),
+        )
+
+    @property
+    def plot_key(self) -> str:
+        """Where the curves are in the store."""
+        return f"{self.name}/progress.png"
+
+
+def new_name(family: str) -> str:
+    """A name for a new run: family, UTC time, and four characters against coincidence."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return f"{family}-{now}-{secrets.token_hex(2)}"
+
+
+def flow_run_context_id() -> UUID | None:
+    """Id of the flow run that this is called in."""
+    return UUID(flow_run.id) if flow_run.id else None
+
+
+def code_version() -> str:
+    """Version of Refrain that runs."""
+    return version("refrain")
+
+
+@contextlib.contextmanager
+def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) -> Iterator[Run]:
+    """Start a run's engines in the background; a flow called in the body takes the run over.
+
+    So engines start while the Prefect server does.
+    """
+    run = Run(config, terminal, resume)
+    token = _prepared.set(run)
+    failure: BaseException | None = None
+    try:
+        with signals_end(run.cancelled), terminal.live():
+            run.engines.launch()
+            yield run
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        _prepared.reset(token)
+        run.close(failure)
+
+
+@contextlib.contextmanager
+def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
+    """The run that `prepared` started for this flow, or else a new one that ends with the body."""
+    with contextlib.ExitStack() as stack:
+        run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume))
+        stack.enter_context(dashboard_ends(run.cancelled, flow_run_context_id()))
+        yield run

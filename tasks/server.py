@@ -1,0 +1,156 @@
+"""The Prefect server of a run: the one that PREFECT_API_URL names, or one started for the run.
+
+Prefect's own in-process server serves no dashboard, so the embedded one is the same ASGI app with
+its UI. It keeps its database under .refrain/prefect unless PREFECT_HOME says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import prefect
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+from engines.parent_death import die_with_parent
+
+HOST = "127.0.0.1"
+FIRST_PORT = 4200
+START_TIMEOUT = 120.0  # seconds; the first start migrates the database
+
+
+class ServerError(RuntimeError):
+    """The embedded Prefect server did not come up."""
+
+
+class EmbeddedServer:
+    """A Prefect server with its dashboard, on loopback, that ends with this process."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home.absolute()
+        self.log = self.home / "server.log"
+        self.port = _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the dashboard is."""
+        return f"http://{HOST}:{self.port}"
+
+    def launch(self) -> None:
+        """Start the server's process and return at once; `wait` tells when it answers."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "uvicorn", "--factory"]
+        command += ["--app-dir", str(prefect.__module_path__.parent)]
+        command += [
+            "prefect.server.api.server:create_app",
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+        ]
+        command += ["--log-level", "error", "--lifespan", "on", "--timeout-graceful-shutdown", "1"]
+        environment = {
+            **os.environ,
+            "PREFECT_HOME": str(self.home),
+            # The dashboard calls the address that these two name, not the one that it came from.
+            "PREFECT_SERVER_API_HOST": HOST,
+            "PREFECT_SERVER_API_PORT": str(self.port),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("PREFECT_API_URL", None)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches the flow first, which still reports to the server.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    def wait(self, timeout: float = START_TIMEOUT) -> None:
+        """Return when the server answers; ServerError with its last words if it ends or hangs."""
+        assert self._process is not None
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise ServerError(self._failure(f"ended with code {self._process.returncode}"))
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.address}/api/health", timeout=2).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise ServerError(self._failure(f"did not answer within {timeout:.0f} s"))
+
+    def stop(self) -> None:
+        """End the server's process."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _failure(self, what: str) -> str:
+        words = self.log.read_text(errors="replace")
+        remedy = f"Its log is {self.log}."
+        if "Can't locate revision" in words:
+            remedy = (
+                f"Its database in {self.home} was made by a newer Prefect. "
+                "Set PREFECT_HOME to another folder, or remove that one."
+            )
+        return f"The Prefect server on port {self.port} {what}. {remedy}"
+
+
+@contextlib.contextmanager
+def prefect_server(home: Path) -> Iterator[str]:
+    """Run the body against a Prefect server; yields the dashboard's address.
+
+    Step flows keep no heartbeat: each synchronous flow would otherwise wait for it on exit, up to a
+    second a step.
+    """
+    api = PREFECT_API_URL.value()
+    if api is not None:
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            yield api.removesuffix("/api")
+        return
+    server = EmbeddedServer(home)
+    server.launch()
+    try:
+        server.wait()
+        settings = {
+            PREFECT_API_URL: f"{server.address}/api",
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+        }
+        with temporary_settings(settings):
+            yield server.address
+    finally:
+        server.stop()
+
+
+def _free_port() -> int:
+    """Prefect's usual port if it is free, else any."""
+    for port in (FIRST_PORT, 0):
+        with contextlib.closing(socket.socket()) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ServerError(f"No port is free on {HOST} for the Prefect server.")

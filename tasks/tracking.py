@@ -1,0 +1,108 @@
+"""The run in MLflow, fed from the flow: begun with the engines, then a write per step."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from prefect.runtime import flow_run
+
+from storage.plots import progress_png
+from storage.tracking import TrackedData, TrackedRun, Tracker
+from storage.weights import WeightsRef
+from tasks.results import Metrics
+
+if TYPE_CHECKING:
+    from tasks.run import Run
+
+PLOT = "plots/progress.png"
+
+
+class RunTracker:
+    """A run's page in MLflow. MLflow is imported beside the start of the engines."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._tracker = Tracker(run.config.tracking)
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._finished = False
+        self.history: list[tuple[int, Metrics]] = []
+        self.registered: set[int] = set()  # policy versions in the registry, which are kept
+
+    def start(self) -> None:
+        """Begin the page in the background. To be called inside the flow run."""
+        tracked = self._tracked()
+
+        def begin() -> None:
+            try:
+                self._tracker.start(tracked)
+            except Exception as error:  # raised again in the flow's thread by `_ready`
+                self._error = error
+            finally:
+                self._started.set()
+
+        threading.Thread(target=begin, name="mlflow", daemon=True).start()
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Record a committed step."""
+        self.history.append((step, metrics))
+        self._ready().log_step(step, metrics)
+
+    def register(self, step: int, weights: WeightsRef) -> None:
+        """Put a policy version into the model registry."""
+        self._ready().register_version(
+            weights.version,
+            uri=self._run.store.url(weights.key),
+            digest=weights.digest,
+            step=step,
+            store_uri=self._run.store.uri,
+        )
+        self.registered.add(weights.version)
+
+    def plot(self) -> bytes | None:
+        """The run's curves as a PNG, kept with the run; None before the first step."""
+        if not self.history:
+            return None
+        steps, metrics = zip(*self.history, strict=True)
+        image = progress_png(list(steps), list(metrics), title=self._run.name)
+        self._ready().log_file(PLOT, image)
+        return image
+
+    @property
+    def link(self) -> str:
+        """Where a person sees the run."""
+        return self._ready().link
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the page: finished, failed, or killed by Ctrl-C and cancellation."""
+        if not self._started.wait(timeout=0) or self._error is not None or self._finished:
+            return
+        self._finished = True
+        if error is None:
+            self._tracker.finish("FINISHED")
+        else:
+            self._tracker.finish("FAILED" if isinstance(error, Exception) else "KILLED")
+
+    def _ready(self) -> Tracker:
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self._tracker
+
+    def _tracked(self) -> TrackedRun:
+        run = self._run
+        return TrackedRun(
+            run=run.name,
+            store_uri=run.store.uri,
+            settings=run.config.model_dump(mode="json"),
+            data=TrackedData(
+                name=run.source.name,
+                digest=run.source.digest,
+                source=run.config.data.source.model_dump(mode="json"),
+                rows=len(run.source),
+            ),
+            model_name=run.config.name,
+            flow_run_id=flow_run.id,
+            flow_run_url=flow_run.ui_url,
+        )

@@ -1,0 +1,98 @@
+"""Recipes load, and a wrong setting is answered by one sentence that says what to do."""
+
+import subprocess
+import sys
+
+import pytest
+
+from configs import recipes
+from configs.grpo import GRPOConfig
+from configs.recipes import ConfigError, fields, load
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_loads(name: str) -> None:
+    config = load(GRPOConfig, name)
+    assert config.name == name
+    assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_the_named_recipes_are_there() -> None:
+    assert {"smollm2-arithmetic", "tiny", "gsm8k-qwen2.5", "gsm8k-multinode"} <= set(
+        recipes.names()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.temprature=1"], "rollout.temprature: there is no such setting. Did you mean rollout.temperature?"),
+        (["steps=many"], "steps = 'many'"),
+        (["train.mini_batches=3"], "Set train.mini_batches to a divisor of 16"),
+        (["rollout.shards=5"], "Set rollout.shards to at most 4"),
+        (["rollout.engine=vlm"], "rollout.engine = 'vlm': input should be 'vllm' or 'transformers'"),
+        (["data.source.kind=foo"], "data.source.kind = 'foo': it must be one of"),
+        (["model.path=x"], "model has no such setting with this model.kind"),
+        (["model.kind=pretrained"], "model.path: a value is needed"),
+        (["cluster.roles.actor=gpu"], "cluster.roles.actor = gpu is no pool"),
+        (["cluster.address=tcp://h:1"], "contradict each other"),
+        (["data.system_prompt=Hi"], "Set data.template = chat"),
+        (["rewards.functions.7.weight=1"], "no position in a list of 1"),
+        (["store.uri=memory://x"], "lives in one process"),
+        (["rewards.functions=[{kind: reasoning_gym}]", "data.source={kind: file, path: a.jsonl}"],
+         "scores only reasoning-gym problems"),
+        (["nonsense"], "nonsense is no setting"),
+        (["steps.deep=1"], "steps is a single value, not a group"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_sentence(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match="^[^\n]+$") as error:
+        load(GRPOConfig, "tiny", words)
+    assert said in str(error.value)
+
+
+def test_an_unknown_recipe_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="tiny"):
+        load(GRPOConfig, "no-such-recipe")
+
+
+def test_a_new_kind_drops_the_old_kinds_settings() -> None:
+    config = load(GRPOConfig, "tiny", ["model.path=org/name", "model.kind=pretrained"])
+    assert config.model.model_dump() == {"kind": "pretrained", "path": "org/name", "revision": None}
+
+
+def test_values_are_read_as_people_mean_them() -> None:
+    config = load(
+        GRPOConfig,
+        "tiny",
+        ["train.learning_rate=1e-6", "rollout.stop=[a, b]", "rollout.seed=null", "steps=7"],
+    )
+    assert config.train.learning_rate == 1e-6
+    assert config.rollout.stop == ("a", "b")
+    assert config.rollout.seed is None
+    assert config.steps == 7
+
+
+def test_one_worker_count_changes_and_the_other_pools_stay() -> None:
+    config = load(GRPOConfig, "smollm2-arithmetic", ["cluster.pools.rollout.workers=2"])
+    assert config.cluster.pools["rollout"].workers == 2
+    assert set(config.cluster.pools) == {"train", "rollout", "cpu"}
+
+
+def test_every_setting_has_a_meaning() -> None:
+    silent = [
+        name
+        for name, kind, _, meaning in fields(GRPOConfig)
+        if not meaning and not name.endswith("kind") and kind
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("module", ["configs.grpo", "flows.grpo"])
+def test_the_flow_process_imports_no_engine_library(module: str) -> None:
+    code = (
+        f"import {module}, sys; "
+        "print([m for m in ('torch', 'vllm', 'transformers', 'tensordict') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,185 @@
+"""Small engines for tests of the cluster, the host and the gang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar
+
+from engines.failures import InfrastructureError
+from engines.remote import Call, Engine, EngineSpec, Ranked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Payload:
+    """Argument of the dummy engines."""
+
+    tag: str = ""  # to tell specs apart
+
+
+class NotYet(InfrastructureError):
+    """An engine's own retryable error."""
+
+    def __init__(self, *, left: int) -> None:  # does not survive pickling
+        super().__init__(f"{left} left")
+
+
+class Dummy(Engine):
+    """Sleeps, fails, counts, starts children."""
+
+    REMOTE: ClassVar = {
+        "count": Call(),
+        "nap": Call(),
+        "fail": Call(),
+        "fail_softly": Call(),
+        "threads": Call(),
+        "environ": Call(),
+        "spawn": Call(),
+        "loaded": Call(),
+    }
+
+    def __init__(self, payload: Payload) -> None:
+        self.tag = payload.tag
+        self.counter = 0
+        self.lock = threading.Lock()
+
+    def count(self) -> int:
+        """How often this has been called."""
+        with self.lock:
+            self.counter += 1
+            return self.counter
+
+    def nap(self, seconds: float) -> int:
+        """Sleep; the number of naps so far."""
+        time.sleep(seconds)
+        return self.count()
+
+    def fail(self, text: str) -> None:
+        """The user's mistake."""
+        raise ValueError(text)
+
+    def fail_softly(self) -> None:
+        """The machinery's."""
+        raise NotYet(left=3)
+
+    def threads(self) -> int:
+        """Threads that torch would use."""
+        import torch
+
+        return int(torch.get_num_threads())
+
+    def environ(self, name: str) -> str | None:
+        """An environment variable of the worker."""
+        return os.environ.get(name)
+
+    def spawn(self) -> int:
+        """Pid of a child that outlives this process unless somebody ends it."""
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+    def loaded(self, module: str) -> bool:
+        """Whether a module has been imported on the worker."""
+        return module in sys.modules
+
+
+class Summing(Ranked):
+    """Ranks that really meet, by Gloo."""
+
+    REMOTE: ClassVar = {
+        "total": Call(split="rows", collect="all"),
+        "total_of_rank_0": Call(split="rows", collect="first"),
+        "joined": Call(split="rows", collect="concat"),
+        "mean": Call(split="rows", collect="reduce"),
+        "fail_on": Call(collect="all"),
+        "nap_on": Call(collect="all"),
+        "pid": Call(collect="all"),
+    }
+
+    def __init__(self, payload: Payload) -> None:
+        self.rank = 0
+        self.world = 1
+
+    def join(
+        self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
+    ) -> str:
+        """Make a Gloo process group."""
+        import torch.distributed as dist
+
+        self.leave()
+        self.rank, self.world = rank, world
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
+        )
+        return f"rank {rank} of generation {generation}"
+
+    def leave(self) -> None:
+        """Destroy the process group, if any."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def total(self, value: float) -> float:
+        """Sum of `value` over the ranks."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor)
+        return float(tensor.item())
+
+    def total_of_rank_0(self, value: float) -> float:
+        """The same, collected otherwise."""
+        return self.total(value)
+
+    def joined(self, rows: list[int]) -> list[int]:
+        """Rows that went through this rank."""
+        return [10 * row for row in rows]
+
+    def mean(self, value: float) -> float:
+        """A number to be averaged over the ranks."""
+        return value
+
+    def fail_on(self, rank: int, text: str) -> None:
+        """One rank makes a mistake, the others wait for it in a collective."""
+        if rank == self.rank:
+            raise ValueError(text)
+        self.total(0.0)
+
+    def nap_on(self, rank: int, seconds: float) -> float:
+        """One rank comes late to a collective."""
+        if rank == self.rank:
+            time.sleep(seconds)
+        return self.total(1.0)
+
+    def pid(self) -> int:
+        """Process id of the rank."""
+        return os.getpid()
+
+    @staticmethod
+    def concat(method: str, parts: list[list[int]]) -> list[int]:
+        """Rows of all ranks in rank order."""
+        return [row for part in parts for row in part]
+
+    @staticmethod
+    def reduce(method: str, parts: list[float]) -> float:
+        """Mean over the ranks."""
+        return sum(parts) / len(parts)
+
+
+def dummy(tag: str = "") -> EngineSpec:
+    """A spec of Dummy."""
+    return EngineSpec.of("tests.engines.dummies:Dummy", Payload(tag=tag))
+
+
+def summing() -> EngineSpec:
+    """A spec of Summing."""
+    return EngineSpec.of("tests.engines.dummies:Summing", Payload())
