@@ -1,14 +1,17 @@
 """The algorithm: advantages, policy loss, KL, entropy, correction, shaping and selection.
 
 A choice is a model with the method's name as its `kind` and the method's parameters as its fields;
-the functions of the same names are in engines/.
+the functions of the same names are in engines/, their equations in docs/algorithms.md.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
+from configs.advantages import Advantage, GRPOAdvantage
 from configs.base import Settings
+from configs.corrections import CorrectionStep, SelectionStep, ShapingConfig, WeightCorrection
+from configs.losses import ClippedLoss, Loss
 
 Aggregation = Literal[
     "token-mean",
@@ -16,66 +19,9 @@ Aggregation = Literal[
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "row-mean-token-mean",
+    "row-mean-token-sum",
 ]
-
-
-class Method(Settings):
-    """A choice by name; `arguments` are the keyword arguments of the function of that name."""
-
-    def arguments(self) -> dict[str, Any]:
-        """Field name -> value, without the name of the method."""
-        return self.model_dump(exclude={"kind"})
-
-
-class UserFunction(Method):
-    """A user's own function, by import path."""
-
-    kind: Literal["function"] = "function"
-    path: str = Field(
-        pattern=r"^[\w.]+:[\w.]+$",
-        description="Import path of the function, package.module:name.",
-    )
-    params: dict[str, int | float | bool | str] = Field(
-        default_factory=dict, description="Keyword arguments passed on every call."
-    )
-
-    def arguments(self) -> dict[str, Any]:
-        """The user's own keyword arguments."""
-        return dict(self.params)
-
-
-class GRPOAdvantage(Method):
-    """Reward minus the group's mean (arXiv:2402.03300; Dr. GRPO with normalize = none)."""
-
-    kind: Literal["grpo"] = "grpo"
-    normalize: Literal["group", "batch", "none"] = Field(
-        "group",
-        description="Divide by the standard deviation of the group, the batch, or nothing.",
-    )
-    epsilon: float = Field(1e-6, ge=0, description="Added to the standard deviation.")
-
-
-class ClippedLoss(Method):
-    """PPO's clipped loss (arXiv:1707.06347), with clip-higher and dual clip."""
-
-    kind: Literal["clipped"] = "clipped"
-    clip_low: float = Field(0.2, ge=0, le=1, description="Ratio is bounded below by 1 - this.")
-    clip_high: float = Field(0.28, ge=0, description="Ratio is bounded above by 1 + this.")
-    dual_clip: float | None = Field(
-        3.0,
-        gt=1,
-        description="Bound on the ratio for negative advantages; none is off.",
-    )
-
-
-class ReinforceLoss(Method):
-    """Plain policy gradient without a ratio."""
-
-    kind: Literal["reinforce"] = "reinforce"
-
-
-Advantage = Annotated[GRPOAdvantage | UserFunction, Field(discriminator="kind")]
-Loss = Annotated[ClippedLoss | ReinforceLoss | UserFunction, Field(discriminator="kind")]
 
 
 class KLConfig(Settings):
@@ -85,20 +31,28 @@ class KLConfig(Settings):
         0.0, ge=0, description="Weight of the KL term; 0 needs no reference."
     )
     estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = Field(
-        "k3",
-        description="Estimator per token; a + form has its value and the gradient of k2.",
+        "k3", description="Estimator per token; a + form has its value and the gradient of k2."
     )
     placement: Literal["loss", "reward"] = Field(
         "loss", description="Added to the loss, or taken off the token rewards."
     )
+    unbiased: bool = Field(
+        False, description="In the loss: multiply by the ratio to the old policy (DeepSeek-V3.2)."
+    )
     controller: Literal["fixed", "adaptive"] = Field(
-        "fixed",
-        description="Whether the coefficient follows the measured KL (arXiv:1909.08593).",
+        "fixed", description="Whether the coefficient follows the measured KL (arXiv:1909.08593)."
     )
-    target: float = Field(
-        6.0, gt=0, description="KL that the adaptive controller aims at, in nats."
-    )
+    target: float = Field(6.0, gt=0, description="KL the adaptive controller aims at, in nats.")
     horizon: int = Field(10000, gt=0, description="Adaptive controller's time scale, in samples.")
+
+    @model_validator(mode="after")
+    def _reward_has_no_gradient(self) -> "KLConfig":
+        if self.placement == "reward" and self.estimator.endswith("+"):
+            raise ValueError(
+                f"kl.estimator = {self.estimator} changes only gradients, and a KL in the reward "
+                f"has none. Set kl.estimator = {self.estimator.removesuffix('+')}."
+            )
+        return self
 
 
 class EntropyConfig(Settings):
@@ -110,6 +64,23 @@ class EntropyConfig(Settings):
         gt=0,
         description="Only tokens whose entropy is below this, in nats, get the bonus; none: all.",
     )
+    top_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the tokens, by entropy, whose policy loss counts (arXiv:2506.01939).",
+    )
+
+
+class CriticConfig(Settings):
+    """The critic's loss, for advantages that need a critic."""
+
+    clip: float | None = Field(
+        0.2, gt=0, description="Bound on a value's change per step; none is off."
+    )
+    aggregation: Aggregation = Field(
+        "token-mean", description="How the losses of tokens become one number."
+    )
 
 
 class AlgorithmConfig(Settings):
@@ -120,15 +91,35 @@ class AlgorithmConfig(Settings):
     aggregation: Aggregation = Field(
         "token-mean", description="How the losses of tokens become one number."
     )
+    ratio_against: Literal["old_logprobs", "rollout_logprobs"] = Field(
+        "old_logprobs",
+        description="Policy in the ratio's denominator: the trainer's at the start of the step, or "
+        "the rollout engine's (bypass: the ratio itself corrects, weights are not applied).",
+    )
     kl: KLConfig = Field(KLConfig(), description="KL to the reference policy.")
     entropy: EntropyConfig = Field(EntropyConfig(), description="Entropy bonus.")
+    critic: CriticConfig = Field(CriticConfig(), description="Loss of the critic, where one is.")
+    correction: tuple[CorrectionStep, ...] = Field(
+        (), description="Corrections for the gap between rollout engine and trainer, in order."
+    )
+    shaping: ShapingConfig = Field(ShapingConfig(), description="Changes to the rewards.")
+    selection: tuple[SelectionStep, ...] = Field(
+        (), description="Which samples are trained on, by their rewards; applied in order."
+    )
 
-    @model_validator(mode="after")
-    def _reward_kl_is_fixed_form(self) -> "AlgorithmConfig":
-        if self.kl.placement == "reward" and self.kl.estimator.endswith("+"):
-            raise ValueError(
-                f"algorithm.kl.estimator = {self.kl.estimator} changes only gradients, and a KL in "
-                "the reward has none. Set algorithm.kl.estimator = "
-                f"{self.kl.estimator.removesuffix('+')}."
-            )
-        return self
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages need a critic's values."""
+        return self.advantage.kind == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ref_logprobs are needed."""
+        return self.kl.coefficient > 0
+
+    @property
+    def needs_stored_logprobs(self) -> bool:
+        """Whether old_logprobs must be a column before the advantages, not those of the update."""
+        token_baseline = self.advantage.kind.endswith("optimal_token_baseline")
+        whole = any(isinstance(s, WeightCorrection) and s.normalize for s in self.correction)
+        return token_baseline or whole or (self.needs_reference and self.kl.placement == "reward")

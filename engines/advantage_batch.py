@@ -14,11 +14,14 @@ from engines.metric_sums import MetricSums
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageBatch:
-    """A whole batch (all groups complete), response tokens only, on one device."""
+    """A whole batch (all groups complete), response tokens only, on one device.
+
+    What stands under mask 0 is never used.
+    """
 
     rows: Rows
     mask: Tensor  # bool [T]; True where the policy wrote the token
-    rewards: Tensor  # [N] one per sample
+    rewards: Tensor  # float [N], one per sample; NaN: the sample has none and gets advantage 0
     groups: Tensor  # int64 [N]; samples of one prompt share a number, in any order
     token_rewards: Tensor | None = None  # [T]; the rewards of the tokens, instead of `rewards`
     values: Tensor | None = None  # [T] of the critic
@@ -27,9 +30,8 @@ class AdvantageBatch:
     sum_pi_squared: Tensor | None = None  # [T] sum over the vocabulary of pi^2
     correction_weights: Tensor | None = None  # [T] behaviour-policy weights
     baselines: Tensor | None = None  # [N] reward of the greedy completion of the sample's prompt
-    steps: Tensor | None = (
-        None  # int64 [T]; number of the turn (agent step) of each token in its row
-    )
+    steps: Tensor | None = None  # int64 [T]; number of the turn of each token, ascending in a row
+    states: Tensor | None = None  # int64 [T]; equal where the token's turn began in equal states
     components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] partial rewards
 
     def totals(self) -> Tensor:
@@ -45,8 +47,12 @@ class AdvantageBatch:
         return torch.where(self.rows.last(self.mask), self.rows.spread(self.rewards), 0.0)
 
     def at_tokens(self, per_row: Tensor) -> Tensor:
-        """A number per sample [N] at each of its tokens [T], 0 where masked."""
-        return torch.where(self.mask, self.rows.spread(per_row), 0.0)
+        """A number per sample [N] at each of its tokens [T], 0 where masked, in rewards' dtype."""
+        return torch.where(self.mask, self.rows.spread(per_row.to(self.rewards.dtype)), 0.0)
+
+    def scattered(self, values: Tensor) -> Tensor:
+        """values of the tokens with mask 1 at their places [T], 0 where masked."""
+        return torch.zeros_like(self.mask, dtype=values.dtype).masked_scatter_(self.mask, values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,50 +1,73 @@
-"""Advantage estimators: from rewards to one advantage per token.
+"""Advantage estimators by name: from rewards to one advantage per token.
 
-An estimator is one function and one line in ADVANTAGES: estimator(batch, **params) -> Advantages.
+The estimators: group_advantages.py (one number per sample, compared within its group),
+token_advantages.py (critic, discounting, turns), token_baselines.py (optimal token baseline).
+A new one is one function and one line in ADVANTAGES, or a user's import path.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor
-
+from configs.algorithm import AlgorithmConfig
 from engines.advantage_batch import AdvantageBatch, Advantages
+from engines.group_advantages import (
+    cpgd,
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from engines.imports import imported
+from engines.kl import penalised_rewards
+from engines.token_advantages import gae, gigpo, reinforce, reinforce_plus_plus, remax
+from engines.token_baselines import multi_turn_optimal_token_baseline, optimal_token_baseline
 
+Estimator = Callable[..., Advantages]  # estimator(batch, **params)
 
-def grpo(batch: AdvantageBatch, *, normalize: str, epsilon: float) -> Advantages:
-    """Group-relative: A_i = (r_i - mean(r_g)) / (std(r_g) + epsilon), the same at every token.
-
-    GRPO arXiv:2402.03300. std has the divisor n - 1. normalize: "group" divides by the group's
-    deviation, "batch" by the whole batch's, "none" not at all (Dr. GRPO, arXiv:2503.20783).
-    A group of one keeps its raw reward, as verl does.
-    """
-    rewards = batch.totals()
-    group, sizes = _numbered(batch.groups)
-    alone = (sizes == 1)[group]
-    mean = _group_sum(rewards, group, sizes) / sizes
-    centred = rewards - torch.where(alone, 0.0, mean[group])
-    if normalize == "group":
-        squares = _group_sum((rewards - mean[group]).square(), group, sizes)
-        deviation = (squares / (sizes - 1).clamp(min=1)).sqrt()[group]
-        centred = centred / (torch.where(alone, 1.0, deviation) + epsilon)
-    elif normalize == "batch":
-        centred = centred / (rewards.std() + epsilon if rewards.numel() > 1 else 1.0)
-    advantages = batch.at_tokens(centred)
-    return Advantages(advantages=advantages)
-
-
-def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Group of each sample numbered from 0 [N], and the size of each group [G]."""
-    _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-    return group, sizes
-
-
-def _group_sum(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
-    return values.new_zeros(sizes.numel()).index_add_(0, group, values)
-
-
-ADVANTAGES: Mapping[str, Callable[..., Advantages]] = {
+ADVANTAGES: Mapping[str, Estimator] = {
+    "gae": gae,
     "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "reinforce": reinforce,
+    "remax": remax,
+    "gpg": gpg,
+    "cpgd": cpgd,
+    "gdpo": gdpo,
+    "maxrl": maxrl,
+    "gigpo": gigpo,
+    "optimal_token_baseline": optimal_token_baseline,
+    "multi_turn_optimal_token_baseline": multi_turn_optimal_token_baseline,
 }
+
+
+def estimate(
+    batch: AdvantageBatch, algorithm: AlgorithmConfig, kl_coefficient: float | None = None
+) -> Advantages:
+    """Advantages of a whole batch as the recipe says, after the KL penalty where it is a reward's.
+
+    kl_coefficient replaces the recipe's, for an adaptive controller.
+    """
+    kl = algorithm.kl
+    metrics = None
+    if kl.placement == "reward" and kl.coefficient > 0:
+        coefficient = kl.coefficient if kl_coefficient is None else kl_coefficient
+        token_rewards, metrics = penalised_rewards(batch, kl.estimator, coefficient)
+        batch = dataclasses.replace(batch, token_rewards=token_rewards)
+    choice = algorithm.advantage
+    estimator = imported(choice.path) if choice.kind == "function" else ADVANTAGES[choice.kind]
+    result: Advantages = estimator(batch, **choice.arguments())
+    if metrics is None:
+        return result
+    return dataclasses.replace(result, metrics=result.metrics + metrics)

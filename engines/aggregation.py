@@ -25,8 +25,14 @@ class Normaliser:
     ranks: int = 1  # the loss is multiplied by it, because data parallelism averages gradients
 
     @classmethod
-    def of(cls, mask: Tensor, rows: Rows, max_tokens: float | None = None, ranks: int = 1):
-        """The counts of one batch that is the whole mini-batch."""
+    def of(
+        cls, mask: Tensor, rows: Rows, max_tokens: float | None = None, ranks: int = 1
+    ) -> Normaliser:
+        """The counts of one batch that is the whole mini-batch (so there is one rank)."""
+        if ranks > 1:
+            raise ValueError(
+                f"the counts of one rank are not those of {ranks}. Add them up over the ranks."
+            )
         return cls(
             tokens=float(mask.sum()),
             sequences=float((rows.tokens(mask) > 0).sum()),
@@ -49,9 +55,10 @@ def aggregate(
     - seq-mean-token-mean: R / N * sum_i (sum_t m l / sum_t m) (GRPO, arXiv:2402.03300)
     - seq-mean-token-sum-norm: R / (N * L) * sum_i sum_t m l with L = max_tokens, a constant
       (Dr. GRPO, arXiv:2503.20783)
-    - row-mean-token-mean: as seq-mean-token-mean, with empty rows in the count (TRL's grpo)
+    - row-mean-token-mean, row-mean-token-sum: as seq-mean-*, with empty rows in the count of rows
+      (GMPO, LUSPO, TRL's grpo)
     """
-    if mode == "seq-mean-token-mean" or mode == "row-mean-token-mean":
+    if mode in ("seq-mean-token-mean", "row-mean-token-mean"):
         total = rows.masked_mean(losses, mask).sum()
     else:
         total = torch.where(mask, losses, 0.0).sum()
@@ -66,6 +73,7 @@ def _divisor(normaliser: Normaliser, mode: str) -> float:
         "seq-mean-token-mean": normaliser.sequences,
         "seq-mean-token-sum-norm": normaliser.sequences * normaliser.max_tokens,
         "row-mean-token-mean": normaliser.rows,
+        "row-mean-token-sum": normaliser.rows,
     }
     if mode not in divisors:
         raise ValueError(f"aggregation '{mode}' is not known. Choose one of {', '.join(divisors)}.")

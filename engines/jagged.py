@@ -94,6 +94,17 @@ class Rows:
         final.scatter_reduce_(0, self.ids, torch.where(mask, position, -1), "amax")
         return position == final[self.ids]
 
+    def within(self) -> Tensor:
+        """Position of each token in its row, from 0 [T]."""
+        return torch.arange(self.ids.numel(), device=self.ids.device) - self.offsets[self.ids]
+
+    def kept(self, mask: Tensor) -> Rows:
+        """The rows with only the tokens of mask 1, for values[mask]; rows may become empty."""
+        return Rows(
+            offsets=torch.cat([self.offsets.new_zeros(1), mask.cumsum(0)])[self.offsets],
+            ids=self.ids[mask],
+        )
+
     def cumulative(self, values: Tensor) -> Tensor:
         """Running sum within each row, the token itself included: [T] -> [T], float64 inside."""
         total = values.double().cumsum(0)

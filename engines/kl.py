@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
+
+from engines.advantage_batch import AdvantageBatch
+from engines.metric_sums import MetricSums, mean_over
 
 DIFFERENCE_BOUND = 20.0  # nats, on log ref/pi in k3
 K3_BOUND = 10.0  # nats
@@ -54,6 +58,23 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     **_PLAIN,
     **{f"{name}+": straight_through(function) for name, function in _PLAIN.items()},
 }
+
+
+def penalised_rewards(
+    batch: AdvantageBatch, estimator: str, coefficient: float
+) -> tuple[Tensor, MetricSums]:
+    """Token rewards [T] minus coefficient * KL of each token, 0 where masked; metrics.
+
+    kl_ref is the mean over the rows of each row's token mean, as the controller wants it (verl);
+    an empty row counts as 0.
+    """
+    assert batch.logprobs is not None and batch.ref_logprobs is not None, "a KL needs two policies"
+    new, reference = (x.where(batch.mask, 0.0) for x in (batch.logprobs, batch.ref_logprobs))
+    divergence = KL_ESTIMATORS[estimator](new, reference)
+    per_row = batch.rows.masked_mean(divergence, batch.mask)
+    every = torch.ones_like(per_row, dtype=torch.bool)
+    metrics = MetricSums(means={"kl_ref": mean_over(per_row, every)})
+    return batch.dense() - coefficient * torch.where(batch.mask, divergence, 0.0), metrics
 
 
 def adapted_coefficient(

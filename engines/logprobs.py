@@ -43,48 +43,49 @@ def token_statistics(
 
 
 class _TokenStatistics(torch.autograd.Function):
+    """With z the logits less their largest, s = log sum exp z, p = exp(z - s): log pi = z_y - s,
+    H = s - sum p z. The largest is kept apart from s, so that large logits cost no digits.
+    """
+
     @staticmethod
     def forward(ctx, hidden, weight, labels, temperature, chunk, entropy_gradient, squared):  # type: ignore[override]
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        out = torch.empty(3, hidden.shape[0], dtype=kind, device=hidden.device)
-        normalisers = torch.empty(hidden.shape[0], dtype=kind, device=hidden.device)
+        logprobs, entropy, squares, peaks, sums = torch.zeros(
+            5, hidden.shape[0], dtype=kind, device=hidden.device
+        ).unbind()
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = (hidden[part] @ weight.t()).to(kind).div_(temperature)
-            norm = logits.logsumexp(-1)
-            normalisers[part] = norm
-            out[0, part] = logits.gather(-1, labels[part, None]).squeeze(-1) - norm
-            probs = (logits - norm[:, None]).exp_()
-            out[1, part] = norm - torch.linalg.vecdot(probs, logits)
+            logits = _logits(hidden[part], weight, temperature, kind)
+            peaks[part] = logits.amax(-1)
+            logits.sub_(peaks[part, None])
+            probs = logits.exp()
+            total = probs.sum(-1)
+            sums[part] = total.log()
+            logprobs[part] = logits.gather(-1, labels[part, None]).squeeze(-1) - sums[part]
+            entropy[part] = sums[part] - torch.linalg.vecdot(probs, logits) / total
             if squared:
-                out[2, part] = torch.linalg.vecdot(probs, probs)
-        ctx.save_for_backward(hidden, weight, labels, normalisers, out[1])
-        ctx.temperature, ctx.chunk, ctx.entropy_gradient = (
-            temperature,
-            chunk,
-            entropy_gradient,
-        )
-        entropy, squares = out[1].clone(), out[2]
-        ctx.mark_non_differentiable(squares)
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return out[0].clone(), entropy, squares
+                squares[part] = torch.linalg.vecdot(probs, probs) / total.square()
+        ctx.save_for_backward(hidden, weight, labels, peaks, sums, entropy)
+        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        ctx.mark_non_differentiable(*([squares] if entropy_gradient else [squares, entropy]))
+        return logprobs, entropy, squares
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy, _):  # type: ignore[override]
-        hidden, weight, labels, normalisers, entropy = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if wants_weight else None
+        hidden, weight, labels, peaks, sums, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=sums.dtype)
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = (hidden[part] @ weight.t()).to(normalisers.dtype).div_(ctx.temperature)
-            grad = (logits - normalisers[part, None]).exp_()  # probabilities, then the gradient
-            if ctx.entropy_gradient:
-                # dH/dz_j = -p_j (z_j - sum_k p_k z_k) = -p_j (z_j - norm + H)
-                centred = logits.sub_((normalisers[part] - entropy[part])[:, None])
-                grad.mul_(centred.mul_(-grad_entropy[part, None]).sub_(grad_logprobs[part, None]))
-            else:
+            log_probs = _logits(hidden[part], weight, ctx.temperature, sums.dtype)
+            log_probs.sub_(peaks[part, None]).sub_(sums[part, None])
+            grad = log_probs.exp()
+            if ctx.entropy_gradient:  # dH / dz_j = -p_j (log p_j + H)
+                slope = log_probs.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
+                grad.mul_(slope.sub_(grad_logprobs[part, None]))
+            else:  # d log pi / dz_j = [j = y] - p_j
                 grad.mul_(-grad_logprobs[part, None])
             grad.scatter_add_(-1, labels[part, None], grad_logprobs[part, None])
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
@@ -94,3 +95,9 @@ class _TokenStatistics(torch.autograd.Function):
                 grad_weight += grad.t() @ hidden[part]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float, kind: torch.dtype) -> Tensor:
+    """Logits of a chunk; -inf (a token that cannot be) becomes the least number, whose p is 0."""
+    logits = (hidden @ weight.t()).to(kind).div_(temperature)
+    return logits.clamp_(min=torch.finfo(kind).min / 4)

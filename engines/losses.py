@@ -1,21 +1,35 @@
-"""Policy losses: the loss of every token. Aggregation and normalisers are in aggregation.py.
+"""Policy losses by name: how each is called and what it needs.
 
-A method is one function and one line in POLICY_LOSSES.
+A method maps a micro-batch to the loss of every token (`loss(batch, **params) -> TokenLoss`); what
+becomes of the tokens is in aggregation.py, the sum of all terms in objective.py. The methods:
+ratio_losses.py (one ratio per token), sequence_losses.py (one per row), covariance_losses.py and
+second_moment.py (tokens chosen over the whole mini-batch).
+
+A new method is one function and one line in POLICY_LOSSES, or a user's import path to either.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from engines.metric_sums import MetricSums, largest_of, mean_over
-from engines.policy_batch import PolicyBatch, TokenLoss
-
-LOG_RATIO_BOUND = 20.0  # nats; beyond it the ratio is constant, so exp cannot overflow
+from engines.covariance_losses import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from engines.policy_batch import TokenLoss
+from engines.ratio_losses import (
+    cispo,
+    clipped,
+    cpgd,
+    decoupled,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    reinforce,
+    sapo,
+)
+from engines.second_moment import m2po, select_m2po
+from engines.sequence_losses import geo_mean, gspo, luspo, vespo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,60 +42,28 @@ class PolicyLoss:
     # select(mini_batch, **params) -> bool [T]: for methods whose choice of tokens is made over the
     # whole mini-batch; its result is handed to the loss as PolicyBatch.selected.
     select: Callable[..., Tensor] | None = None
-
-
-def clipped(
-    batch: PolicyBatch, *, clip_low: float, clip_high: float, dual_clip: float | None
-) -> TokenLoss:
-    """PPO's clipped surrogate, with clip-higher and dual clip.
-
-    l = max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0 also l = min(l, -A c).
-    PPO arXiv:1707.06347; clip-higher (DAPO) arXiv:2503.14476; dual clip arXiv:1912.09729.
-    r = exp(log pi / pi_old), the exponent bounded by 20 nats.
-    """
-    log_ratio = batch.log_ratio().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio, advantages = log_ratio.exp(), batch.advantages.where(batch.mask, 0.0)
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    values = torch.maximum(plain, bounded)
-    clip_share = bounded > plain
-    lower = torch.zeros_like(clip_share)
-    if dual_clip is not None:
-        ceiling = -advantages * dual_clip
-        lower = (values > ceiling) & (advantages < 0)
-        values = torch.where(advantages < 0, torch.minimum(values, ceiling), values)
-    return TokenLoss(
-        values=values,
-        metrics=ratio_metrics(batch, log_ratio)
-        + MetricSums(
-            means={
-                "clip_share": mean_over(clip_share, batch.mask),
-                "clip_share_lower": mean_over(lower, batch.mask),
-            }
-        ),
+    ratio: bool = (
+        True  # the loss has pi / pi_old in it, so a correction against the old policy fits
     )
-
-
-def reinforce(batch: PolicyBatch) -> TokenLoss:
-    """Plain policy gradient: l = -A log pi. Williams 1992, doi:10.1007/BF00992696."""
-    values = -batch.advantages.where(batch.mask, 0.0) * batch.logprobs.where(batch.mask, 0.0)
-    return TokenLoss(values=values, metrics=ratio_metrics(batch, batch.log_ratio()))
-
-
-def ratio_metrics(batch: PolicyBatch, log_ratio: Tensor) -> MetricSums:
-    """KL of the old policy from the new by k1 (mean of -log ratio), and the largest ratio."""
-    return MetricSums(
-        means={"kl_old": mean_over(-log_ratio, batch.mask)},
-        maxima={"ratio_max": largest_of(log_ratio.detach().exp(), batch.mask)},
-    )
+    own_weights: bool = False  # the method applies PolicyBatch.weights itself
 
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "clipped": PolicyLoss(loss=clipped),
-    "reinforce": PolicyLoss(loss=reinforce),
+    "gspo": PolicyLoss(loss=gspo),
+    "cispo": PolicyLoss(loss=cispo),
+    "sapo": PolicyLoss(loss=sapo, aggregation="seq-mean-token-mean"),
+    "gmpo": PolicyLoss(loss=geo_mean, aggregation="row-mean-token-mean", own_weights=True),
+    "luspo": PolicyLoss(loss=luspo, aggregation="row-mean-token-sum"),
+    "vespo": PolicyLoss(loss=vespo, own_weights=True),
+    "clip_cov": PolicyLoss(loss=clip_cov, select=select_clip_cov),
+    "kl_cov": PolicyLoss(loss=kl_cov, select=select_kl_cov),
+    "dppo_tv": PolicyLoss(loss=dppo_tv),
+    "dppo_kl": PolicyLoss(loss=dppo_kl),
+    "dro": PolicyLoss(loss=dro),
+    "cpgd": PolicyLoss(loss=cpgd),
+    "m2po": PolicyLoss(loss=m2po, select=select_m2po),
+    "decoupled": PolicyLoss(loss=decoupled, needs=("rollout_logprobs",)),
+    "gpg": PolicyLoss(loss=reinforce, ratio=False),
+    "reinforce": PolicyLoss(loss=reinforce, ratio=False),
 }
-
-
-def with_mask(batch: PolicyBatch, mask: Tensor) -> PolicyBatch:
-    """The batch with fewer tokens counted."""
-    return dataclasses.replace(batch, mask=mask)

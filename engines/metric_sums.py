@@ -70,12 +70,13 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 def mean_over(values: Tensor, mask: Tensor) -> Tensor:
     """[2]: the sum of values [T] under mask 1, and their number. Detached."""
-    kept = torch.where(mask, values.detach().float(), 0.0)
-    return torch.stack([kept.sum(), mask.sum().float()])
+    numbers = values.detach() if values.is_floating_point() else values.float()
+    kept = torch.where(mask, numbers, 0.0)
+    return torch.stack([kept.sum(), mask.sum().to(kept.dtype)])
 
 
 def largest_of(values: Tensor, mask: Tensor) -> Tensor:
     """Largest value [T] under mask 1 as a scalar, -inf without one. Detached."""
     if values.numel() == 0:
         return torch.full((), float("-inf"), device=values.device)
-    return torch.where(mask, values.detach().float(), float("-inf")).max()
+    return torch.where(mask, values.detach(), float("-inf")).max()

@@ -1,11 +1,12 @@
 """The number to call backward on: policy loss + KL + entropy of one micro-batch.
 
-Built once from the recipe (`Objective.of`); it holds functions and numbers only.
+Built once from the recipe (`Objective.of`); it holds functions and numbers only. What the terms are
+is in losses.py, kl.py and corrections.py; here they are put together.
 """
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from configs.algorithm import AlgorithmConfig
 from engines.aggregation import Normaliser, aggregate
+from engines.corrections import CORRECTIONS, Mismatch, Step, correct
+from engines.imports import imported
 from engines.kl import KL_ESTIMATORS
 from engines.losses import POLICY_LOSSES, PolicyLoss
 from engines.metric_sums import MetricSums, mean_over
@@ -28,10 +31,14 @@ class Objective:
     method: PolicyLoss
     params: Mapping[str, Any]  # keyword arguments of the method's functions
     aggregation: str
+    against_rollout: bool  # the ratio's denominator is the rollout policy
+    corrections: tuple[Step, ...]  # applied unless the batch brings its weights
     kl: Callable[[Tensor, Tensor], Tensor] | None  # in the loss; None: not there
     kl_coefficient: float
+    kl_unbiased: bool
     entropy_coefficient: float
     entropy_floor: float | None  # nats
+    entropy_top_share: float  # of the tokens whose policy loss counts
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> Objective:
@@ -42,10 +49,14 @@ class Objective:
             method=method,
             params=algorithm.loss.arguments(),
             aggregation=method.aggregation or algorithm.aggregation,
+            against_rollout=algorithm.ratio_against == "rollout_logprobs",
+            corrections=resolved_corrections(algorithm),
             kl=KL_ESTIMATORS[algorithm.kl.estimator] if in_loss else None,
             kl_coefficient=algorithm.kl.coefficient,
+            kl_unbiased=algorithm.kl.unbiased,
             entropy_coefficient=algorithm.entropy.coefficient,
             entropy_floor=algorithm.entropy.floor,
+            entropy_top_share=algorithm.entropy.top_share,
         )
 
     @property
@@ -53,66 +64,134 @@ class Objective:
         """Columns of PolicyBatch that must be there beside logprobs, advantages, old_logprobs."""
         needs = set(self.method.needs)
         needs |= {"ref_logprobs"} if self.kl is not None else set()
-        needs |= {"entropy"} if self.entropy_coefficient else set()
+        needs |= {"entropy"} if self.entropy_gradient or self.entropy_top_share < 1 else set()
+        needs |= {"rollout_logprobs"} if self.against_rollout or self.corrections else set()
         return frozenset(needs)
 
-    def select(self, mini_batch: PolicyBatch) -> Tensor | None:
-        """bool [T] for PolicyBatch.selected, from all tokens of a mini-batch; None: not needed."""
-        if self.method.select is None:
-            return None
-        return self.method.select(mini_batch, **self.params)
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether `entropy` must carry a gradient."""
+        return self.entropy_coefficient > 0
+
+    @property
+    def selects(self) -> bool:
+        """Whether the method chooses tokens over the whole mini-batch (`select`)."""
+        return self.method.select is not None
+
+    def select(self, mini_batch: PolicyBatch) -> Tensor:
+        """bool [T] for PolicyBatch.selected, from all tokens of a mini-batch, of all ranks."""
+        assert self.method.select is not None, "this method selects nothing"
+        with torch.no_grad():
+            return self.method.select(self._against(mini_batch), **self.params)
 
     def __call__(
-        self,
-        batch: PolicyBatch,
-        normaliser: Normaliser,
-        kl_coefficient: float | None = None,
+        self, batch: PolicyBatch, normaliser: Normaliser, kl_coefficient: float | None = None
     ) -> tuple[Tensor, MetricSums]:
         """Loss (scalar with gradient) and metrics of one micro-batch.
 
         kl_coefficient replaces the recipe's, for an adaptive controller.
         """
-        token_loss = self.method.loss(batch, **self.params)
-        values = token_loss.values
-        if batch.weights is not None:
-            values = values * batch.weights.detach()
-        loss = aggregate(values, batch.mask, batch.rows, normaliser, self.aggregation)
-        metrics = token_loss.metrics + MetricSums(
-            means={"policy_loss": torch.stack([loss.detach().float(), loss.new_ones(()).float()])}
-        )
+        batch = self._against(batch)
+        batch, metrics = self._corrected(batch)
+        loss, policy_metrics = self._policy_term(batch, normaliser)
+        metrics += policy_metrics
         if self.kl is not None:
-            assert batch.ref_logprobs is not None, "the KL term needs ref_logprobs"
-            reference = batch.ref_logprobs.where(batch.mask, 0.0)
-            divergence = self.kl(batch.logprobs.where(batch.mask, 0.0), reference)
             coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
-            loss = loss + coefficient * aggregate(
-                divergence, batch.mask, batch.rows, normaliser, self.aggregation
-            )
+            divergence = self._divergence(batch)
+            loss = loss + coefficient * self._aggregated(divergence, batch, normaliser)
             metrics += MetricSums(means={"kl_ref": mean_over(divergence, batch.mask)})
         if batch.entropy is not None:
-            entropy = batch.entropy
+            entropy = batch.under_mask(batch.entropy)
             metrics += MetricSums(means={"entropy": mean_over(entropy, batch.mask)})
             if self.entropy_coefficient:
-                if self.entropy_floor is not None:
-                    entropy = entropy.clamp(max=self.entropy_floor)
-                loss = loss - self.entropy_coefficient * aggregate(
-                    entropy, batch.mask, batch.rows, normaliser, self.aggregation
-                )
-        return loss, metrics
+                low = entropy.clamp(max=self.entropy_floor) if self.entropy_floor else entropy
+                loss = loss - self.entropy_coefficient * self._aggregated(low, batch, normaliser)
+        return loss, metrics + MetricSums(sums={"loss": loss.detach() / normaliser.ranks})
+
+    def _against(self, batch: PolicyBatch) -> PolicyBatch:
+        if not self.against_rollout:
+            return batch
+        return dataclasses.replace(batch, old_logprobs=batch.rollout_logprobs)
+
+    def _corrected(self, batch: PolicyBatch) -> tuple[PolicyBatch, MetricSums]:
+        """The batch with weights and without the tokens that the corrections leave out."""
+        if batch.weights is not None or not self.corrections:
+            return batch, MetricSums()
+        assert batch.rollout_logprobs is not None, "corrections need rollout_logprobs"
+        mismatch = Mismatch(
+            rows=batch.rows,
+            mask=batch.mask,
+            logprobs=batch.logprobs.detach() if self.against_rollout else batch.proximal,
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+        )
+        weights, kept = correct(mismatch, self.corrections)
+        log_ratio = mismatch.log_ratio()
+        metrics = MetricSums(
+            means={
+                "correction_weight": mean_over(weights, batch.mask),
+                "correction_weight_squared": mean_over(weights.square(), batch.mask),
+                "correction_left_out": mean_over(~kept, batch.mask),
+                "kl_rollout_k1": mean_over(-log_ratio, batch.mask),
+                "kl_rollout_k3": mean_over(log_ratio.exp() - 1 - log_ratio, batch.mask),
+            }
+        )
+        if self.against_rollout and self.method.ratio:
+            return dataclasses.replace(batch, mask=kept), metrics
+        return dataclasses.replace(batch, weights=weights, mask=kept), metrics
+
+    def _policy_term(self, batch: PolicyBatch, normaliser: Normaliser) -> tuple[Tensor, MetricSums]:
+        result = self.method.loss(batch, **self.params)
+        values = result.values
+        if batch.weights is not None and not self.method.own_weights:
+            values = values * batch.under_mask(batch.weights.detach())
+        if self.entropy_top_share < 1:
+            assert batch.entropy is not None, "entropy.top_share needs the entropy"
+            kept = high_entropy(batch.entropy.detach(), batch.mask, self.entropy_top_share)
+            values = torch.where(kept, values, 0.0)
+        loss = self._aggregated(values, batch, normaliser)
+        total = MetricSums(sums={"policy_loss": loss.detach() / normaliser.ranks})
+        return loss, result.metrics + total
+
+    def _divergence(self, batch: PolicyBatch) -> Tensor:
+        assert self.kl is not None and batch.ref_logprobs is not None, "the KL needs ref_logprobs"
+        reference = batch.under_mask(batch.ref_logprobs)
+        divergence = self.kl(batch.under_mask(batch.logprobs), reference)
+        return divergence * batch.log_ratio().exp() if self.kl_unbiased else divergence
+
+    def _aggregated(self, values: Tensor, batch: PolicyBatch, normaliser: Normaliser) -> Tensor:
+        return aggregate(values, batch.mask, batch.rows, normaliser, self.aggregation)
+
+
+def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """bool [T]: the tokens whose entropy is in the upper `share` of those with mask 1.
+
+    The bound is the (1 - share) quantile, interpolated. "Beyond the 80/20 Rule", arXiv:2506.01939.
+    """
+    ordered = entropy[mask].sort().values
+    if ordered.numel() == 0:
+        return mask
+    place = (1 - share) * (ordered.numel() - 1)
+    low = int(place)
+    high = min(low + 1, ordered.numel() - 1)
+    bound = torch.lerp(ordered[low], ordered[high], place - low)
+    return mask & (entropy >= bound)
 
 
 def resolved_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
-    """The method of a recipe, from the table or from a user's import path."""
+    """The method of a recipe, from the table or from a user's import path.
+
+    A path leads to a function loss(batch, **params) -> TokenLoss or to a PolicyLoss.
+    """
     if algorithm.loss.kind != "function":
         return POLICY_LOSSES[algorithm.loss.kind]
     found = imported(algorithm.loss.path)
     return found if isinstance(found, PolicyLoss) else PolicyLoss(loss=found)
 
 
-def imported(path: str) -> Any:
-    """The object at package.module:name."""
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = vars(found)[part]
-    return found
+def resolved_corrections(algorithm: AlgorithmConfig) -> tuple[Step, ...]:
+    """The corrections of a recipe with their parameters, in order."""
+    return tuple(
+        (imported(s.path) if s.kind == "function" else CORRECTIONS[s.kind], s.arguments())
+        for s in algorithm.correction
+    )

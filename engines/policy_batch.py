@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from engines.jagged import Rows
-from engines.metric_sums import MetricSums
+from engines.metric_sums import MetricSums, largest_of, mean_over
+
+LOG_RATIO_BOUND = 20.0  # nats; beyond it a ratio is constant, so that exp cannot overflow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyBatch:
     """One micro-batch of whole rows, response tokens only; every [T] tensor in the order of rows.
 
-    Only `logprobs` and `entropy` carry gradients.
+    Only `logprobs` and `entropy` carry gradients. What stands under mask 0 is never used.
     """
 
     rows: Rows
@@ -36,15 +39,42 @@ class PolicyBatch:
         source = self.logprobs if self.old_logprobs is None else self.old_logprobs
         return source.detach()
 
-    def log_ratio(self) -> Tensor:
-        """log pi / pi_old [T]; 0 (value and gradient) where masked, whatever stands there."""
-        ratio = self.logprobs.where(self.mask, 0.0) - self.proximal.where(self.mask, 0.0)
-        return ratio
+    def under_mask(self, values: Tensor) -> Tensor:
+        """values [T] with 0 where masked, in value and gradient."""
+        return torch.where(self.mask, values, 0.0)
+
+    def log_ratio(self, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
+        """log pi / pi_old [T], 0 where masked; kept within the bound (no gradient beyond it)."""
+        ratio = self.under_mask(self.logprobs) - self.under_mask(self.proximal)
+        return ratio if bound is None else ratio.clamp(-bound, bound)
+
+    def log_ratio_at(self, level: str) -> Tensor:
+        """log ratio [T] of each token ("token"), or the mean of its row's ("sequence", as GSPO)."""
+        if level == "token":
+            return self.log_ratio()
+        row_mean = self.rows.masked_mean(self.log_ratio(bound=None), self.mask)
+        return self.under_mask(self.rows.spread(row_mean))
+
+    def signal(self) -> Tensor:
+        """Advantages [T], detached, 0 where masked."""
+        return self.under_mask(self.advantages.detach())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLoss:
     """A method's result before aggregation."""
 
-    values: Tensor  # [T], with gradient; anything where masked
+    values: Tensor  # [T], with gradient; finite everywhere
     metrics: MetricSums = field(default_factory=MetricSums)
+
+
+def ratio_metrics(batch: PolicyBatch, log_ratio: Tensor, **shares: Tensor) -> MetricSums:
+    """KL of the old policy from the new by k1 (mean of -log ratio), the largest ratio, and shares.
+
+    A share is the mean of a bool [T] over the tokens with mask 1.
+    """
+    return MetricSums(
+        means={"kl_old": mean_over(-log_ratio, batch.mask)}
+        | {name: mean_over(chosen, batch.mask) for name, chosen in shares.items()},
+        maxima={"ratio_max": largest_of(log_ratio.detach().exp(), batch.mask)},
+    )

@@ -1,0 +1,78 @@
+"""Statistics over groups of samples (the samples of one prompt), in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Which samples belong together. Samples in no order, group numbers of any kind."""
+
+    member: Tensor  # int64 [N]; group of each sample, numbered from 0 in the order of the ids
+    present: Tensor  # bool [N]; False for a sample that does not count
+    sizes: Tensor  # float64 [G]; samples present
+
+    @classmethod
+    def of(cls, ids: Tensor, present: Tensor | None = None) -> Groups:
+        """Groups from ids [N]."""
+        unique, member = torch.unique(ids, return_inverse=True)
+        if present is None:
+            present = torch.ones_like(ids, dtype=torch.bool)
+        sizes = torch.zeros(unique.numel(), dtype=torch.float64, device=ids.device)
+        return cls(
+            member=member, present=present, sizes=sizes.index_add_(0, member, present.double())
+        )
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of each group's present values: [N] -> float64 [G]."""
+        kept = torch.where(self.present, values.double(), 0.0)
+        return torch.zeros_like(self.sizes).index_add_(0, self.member, kept)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of each group's present values: [N] -> float64 [G]; 0 for a group without any."""
+        return self.sum(values) / self.sizes.clamp(min=1)
+
+    def deviation(self, values: Tensor) -> Tensor:
+        """Standard deviation (divisor n - 1) of each group: [N] -> float64 [G]; 0 for one sample.
+
+        Exactly 0 where the values are equal, whatever the rounding of their mean.
+        """
+        centred = values.double() - self.mean(values)[self.member]
+        spread = (self.sum(centred.square()) / (self.sizes - 1).clamp(min=1)).sqrt()
+        return torch.where(self.uniform(values), 0.0, spread)
+
+    def uniform(self, values: Tensor) -> Tensor:
+        """Whether all present values of each group are equal: [N] -> bool [G]."""
+        return self.largest(values) == self.smallest(values)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Largest present value of each group: [N] -> float64 [G]; -inf for a group without any."""
+        kept = torch.where(self.present, values.double(), float("-inf"))
+        start = torch.full_like(self.sizes, float("-inf"))
+        return start.scatter_reduce_(0, self.member, kept, "amax")
+
+    def smallest(self, values: Tensor) -> Tensor:
+        """Smallest present value of each group: [N] -> float64 [G]; inf for a group without any."""
+        return -self.largest(-values)
+
+    def alone(self) -> Tensor:
+        """True for a sample that is its group's only one [N]."""
+        return (self.sizes == 1)[self.member]
+
+    def ranks(self, values: Tensor) -> Tensor:
+        """Place of each sample in its group, 0 for the largest value; ties by order [N].
+
+        Samples that do not count come last.
+        """
+        kept = torch.where(self.present, values.double(), float("-inf"))
+        by_value = kept.argsort(descending=True, stable=True)
+        order = by_value[self.member[by_value].argsort(stable=True)]
+        counts = torch.bincount(self.member, minlength=self.sizes.numel())
+        first = torch.cat([counts.new_zeros(1), counts.cumsum(0)[:-1]])
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        return place - first[self.member]

@@ -1,0 +1,28 @@
+"""Variance and whitening of the tokens of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of values under mask 1 (scalar); 0 without any."""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_variance(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of values under mask 1 (scalar), over n - 1 or n; 0 for fewer than two values."""
+    count = mask.sum()
+    centred = torch.where(mask, values - masked_mean(values, mask), 0.0)
+    return centred.square().sum() / (count - int(unbiased)).clamp(min=1)
+
+
+def whitened(values: Tensor, mask: Tensor, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon), figures over mask 1 with divisor n - 1: [T] -> [T].
+
+    shift = false adds the mean again. What stands under mask 0 is transformed too.
+    """
+    mean = masked_mean(values, mask)
+    scaled = (values - mean) * torch.rsqrt(masked_variance(values, mask) + epsilon)
+    return scaled if shift else scaled + mean

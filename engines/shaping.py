@@ -1,0 +1,70 @@
+"""What is added to a sample's reward, and what becomes of a sample that was cut off.
+
+All on whole batches: [N] samples, [T] response tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engines.groups import Groups
+from engines.jagged import Rows, divide
+
+
+def overlong_penalty(
+    lengths: Tensor, *, max_tokens: int, buffer: int, factor: float, floor: float | None
+) -> Tensor:
+    """DAPO's soft overlong punishment [N], at most 0.
+
+    -factor (|y| - (max_tokens - buffer)) / buffer for answers that reach into the last `buffer`
+    tokens, not below floor. arXiv:2503.14476.
+    """
+    beyond = lengths.double() - (max_tokens - buffer)
+    return (-beyond / buffer * factor).clamp(min=floor, max=0.0)
+
+
+def length_penalty(
+    lengths: Tensor, rewards: Tensor, groups: Tensor, *, factor: float, threshold: float
+) -> Tensor:
+    """Kimi k1.5's length reward [N]: shorter than the rest of the group is better.
+
+    factor * v with v = 1/2 - (|y| - min |y_g|) / (max |y_g| - min |y_g|) where the reward is above
+    the threshold, min(0, v) elsewhere; 0 in a group of equal lengths. arXiv:2501.12599.
+    """
+    group = Groups.of(groups)
+    shortest, longest = group.smallest(lengths)[group.member], group.largest(lengths)[group.member]
+    place = 0.5 - divide(lengths.double() - shortest, longest - shortest)
+    place = torch.where(rewards > threshold, place, place.clamp(max=0.0))
+    return factor * torch.where(longest == shortest, 0.0, place)
+
+
+def repetition_penalty(ids: Tensor, rows: Rows, *, ngram: int, factor: float) -> Tensor:
+    """-factor * (1 - distinct n-grams / n-grams) of each row [N]; 0 for fewer than ngram tokens.
+
+    "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373.
+    """
+    # The code of an n-gram is a dense number, built up token by token, so that it is exact.
+    code = torch.unique(ids, return_inverse=True)[1]
+    letters = int(code.max()) + 1 if code.numel() else 1
+    letter, size = code, code.numel()
+    for _ in range(ngram - 1):
+        code = code[:-1] * letters + letter[letter.numel() - code.numel() + 1 :]
+        code = torch.unique(code, return_inverse=True)[1]
+    starts = rows.ids[: code.numel()]
+    inside = starts == rows.ids[size - code.numel() :]
+    whole = torch.unique(starts[inside] * max(size, 1) + code[inside])
+    distinct = torch.bincount(whole // max(size, 1), minlength=rows.count).double()
+    total = (rows.lengths - ngram + 1).clamp(min=0).double()
+    return torch.where(total > 0, -factor * (1 - divide(distinct, total)), 0.0)
+
+
+def without_truncated(mask: Tensor, rows: Rows, truncated: Tensor) -> Tensor:
+    """mask [T] without the tokens of cut-off samples (truncated: bool [N]); DAPO's filtering."""
+    return mask & (rows.spread(truncated.to(torch.float32)) == 0)
+
+
+def mask_through_end(ids: Tensor, rows: Rows, end_ids: Tensor) -> Tensor:
+    """bool [T]: True up to the first of end_ids in each row, itself included."""
+    ended = torch.isin(ids, end_ids).to(torch.float64)
+    return rows.cumulative(ended) - ended == 0

@@ -1,0 +1,110 @@
+"""Advantages that differ from token to token: with a critic, with discounting, with turns.
+
+Tokens with mask 0 (tool output) are skipped: they neither receive a return nor discount it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engines.advantage_batch import AdvantageBatch, Advantages
+from engines.group_advantages import grpo
+from engines.jagged import Rows
+from engines.moments import whitened
+from engines.scans import discounted_sums
+
+
+def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Advantages:
+    """Generalised advantage estimation: A_t = sum_j (gamma lam)^j delta_{t+j}.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after the last token; returns = A + V before
+    whitening. whiten scales A over all tokens to mean 0, variance 1. arXiv:1506.02438.
+    """
+    assert batch.values is not None, "gae needs the critic's values"
+    rows = batch.rows.kept(batch.mask)
+    values = batch.values[batch.mask]
+    delta = batch.dense()[batch.mask] + gamma * _following(values, rows) - values
+    advantages = discounted_sums(delta, rows, gamma * lam)
+    returns = advantages + values
+    if whiten:
+        advantages = whitened(advantages, torch.ones_like(advantages, dtype=torch.bool))
+    return Advantages(advantages=batch.scattered(advantages), returns=batch.scattered(returns))
+
+
+def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
+    """REINFORCE++: discounted returns, whitened over all tokens. arXiv:2501.03262.
+
+    R_t = r_t + gamma R_{t+1}; A = whiten(R).
+    """
+    returns = _returns(batch, gamma)
+    scaled = whitened(returns, torch.ones_like(returns, dtype=torch.bool))
+    return Advantages(advantages=batch.scattered(scaled), returns=batch.scattered(returns))
+
+
+def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:
+    """No baseline: A_t = R_t = r_t + gamma R_{t+1}. Williams 1992, doi:10.1007/BF00992696."""
+    returns = batch.scattered(_returns(batch, gamma))
+    return Advantages(advantages=returns, returns=returns)
+
+
+def remax(batch: AdvantageBatch) -> Advantages:
+    """ReMax: A_t = R_t - b, b the reward of the greedy completion of the prompt, R_t undiscounted.
+
+    arXiv:2310.10505.
+    """
+    assert batch.baselines is not None, "remax needs baselines"
+    returns = rewards_to_go(batch)
+    advantages = torch.where(batch.mask, returns - batch.rows.spread(batch.baselines), 0.0)
+    return Advantages(advantages=advantages, returns=returns)
+
+
+def gigpo(
+    batch: AdvantageBatch, *, gamma: float, step_weight: float, normalize: bool, epsilon: float
+) -> Advantages:
+    """GiGPO: the advantage of the episode in its group plus that of the turn among equal states.
+
+    A = A_E + w A_S. A_E: GRPO's advantage of the sample. A_S: GRPO's advantage of the turn's
+    discounted return R_k = sum_j gamma^j r_{k+j} (r_k the sum of the turn's token rewards), among
+    the turns of the group that began in the same state. normalize = false divides by nothing; a
+    state that was met once gives 0. arXiv:2505.10978.
+    """
+    assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
+    turns, first = _turns(batch.rows, batch.steps)
+    rewards = turns.masked_sum(batch.dense(), batch.mask)
+    episode = Rows.of_lengths(torch.bincount(batch.rows.ids[first], minlength=batch.rows.count))
+    returns = discounted_sums(rewards, episode, gamma)
+    state = torch.stack([batch.groups[batch.rows.ids[first]], batch.states[first]], dim=1)
+    _, same = torch.unique(state, dim=0, return_inverse=True)
+    kind = "group" if normalize else "none"
+    of_turns = AdvantageBatch(rows=turns, mask=batch.mask, rewards=returns, groups=same)
+    options = {"baseline": "group", "leave_one_out": False, "epsilon": epsilon}
+    per_turn = grpo(of_turns, normalize=kind, lone="zero", **options)  # type: ignore[arg-type]
+    per_episode = grpo(batch, normalize=kind, lone="reward", **options)  # type: ignore[arg-type]
+    total = per_episode.advantages + step_weight * per_turn.advantages
+    return Advantages(advantages=total, returns=total)
+
+
+def _turns(rows: Rows, steps: Tensor) -> tuple[Rows, Tensor]:
+    """The turns as rows of their own, and the position of the first token of each [turns]."""
+    begins = torch.ones_like(steps, dtype=torch.bool)
+    begins[1:] = (steps[1:] != steps[:-1]) | (rows.ids[1:] != rows.ids[:-1])
+    first = begins.nonzero().squeeze(-1)
+    return Rows.of_offsets(torch.cat([first, first.new_full((1,), steps.numel())])), first
+
+
+def rewards_to_go(batch: AdvantageBatch) -> Tensor:
+    """Sum of the rewards from each token on [T], at masked tokens too."""
+    return discounted_sums(batch.dense(), batch.rows, 1.0)
+
+
+def _returns(batch: AdvantageBatch, gamma: float) -> Tensor:
+    """Discounted return of each token with mask 1."""
+    return discounted_sums(batch.dense()[batch.mask], batch.rows.kept(batch.mask), gamma)
+
+
+def _following(values: Tensor, rows: Rows) -> Tensor:
+    """The value of the next token of the row [T], 0 at its last."""
+    following = torch.zeros_like(values)
+    following[:-1] = torch.where(rows.ids[1:] == rows.ids[:-1], values[1:], 0.0)
+    return following
