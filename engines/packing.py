@@ -217,7 +217,12 @@ def _exchange(
 
 
 def plan_update(
-    lengths: Lengths, *, world: int, budget: int, mini_batches: int = 1, cost: CostModel | None = None
+    lengths: Lengths,
+    *,
+    world: int,
+    budget: int,
+    mini_batches: int = 1,
+    cost: CostModel | None = None,
 ) -> tuple[MiniBatch, ...]:
     """The optimizer steps of one pass over a batch.
 
@@ -237,7 +242,11 @@ def plan_update(
     pieces = np.array_split(np.arange(len(groups)), mini_batches)
     return tuple(
         _plan_step(
-            lengths, sorted(row for g in piece for row in groups[g]), world, budget, cost or CostModel()
+            lengths,
+            sorted(row for g in piece for row in groups[g]),
+            world,
+            budget,
+            cost or CostModel(),
         )
         for piece in pieces
     )
@@ -338,9 +347,7 @@ def _cut(
     return units
 
 
-def _fill_bins(
-    lengths: Lengths, units: list[_Unit], count: int, cost: CostModel
-) -> list[_Unit]:
+def _fill_bins(lengths: Lengths, units: list[_Unit], count: int, cost: CostModel) -> list[_Unit]:
     if len(units) <= count:
         return units + [_Unit((), 0, 0.0)] * (count - len(units))
     return [

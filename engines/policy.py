@@ -1,15 +1,20 @@
-"""The language model as a policy: packed tokens in, log-probs of response tokens out."""
+"""The language model as a policy: packed tokens in, log-probs of response tokens out; its sharding."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from engines.attention import PACKED
 from engines.logprobs import token_statistics
+from engines.models import load_for_training
 from engines.packed import PackedBatch
 
 
@@ -31,9 +36,8 @@ class Policy(nn.Module):
         chunk: int,
         dtype: torch.dtype,
         entropy_gradient: bool = False,
-        squared: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs [R], entropy [R] and (squared) sum of squared probabilities [R], float32.
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs [R] and entropy [R] of response tokens, float32.
 
         dtype is that of the output head's product; chunk the number of logit rows held at once.
         A tuple, because FSDP looks for the outputs' gradients there.
@@ -52,21 +56,53 @@ class Policy(nn.Module):
             temperature=temperature,
             chunk=chunk,
             entropy_gradient=entropy_gradient,
-            squared=squared,
         )
-        return stats.logprobs, stats.entropy, stats.sum_pi_squared
+        return stats.logprobs.clone(), stats.entropy.clone()  # FSDP warns of views
 
 
 def load_policy(directory: Path) -> Policy:
-    """The model of a checkpoint directory in float32, with packed attention and no dropout."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return policy_of(model)
+    """The model of a checkpoint directory in float32."""
+    return policy_of(load_for_training(directory, "float32"))
 
 
 def policy_of(model: PreTrainedModel) -> Policy:
-    """Make a policy of a transformers model, in place."""
+    """Make a policy of a transformers model, in place: packed attention, no dropout."""
     model.set_attn_implementation(PACKED)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return Policy(model)
+
+
+def shard(
+    policy: Policy, group: dist.ProcessGroup, device: torch.device, compute: torch.dtype
+) -> None:
+    """Shard the policy over a group, one unit per decoder layer, in place.
+
+    Weights and their gradients' sums stay float32; a layer's weights are gathered in `compute`. A
+    lone rank keeps gathered weights between forward and backward pass, for there is nothing to save.
+    """
+    policy.to(device)
+    mesh = DeviceMesh.from_group(group, device.type)
+    precision = MixedPrecisionPolicy()
+    if compute != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    several = group.size() > 1
+    for layer in layers(policy):
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=several)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+
+def layers(policy: Policy) -> list[nn.Module]:
+    """The decoder's repeated layers: the largest list of modules in it."""
+    lists = [module for module in policy.model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(
+            f"{type(policy.model).__name__} has no list of layers to shard. Choose another model."
+        )
+    return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
+
+
+def fsdp(policy: Policy) -> FSDPModule:
+    """A sharded policy under the type that fully_shard gave it."""
+    return cast(FSDPModule, policy)
