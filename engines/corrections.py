@@ -33,7 +33,7 @@ class Mismatch:
 
     def log_ratio(self, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
         """log rho [T], detached, 0 where masked or not known."""
-        ratio = torch.where(self.mask, self.logprobs.detach() - self.rollout_logprobs, 0.0)
+        ratio = torch.where(self.mask, self.logprobs.detach() - self.rollout_logprobs.detach(), 0.0)
         ratio = torch.where(ratio.isnan(), 0.0, ratio)
         return ratio if bound is None else ratio.clamp(-bound, bound)
 

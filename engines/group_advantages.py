@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engines.advantage_batch import AdvantageBatch, Advantages
 from engines.groups import Groups
+from engines.jagged import divide
 from engines.moments import whitened
 
 
@@ -40,8 +41,8 @@ def grpo(
         alone = level[baseline].alone()
     if normalize != "none":
         deviation = level[normalize].deviation(rewards)[level[normalize].member]
-        unit = level[normalize].alone() & (baseline != "none")
-        centred = centred / (torch.where(unit, 1.0, deviation) + epsilon)
+        deviation = torch.where(level[normalize].alone(), 1.0, deviation)
+        centred = divide(centred, deviation + epsilon)
     if baseline != "none":
         own = rewards.double() if lone == "reward" else torch.zeros_like(centred)
         if normalize != "none":
@@ -81,7 +82,7 @@ def grpo_passk(batch: AdvantageBatch, *, normalize: bool, epsilon: float) -> Adv
     second = groups.largest(followers)
     lead = torch.where(groups.sizes > 1, best - second, 0.0)
     if normalize:
-        lead = lead / (groups.deviation(rewards) + epsilon)
+        lead = divide(lead, groups.deviation(rewards) + epsilon)
     advantage = torch.where(place == 0, lead[groups.member], 0.0)
     return _per_sample(batch, groups, advantage)
 
@@ -125,7 +126,7 @@ def maxrl(batch: AdvantageBatch, *, epsilon: float) -> Advantages:
     rewards = batch.totals()
     groups = Groups.of(batch.groups, ~rewards.isnan())
     mean = groups.mean(rewards)[groups.member]
-    ratio = (rewards.double() - mean) / (mean.clamp(min=0) + epsilon)
+    ratio = divide(rewards.double() - mean, mean.clamp(min=0) + epsilon)
     return _per_sample(batch, groups, torch.where(mean > 0, ratio, 0.0))
 
 
@@ -139,7 +140,7 @@ def cpgd(batch: AdvantageBatch, *, weight: str, cap: float, epsilon: float) -> A
     groups = Groups.of(batch.groups, ~rewards.isnan())
     centred = _centred(groups, rewards, leave_one_out=False)
     if weight == "std":
-        centred = centred / (groups.deviation(rewards)[groups.member] + epsilon)
+        centred = divide(centred, groups.deviation(rewards)[groups.member] + epsilon)
     elif weight == "filter":
         informative = groups.present & ~groups.uniform(rewards)[groups.member]
         share = groups.present.sum().double() / informative.sum().clamp(min=1)
@@ -177,7 +178,7 @@ def gdpo(
         groups = Groups.of(batch.groups, ~component.isnan())
         centred = _centred(groups, component, leave_one_out=False)
         if normalize:
-            centred = centred / (groups.deviation(component)[groups.member] + epsilon)
+            centred = divide(centred, groups.deviation(component)[groups.member] + epsilon)
         if lone == "reward":
             own = component.double() / (1.0 + epsilon if normalize else 1.0)
             centred = torch.where(groups.alone(), own, centred)
@@ -188,7 +189,7 @@ def gdpo(
         whole = Groups.of(torch.zeros_like(batch.groups), present)
         deviation = whole.deviation(total)[whole.member]
         mean = whole.mean(total)[whole.member]
-        return _per_sample(batch, whole, (total - mean) / (deviation + epsilon))
+        return _per_sample(batch, whole, divide(total - mean, deviation + epsilon))
     return _token_whitened(batch, batch.at_tokens(torch.where(present, total, 0.0)))
 
 

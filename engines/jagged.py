@@ -7,6 +7,7 @@ there is one code path and padding is one more kind of masked token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,12 +117,12 @@ class _RowSum(torch.autograd.Function):
     """Row sums; the gradient is a gather (segment_reduce's own backward is five times slower)."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, ids)
         return torch.segment_reduce(values, "sum", offsets=offsets, unsafe=True, initial=0.0)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         offsets, ids = ctx.saved_tensors
         return _Spread.apply(grad, offsets, ids), None, None
 
@@ -130,12 +131,12 @@ class _Spread(torch.autograd.Function):
     """The dual of _RowSum: deterministic on every device, unlike index_add."""
 
     @staticmethod
-    def forward(ctx, per_row: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, per_row: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, ids)
         return per_row[ids]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         offsets, ids = ctx.saved_tensors
         return _RowSum.apply(grad.contiguous(), offsets, ids), None, None
 

@@ -38,7 +38,9 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (difference.exp() - difference - 1).clamp(-K3_BOUND, K3_BOUND)
 
 
-def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]):
+def straight_through(
+    estimator: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The estimator's value with the gradient of k2 (the `+` forms)."""
 
     def value_with_k2_gradient(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

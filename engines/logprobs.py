@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,16 @@ class _TokenStatistics(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, temperature, chunk, entropy_gradient, squared):  # type: ignore[override]
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk: int,
+        entropy_gradient: bool,
+        squared: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy, squares, peaks, sums = torch.zeros(
             5, hidden.shape[0], dtype=kind, device=hidden.device
@@ -71,7 +81,9 @@ class _TokenStatistics(torch.autograd.Function):
         return logprobs, entropy, squares
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy, _):  # type: ignore[override]
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, peaks, sums, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engines.jagged import divide
+
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of values under mask 1 (scalar); 0 without any."""
@@ -24,5 +26,6 @@ def whitened(values: Tensor, mask: Tensor, *, shift: bool = True, epsilon: float
     shift = false adds the mean again. What stands under mask 0 is transformed too.
     """
     mean = masked_mean(values, mask)
-    scaled = (values - mean) * torch.rsqrt(masked_variance(values, mask) + epsilon)
+    deviation = (masked_variance(values, mask) + epsilon).sqrt()
+    scaled = divide(values - mean, deviation)
     return scaled if shift else scaled + mean

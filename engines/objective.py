@@ -155,7 +155,7 @@ class Objective:
 
     def _divergence(self, batch: PolicyBatch) -> Tensor:
         assert self.kl is not None and batch.ref_logprobs is not None, "the KL needs ref_logprobs"
-        reference = batch.under_mask(batch.ref_logprobs)
+        reference = batch.under_mask(batch.ref_logprobs.detach())
         divergence = self.kl(batch.under_mask(batch.logprobs), reference)
         return divergence * batch.log_ratio().exp() if self.kl_unbiased else divergence
 

@@ -92,7 +92,7 @@ def decoupled(
     base = clipped_surrogate(
         batch, batch.log_ratio(), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    gap = batch.under_mask(batch.proximal) - batch.under_mask(batch.rollout_logprobs)
+    gap = batch.under_mask(batch.proximal) - batch.under_mask(batch.rollout_logprobs.detach())
     weights = gap.clamp(-20.0, 20.0).exp()
     kept = torch.ones_like(batch.mask) if weight_cap is None else weights <= weight_cap
     return TokenLoss(

@@ -66,22 +66,24 @@ def gigpo(
 
     A = A_E + w A_S. A_E: GRPO's advantage of the sample. A_S: GRPO's advantage of the turn's
     discounted return R_k = sum_j gamma^j r_{k+j} (r_k the sum of the turn's token rewards), among
-    the turns of the group that began in the same state. normalize = false divides by nothing; a
+    the turns of the group that began in the same state; a turn is the run of a row's tokens (mask 1)
+    with the same number. normalize = false divides by nothing; a
     state that was met once gives 0. arXiv:2505.10978.
     """
     assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
-    turns, first = _turns(batch.rows, batch.steps)
-    rewards = turns.masked_sum(batch.dense(), batch.mask)
-    episode = Rows.of_lengths(torch.bincount(batch.rows.ids[first], minlength=batch.rows.count))
+    rows = batch.rows.kept(batch.mask)
+    turns, first = _turns(rows, batch.steps[batch.mask])
+    rewards = turns.sum(batch.dense()[batch.mask])
+    episode = Rows.of_lengths(torch.bincount(rows.ids[first], minlength=rows.count))
     returns = discounted_sums(rewards, episode, gamma)
-    state = torch.stack([batch.groups[batch.rows.ids[first]], batch.states[first]], dim=1)
+    state = torch.stack([batch.groups[rows.ids[first]], batch.states[batch.mask][first]], dim=1)
     _, same = torch.unique(state, dim=0, return_inverse=True)
+    of_turns = AdvantageBatch(rows=turns, mask=batch.mask[batch.mask], rewards=returns, groups=same)
     kind = "group" if normalize else "none"
-    of_turns = AdvantageBatch(rows=turns, mask=batch.mask, rewards=returns, groups=same)
     options = {"baseline": "group", "leave_one_out": False, "epsilon": epsilon}
     per_turn = grpo(of_turns, normalize=kind, lone="zero", **options)  # type: ignore[arg-type]
     per_episode = grpo(batch, normalize=kind, lone="reward", **options)  # type: ignore[arg-type]
-    total = per_episode.advantages + step_weight * per_turn.advantages
+    total = per_episode.advantages + step_weight * batch.scattered(per_turn.advantages)
     return Advantages(advantages=total, returns=total)
 
 

@@ -1,4 +1,4 @@
-"""The optimal token baseline: a baseline for each position, weighted by how uncertain the path was."""
+"""The optimal token baseline: one for each position, weighted by how uncertain the path was."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engines.advantage_batch import AdvantageBatch, Advantages
 from engines.groups import Groups
+from engines.jagged import divide
 from engines.token_advantages import rewards_to_go
 
 
@@ -45,7 +46,7 @@ def _baselined(
     denominator = torch.zeros_like(numerator)
     numerator.index_add_(0, slot, weight * returns)
     denominator.index_add_(0, slot, weight)
-    baseline = (numerator / (denominator + epsilon))[slot]
+    baseline = divide(numerator, denominator + epsilon)[slot]
     start = _tail_start(groups, batch.rows.tokens(batch.mask, torch.float64), zero_tail)
     baseline = torch.where(position < batch.rows.spread(start), baseline, 0.0)
     return Advantages(advantages=torch.where(batch.mask, returns - baseline, 0.0), returns=returns)

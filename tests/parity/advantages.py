@@ -18,7 +18,7 @@ from tests.parity.vectors import Case
 def outcome_batch(case: Case) -> AdvantageBatch:
     """One reward per sample: the sum of the row, padding included, as verl takes it."""
     rewards = case.tensor("token_level_rewards").sum(-1)
-    names = [key for key in case.params.get("gdpo_reward_keys") or ()]
+    names = list(case.params.get("gdpo_reward_keys") or ())
     return AdvantageBatch(
         rows=case.rows(),
         mask=case.mask(),

@@ -25,7 +25,7 @@ def weight_choice(params: dict[str, Any]) -> TruncateCorrection | BandCorrection
     """verl's threshold: a number truncates, "lower_upper" leaves out what is outside."""
     spec = params.get("rollout_is_threshold", 2.0)
     if isinstance(spec, bool):
-        raise ValueError(f"a threshold is a number, not {spec}")  # noqa: TRY004
+        raise ValueError(f"a threshold is a number, not {spec}")
     parts = [float(part) for part in str(spec).split("_", 1)]
     common = {
         "level": params.get("rollout_is", "token"),
