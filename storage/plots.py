@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 REWARD_MEAN = "reward/mean"
 REWARD_STD = "reward/std"
-KL = "kl"
+KL = "train/kl_ref"
 STAGE_SECONDS = "time/"  # prefix; the stage's name follows
 
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
