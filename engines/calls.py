@@ -128,21 +128,32 @@ class Submission:
     def result(self) -> Any:
         """What the function returned, once the call has ended."""
         try:
-            return self.future.result(timeout=FETCH)
+            return self._fetch()
         except KilledWorker:
             raise self._lost("its process ended (killed, out of memory, or crashed)") from None
         except NoValidWorkerError:
             raise self._lost("it left before the call began") from None
-        except TimeoutError:
-            raise self._lost("it died before its result was fetched") from None
         except CancelledError:
             self.cluster.check()
             raise ClusterLost(f"the Dask scheduler dropped {self.label}") from None
 
+    def _fetch(self) -> Any:
+        """The result from the worker that holds it; it may die with it."""
+        until = time.monotonic() + FETCH
+        while True:
+            try:
+                return self.future.result(timeout=1.0)
+            except TimeoutError:
+                self.cluster.check()
+                gone = self.cluster.pool_of(self.address) is None
+                if gone or time.monotonic() >= until:
+                    raise self._lost("its process ended before the result was fetched") from None
+
     def _lost(self, cause: str) -> WorkerLost:
         seconds = time.monotonic() - self.began
+        hint = self.cluster.log_hint(self.worker)
         return WorkerLost(
-            self.worker, f"{cause}; {self.label} had been under way for {seconds:.1f} s"
+            self.worker, f"{cause}; {self.label} was under way for {seconds:.1f} s{hint}"
         )
 
 
