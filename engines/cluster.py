@@ -27,7 +27,7 @@ from engines.node import WorkerPlan
 from engines.on_worker import examine
 from engines.placement import check_seated, place_local
 
-ASK_TIMEOUT = 10.0  # seconds that the scheduler or a nanny may take to answer
+ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
 KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
 CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
 SCAN_AGE = 1.0  # seconds for which a list of workers is good enough to see that one is gone
@@ -54,6 +54,7 @@ class Cluster:
         self._names: dict[str, str] = {}  # of every address ever seen
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
+        self._lost: str | None = None  # why the scheduler has been given up
 
     def __enter__(self) -> Cluster:
         return self
@@ -84,12 +85,13 @@ class Cluster:
 
     def _scan(self) -> dict[str, Member]:
         try:
-            listed = self.ask(self.client.run_on_scheduler, list_workers)
+            listed = self.ask(self.client.run_on_scheduler, list_workers, timeout=ASK_TIMEOUT)
         except TimeoutError:
-            raise ClusterLost(
+            self._lost = (
                 f"the Dask scheduler has not answered for {ASK_TIMEOUT:g} s. "
                 "The run can be resumed."
-            ) from None
+            )
+            raise ClusterLost(self._lost) from None
         found = []
         for name, address, resources in listed:
             pools = [pool for pool in self.config.pools if pool in resources]
@@ -224,6 +226,8 @@ class Cluster:
         """Raise ClusterLost when the cluster is closed or its scheduler is known to be gone."""
         if self._closed:
             raise ClusterLost("the cluster has been closed")
+        if self._lost is not None:
+            raise ClusterLost(self._lost)
         if self._node is not None and (status := self._node.exit_status()) is not None:
             raise ClusterLost(
                 f"the process of the Dask scheduler ended (exit status {status}), and all workers "

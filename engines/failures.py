@@ -89,10 +89,6 @@ class CallCancelled(RuntimeError):
     """The caller's cancel event was set while the call ran."""
 
 
-class EngineError(RuntimeError):
-    """Stands for an engine's exception whose class the flow process must not import."""
-
-
 class GangFailed(RuntimeError):
     """A gang was torn down because one rank failed in a way that will fail again."""
 
@@ -163,6 +159,19 @@ def _rebuild(reduced: tuple[Any, ...]) -> BaseException:
     return error
 
 
+def _stand_in(failure: Failure) -> BaseException:
+    """An exception of the nearest base class that is loaded here and takes a message."""
+    text = f"{failure.lineage[0][1]}: {failure.message}"
+    for module, name in failure.lineage[1:]:
+        base = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        if isinstance(base, type) and issubclass(base, BaseException):
+            try:
+                return base(text)
+            except TypeError:  # it wants other arguments
+                continue
+    return Exception(text)
+
+
 def revive(failure: Failure, where: str) -> BaseException:
     """The exception to raise for a failure, with a note that says where it came from."""
     error: BaseException | None = None
@@ -172,10 +181,7 @@ def revive(failure: Failure, where: str) -> BaseException:
         except Exception:  # a class's own __reduce__ again: fall back to the text
             error = None
     if error is None:
-        name = failure.lineage[0][1]
-        infrastructure = (__name__, InfrastructureError.__qualname__) in failure.lineage
-        base = InfrastructureError if infrastructure else EngineError
-        error = base(f"{name}: {failure.message}")
+        error = _stand_in(failure)
     error.add_note(f"raised {where}:\n{failure.text.rstrip()}")
     return error
 

@@ -21,7 +21,6 @@ from engines.failures import (
     CallCancelled,
     CallDeadline,
     ClusterLost,
-    EngineError,
     GangFailed,
     GangLost,
     InfrastructureError,
@@ -301,8 +300,7 @@ class Gang:
         for kind in (WorkerLost, CallDeadline, InfrastructureError, Exception):
             for rank, error in errors.items():
                 if isinstance(error, kind):
-                    lost = isinstance(error, self._machinery) and not isinstance(error, EngineError)
-                    failure = GangLost if lost else GangFailed
+                    failure = GangLost if isinstance(error, self._machinery) else GangFailed
                     raise failure(rank, members[rank].name, str(error)) from error
         raise AssertionError("a gang failed without an error")
 

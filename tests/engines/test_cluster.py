@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -269,7 +272,11 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_starts():
         open_cluster(config)
 
 
-def test_a_lost_scheduler_ends_calls_and_workers():
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_lost_scheduler_ends_calls_and_workers(number, monkeypatch):
+    monkeypatch.setattr("engines.cluster.ASK_TIMEOUT", 2.0)
     config = ClusterConfig(pools={"p": PoolConfig()}, roles=one_pool_roles("p"))
     with open_cluster(config) as cluster:
         (address,) = cluster.workers("p").values()
@@ -278,12 +285,14 @@ def test_a_lost_scheduler_ends_calls_and_workers():
         pids.append(call(cluster, address, "spawn"))
         wait = in_thread(call, cluster, address, "nap", seconds=60.0)
         running(cluster, address, 1)
-        os.kill(cluster._node.pid, signal.SIGKILL)
+        os.kill(cluster._node.pid, number)
         error, seconds = wait()
         assert isinstance(error, ClusterLost)
-        assert seconds < 8
+        assert seconds < 12
         with pytest.raises(ClusterLost, match="can be resumed"):
             cluster.workers("p")
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
     assert left_after(0, pids) == []
 
 
@@ -298,3 +307,53 @@ def test_the_settings_hold_on_the_scheduler(cluster):
         )
     )
     assert seen[:3] == (0, None, 30.0)
+
+
+@pytest.mark.slow
+def test_workers_that_others_started(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.getcwd(),
+        "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+        "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+    }
+    dask = [sys.executable, "-m", "dask"]
+    host = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
+    worker = ["worker", address, "--resources", "p=2", "--nthreads", "3", "--memory-limit", "0"]
+    commands = [
+        [*dask, "scheduler", "--port", address.rpartition(":")[2], *host],
+        [*dask, *worker, "--name", "mine", "--local-directory", str(tmp_path), *host],
+    ]
+    started = [
+        subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.DEVNULL)
+        for command in commands
+    ]
+    try:
+        config = ClusterConfig(
+            kind="address",
+            address=address,
+            pools={"p": PoolConfig(env={"REFRAIN_TEST": "late"})},
+            roles=one_pool_roles("p"),
+        )
+        with open_cluster(config) as cluster:
+            (mine,) = cluster.workers("p").values()
+            build(cluster, mine)
+            assert call(cluster, mine, "environ", name="REFRAIN_TEST") == "late"
+            child = call(cluster, mine, "spawn")
+            with pytest.raises(CallDeadline):
+                call(cluster, mine, "nap", seconds=60.0, deadline=1.0)
+            assert left_after(2, [child]) == []
+            back = cluster.wait("p")["mine"]
+            build(cluster, back)
+            assert call(cluster, back, "environ", name="REFRAIN_TEST") == "late"
+        pids = [process.pid for one in started for process in session(one.pid)]
+        started[1].kill()  # the nanny: its worker must not stay behind
+        started[0].kill()
+        assert left_after(5, pids) == []
+    finally:
+        for one in started:
+            os.killpg(one.pid, signal.SIGKILL) if one.poll() is None else None
+            one.wait()

@@ -7,7 +7,6 @@ import pytest
 
 from engines.failures import (
     CallDeadline,
-    EngineError,
     Failure,
     GangFailed,
     GangLost,
@@ -54,9 +53,25 @@ def test_an_exception_of_a_module_that_is_not_loaded_imports_nothing():
         pickled=pickled,
     )
     arrived = revive(failure, "there")
-    assert type(arrived) is EngineError
+    assert type(arrived) is Exception
     assert str(arrived) == "Error: no"
     assert "xdrlib" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("base", "kind"), [(RuntimeError, RuntimeError), (UnicodeDecodeError, UnicodeError)]
+)
+def test_a_stand_in_is_of_the_nearest_base_that_takes_a_message(base, kind):
+    lineage = tuple((one.__module__, one.__qualname__) for one in base.__mro__)
+    failure = Failure(
+        lineage=(("torch.distributed", "DistBackendError"), *lineage),
+        message="closed by peer",
+        text="",
+        pickled=None,
+    )
+    arrived = revive(failure, "there")
+    assert type(arrived) is kind
+    assert str(arrived) == "DistBackendError: closed by peer"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +95,7 @@ def test_our_own_errors_keep_their_fields(error):
 def test_what_may_be_retried():
     for kind in (WorkerLost, CallDeadline, NoWorkers, GangLost, StaleIncarnation):
         assert issubclass(kind, InfrastructureError)
-    for kind in (StaleLease, GangFailed, EngineError):
+    for kind in (StaleLease, GangFailed):
         assert not issubclass(kind, InfrastructureError)
 
 

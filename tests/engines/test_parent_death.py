@@ -40,7 +40,7 @@ with open_cluster(ClusterConfig(pools={"p": PoolConfig(slots=2)}, roles=roles)) 
     ("number", "forks"),
     [
         (signal.SIGKILL, ""),
-        (signal.SIGKILL, "forks"),
+        pytest.param(signal.SIGKILL, "forks", marks=pytest.mark.slow),
         (signal.SIGINT, ""),
         (signal.SIGTERM, ""),
     ],

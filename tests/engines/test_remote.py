@@ -1,5 +1,7 @@
 """The REMOTE table and engine specs."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -76,6 +78,15 @@ def test_a_spec_has_the_digest_of_class_and_payload():
     assert dummy("a") == dummy("a")
     assert dummy("a").digest != dummy("b").digest
     assert dummy("a").digest != EngineSpec.of("other:Dummy", Payload(tag="a")).digest
+
+
+def test_the_flow_process_imports_no_engine_library():
+    code = (
+        "import sys, engines.gang, engines.placement; "
+        "print(sorted({'torch', 'vllm', 'transformers', 'prefect'} & set(sys.modules)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert printed.stdout == "[]\n"
 
 
 def test_a_pydantic_payload_and_a_dataclass_payload_both_have_digests():
