@@ -55,7 +55,7 @@ def main(socket: int, owner: int) -> None:
         try:
             answer, ready = _load(start)
         except Exception as error:  # noqa: BLE001 - sent to the owner, who raises it
-            connection.send(Broken(error=_describe(error)))
+            connection.send(Broken(error=_refusal(start, error)))
             return
         connection.send(ready)
         while True:
@@ -80,6 +80,12 @@ def _load(start: Start) -> tuple[Callable[[Call], Reply], Ready]:
         return SampleScorer(function(**start.params), start.sample_seconds), Ready(columns=())
     columns = required_columns(function, start.params)
     return FunctionScorer(function, start.params), Ready(columns=columns)
+
+
+def _refusal(start: Start, error: Exception) -> str:
+    if start.built_in and isinstance(error, ValueError):  # a sentence about the user's settings
+        return str(error)
+    return f"The reward function {start.name} cannot be loaded: {_describe(error)}."
 
 
 def find_function(path: str) -> Callable[..., Any]:

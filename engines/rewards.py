@@ -78,11 +78,7 @@ class RewardRunner:
     def __init__(self, rewards: RewardsConfig, data: DataConfig) -> None:
         self._rewards = rewards
         self._processes = [
-            RewardProcess(
-                _start_message(reward, rewards, data),
-                reward.label,
-            )
-            for reward in rewards.functions
+            RewardProcess(_start_message(reward, rewards, data)) for reward in rewards.functions
         ]
         self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="reward")
 
@@ -196,6 +192,7 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
             path = "engines.scorers:reasoning_gym_scorer"
             params = {"reward": reward, "source": data.source}
     return Start(
+        name=reward.path if isinstance(reward, FunctionReward) else reward.label,
         path=path,
         built_in=not isinstance(reward, FunctionReward),
         params=params,
@@ -223,31 +220,32 @@ def load_rewards(rewards: RewardsConfig, data: DataConfig) -> RewardRunner:
 def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource) -> None:
     """Prove before a run that rows hold prompts and what the rewards need; ValueError, one sentence.
 
-    Users' functions are loaded in processes of their own, so nothing that they import comes into
-    this one.
+    Users' functions and reasoning-gym are loaded in processes of their own, so nothing that they
+    import comes into this one.
     """
+    gym_source = isinstance(data.source, ReasoningGymSource)
     for reward in rewards.functions:
-        if isinstance(reward, ReasoningGymReward) and not isinstance(
-            data.source, ReasoningGymSource
-        ):
-            raise ValueError(  # noqa: TRY004
+        if isinstance(reward, ReasoningGymReward) and not gym_source:
+            raise ValueError(
                 f"The reward {reward.label} scores reasoning-gym problems, and data.source.kind is "
                 f"{data.source.kind}. Set data.source.kind = reasoning_gym, or another reward."
             )
     needed = [data.prompt_column]
     needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
     source.check_columns(dict.fromkeys(needed))
-    functions = tuple(r for r in rewards.functions if isinstance(r, FunctionReward))
-    if not functions:
+    loaded = [r for r in rewards.functions if not isinstance(r, MathReward)]
+    if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
+        loaded.append(ReasoningGymReward())  # its process proves the task and its parameters
+    if not loaded:
         return
-    with RewardRunner(rewards.model_copy(update={"functions": functions}), data) as runner:
-        for reward, columns in zip(functions, runner.start(), strict=True):
+    with RewardRunner(rewards.model_copy(update={"functions": tuple(loaded)}), data) as runner:
+        for reward, columns in zip(loaded, runner.start(), strict=True):
             for column in columns:
                 if column not in source.columns:
                     raise ValueError(
-                        f"The reward {reward.path} needs a column '{column}'; the columns of "
-                        f"{source.name} are: {', '.join(source.columns)}. Set "
-                        f"rewards.functions[].params.{column}, or add the column."
+                        f"The reward {reward.label} needs a column '{column}'; the columns of "
+                        f"{source.name} are: {', '.join(source.columns)}. Add the column, or set "
+                        f"{column} among the params of this reward."
                     )
 
 
