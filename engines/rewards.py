@@ -60,7 +60,7 @@ class Scores:
     applied: np.ndarray  # bool [N, F]: where a function gave a score
     failures: tuple[RewardFailure, ...]  # at least one for each failed sample
     metrics: dict[str, float]  # means of what functions passed to log_metric
-    extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra
+    extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra, as function/column
     seconds: dict[str, float]  # time that each function took
 
     def means(self) -> dict[str, float]:
@@ -132,34 +132,30 @@ class RewardRunner:
         values = np.stack([column.values for column in columns], axis=1)
         applied = np.stack([column.applied for column in columns], axis=1)
         weights = np.array([reward.weight for reward in self._rewards.functions])
-        failures = [
-            RewardFailure(index=index, function=name, error=error)
-            for name, column in zip(names, columns, strict=True)
-            for index, error in column.errors.items()
-        ]
         with np.errstate(over="ignore"):
             rewards = (values * weights).sum(axis=1).astype(np.float32)
+        failures = _failures(names, columns, applied, rewards)
         failed = np.zeros(len(values), dtype=bool)
-        failed[[failure.index for failure in failures]] = True
-        for unusable, error in (
-            (~applied.any(axis=1), NO_FUNCTION),
-            (~np.isfinite(rewards), "the weighted sum of its scores is not a finite float32"),
-        ):
-            failures += [
-                RewardFailure(index=int(index), function=", ".join(names), error=error)
-                for index in np.flatnonzero(unusable & ~failed)
-            ]
-            failed |= unusable
+        for failure in failures:
+            failed[failure.index] = True
         rewards[failed] = 0.0
+        logged_metrics: dict[str, list[float]] = {}
+        for column in columns:
+            for name, logged in column.metrics.items():
+                logged_metrics.setdefault(name, []).extend(logged)
         return Scores(
             names=names,
             rewards=rewards,
             failed=failed,
             components=values.astype(np.float32),
             applied=applied,
-            failures=tuple(sorted(failures, key=lambda failure: failure.index)),
-            metrics={n: float(np.mean(v)) for column in columns for n, v in column.metrics.items()},
-            extras={n: v for column in columns for n, v in column.extras.items()},
+            failures=failures,
+            metrics={name: float(np.mean(values)) for name, values in logged_metrics.items()},
+            extras={
+                f"{name}/{logged}": values
+                for name, column in zip(names, columns, strict=True)
+                for logged, values in column.extras.items()
+            },
             seconds=dict(zip(names, seconds, strict=True)),
         )
 
@@ -198,6 +194,27 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
         params=params,
         sample_seconds=rewards.timeout * _SAMPLE_SHARE,
     )
+
+
+def _failures(
+    names: Sequence[str], columns: Sequence[Column], applied: np.ndarray, rewards: np.ndarray
+) -> tuple[RewardFailure, ...]:
+    """Why samples have no reward, in their order; `applied` is [N, F], `rewards` [N]."""
+    failures = [
+        RewardFailure(index=index, function=name, error=error)
+        for name, column in zip(names, columns, strict=True)
+        for index, error in column.errors.items()
+    ]
+    blamed = {failure.index for failure in failures}
+    for unusable, error in (
+        (~applied.any(axis=1), NO_FUNCTION),
+        (~np.isfinite(rewards), "the weighted sum of its scores is not a finite float32"),
+    ):
+        for index in np.flatnonzero(unusable).tolist():
+            if index not in blamed:
+                everyone = ", ".join(names)
+                failures.append(RewardFailure(index=index, function=everyone, error=error))
+    return tuple(sorted(failures, key=lambda failure: failure.index))
 
 
 _runners: dict[str, RewardRunner] = {}

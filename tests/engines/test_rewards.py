@@ -188,7 +188,7 @@ def test_every_argument_that_trl_passes(score: Scoring) -> None:
     state = TrainerState(global_step=10, max_steps=20)
     scores = runner.score(["p", "p"], ["ab", "c"], rows, [[1, 2, 3], [4]], state)
     assert scores.rewards.tolist() == [16.0, 12.0]
-    assert scores.extras == {"seen": ["AB", "C"]}
+    assert scores.extras == {"everything/seen": ["AB", "C"]}
     assert scores.metrics == {"calls": 2.0}
 
 

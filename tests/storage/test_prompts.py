@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from configs.data import DataConfig, FileSource, HubSource, ReasoningGymSource
 from storage.cursor import Cursor, Exhausted, draw, epoch_order
 from storage.json_values import pack, unpack
+from storage.prompt_datasets import ReasoningGymRows
 from storage.prompts import open_source
 
 ROWS = [
@@ -188,7 +189,7 @@ def test_reasoning_gym_makes_the_same_rows_again() -> None:
     assert row == again
     assert set(row) == {"question", "answer", "metadata"}
     assert json.dumps(row)
-    assert unpack(row["metadata"])["difficulty"]["num_terms"] == (2, 2)
+    assert unpack(str(row["metadata"]))["difficulty"]["num_terms"] == (2, 2)
     assert source.digest != open_source(gym(min_terms=2, max_terms=3)).digest
 
 
@@ -206,7 +207,7 @@ def test_reasoning_gym_refuses_in_one_sentence() -> None:
 @pytest.mark.parametrize("task", ["arc_agi", "rearc", "graph_color", "knights_knaves", "countdown"])
 def test_scorers_judge_a_stored_row_as_the_fresh_one(task: str) -> None:
     """Plain JSON turns tuples into lists, and arc_agi then gives a right answer 0.05."""
-    source = open_source(gym(task))
+    source = ReasoningGymRows(gym(task))
     problem = source.problems[0]
     [row] = source.rows([0])
     entry = {**row, "metadata": unpack(json.loads(json.dumps(row["metadata"])))}

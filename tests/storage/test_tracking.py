@@ -16,10 +16,11 @@ import pytest
 import yaml
 
 from configs.storage import TrackingConfig
+from storage.json_values import JsonValue
 from storage.plots import progress_png
 from storage.tracking import TrackedData, TrackedRun, Tracker, TrackingError, flatten
 
-SETTINGS = {
+SETTINGS: dict[str, JsonValue] = {
     "seed": 3,
     "data": {"source": {"kind": "file", "path": "rows.jsonl"}, "system_prompt": "x" * 2000},
     "rewards": {"functions": [{"kind": "math"}]},
@@ -103,7 +104,7 @@ def test_resuming_goes_on_with_the_page(config: TrackingConfig) -> None:
     first.log_step(7, {"kl": 0.5})
     first.finish("KILLED")
     again = Tracker(config)
-    changed = {**SETTINGS, "seed": 4, "new": True}
+    changed: dict[str, JsonValue] = {**SETTINGS, "seed": 4, "new": True}
     again.start(replace(page("resumed"), flow_run_id="flow-2", settings=changed))
     assert again.run_id == first.run_id
     assert again.last_step == 7
