@@ -1,7 +1,7 @@
 """Snapshots of a trainer: torch.distributed.checkpoint over the store, as safetensors and JSON.
 
 torch's own storage writes its metadata as a pickle; nothing is ever unpickled from the store, so the
-storage here keeps the same records in the marker. Every rank writes its shards as one object, and a
+storage here keeps the same records in layout.json. Every rank writes its shards as one object, and a
 snapshot can be read by another number of ranks.
 """
 
@@ -38,8 +38,12 @@ from storage.batch_format import DTYPES
 from storage.digests import digest
 from storage.errors import ObjectDamaged
 from storage.runs import RunStore
-from storage.snapshots import FORMAT, mark_snapshot
+from storage.snapshots import mark
+from storage.snapshots import read as read_marker
 from storage.tensors import bytes_of, code_of, dtype_of, tensor_of
+
+FORMAT = "refrain.trainer/1"
+LAYOUT = "layout.json"  # which piece of which tensor is where
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +149,7 @@ class _Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the marker, on rank 0 after every rank's data."""
+        """Write layout and marker, on rank 0 after every rank's data."""
         chunks: dict[str, list[dict[str, object]]] = {}
         for result in (result for rank in results for result in rank):
             chunk: Chunk = result.storage_data
@@ -164,7 +168,10 @@ class _Writer(StorageWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        mark_snapshot(self._files, self._step, {"facts": self._facts, "tensors": tensors})
+        record = {"facts": self._facts, "tensors": tensors}
+        self._files.store.write(f"{self._folder}/{LAYOUT}", documents.encode(FORMAT, record))
+        # The layout has the digest of every piece, so the files need not be read again for one.
+        mark(self._files, self._step, policy=None, digests=False)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
@@ -178,7 +185,8 @@ class _Writer(StorageWriter):
 class _Reader(StorageReader):
     def __init__(self, files: RunStore, step: int) -> None:
         self._store, self._folder = files.store, files.state_key(step)
-        self._key = f"{self._folder}/marker.json"
+        read_marker(files, step)
+        self._key = f"{self._folder}/{LAYOUT}"
         self._record = cast("dict[str, Any]", documents.read(files.store, self._key, FORMAT))
         self.facts: dict[str, int] = self._record["facts"]
         self._chunks: dict[MetadataIndex, Chunk] = {}

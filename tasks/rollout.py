@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any, cast
 
-from engines.rollout import RolloutRequest, Sampling, ShardStats
 from prefect import task
 
+from engines.rollout import RolloutRequest, Sampling, ShardStats
 from storage.digests import key_of
 from storage.refs import BatchRef
 from tasks.results import Prompts, Sampled
@@ -29,10 +30,9 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> S
     out_key = run.files.stage_key(step, "rollout", shard, key)
     done = run.files.finished(out_key)
     if done is not None:
-        run.progress.shard_done(done["stats"]["tokens"])
-        return Sampled(
-            prompts=part, ref=BatchRef.from_json(done["ref"]), stats=ShardStats(**done["stats"])
-        )
+        stats = ShardStats(**cast(dict[str, Any], done["stats"]))
+        run.progress.shard_done(stats.tokens)
+        return Sampled(prompts=part, ref=BatchRef.from_json(done["ref"]), stats=stats)
     with attempted(run, step, "rollout", shard) as attempt:
         request = RolloutRequest(
             prompts=part,
