@@ -142,10 +142,12 @@ def to_tensordict(rows: int, columns: dict[str, ReadColumn]) -> TensorDict:
     shared: dict[bytes, torch.Tensor] = {}
     found: dict[str, object] = {}
     for name, column in columns.items():
-        if column.kind in ("str", "json"):
+        if column.kind == "json" and rows:
             # Each row is wrapped, for a row that is a list would be taken for a stack of its own.
-            wrapped = [NonTensorData(row) for row in column.rows()]
-            found[name] = NonTensorStack(*wrapped) if wrapped else NonTensorStack.from_list([])
+            found[name] = NonTensorStack(*map(NonTensorData, column.rows()))
+            continue
+        if column.kind in ("str", "json"):
+            found[name] = NonTensorStack.from_list(column.rows())  # type: ignore[arg-type]
             continue
         if column.offsets is None:
             found[name] = tensor_of(column.values, column.dtype, (rows, *column.shape))

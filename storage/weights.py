@@ -137,9 +137,10 @@ def _finish(store: Store, key: str, manifest: Manifest, others: Mapping[str, byt
         return False
     for name, data in others.items():
         store.write(f"{key}/{name}", data)
-    if store.create(
-        f"{key}/{MANIFEST}", documents.encode(FORMAT, manifest.model_dump(mode="json"))
-    ):
+    data = documents.encode(FORMAT, manifest.model_dump(mode="json"))
+    if store.create(f"{key}/{MANIFEST}", data):
+        known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
+        store.delete([left for left in store.list(key) if left not in known])  # of dead writers
         return True
     # Its index may have been replaced by ours a moment ago.
     store.write(f"{key}/{INDEX}", _index(open_manifest_at(store, key).tensors))

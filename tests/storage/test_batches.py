@@ -51,6 +51,7 @@ def test_rows_of_more_dimensions(store: Store) -> None:
     assert found.unbind()[0].flatten().tolist() == list(range(12, 18))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_that_are_views(store: Store) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     data = {

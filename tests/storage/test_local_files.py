@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,17 @@ def test_empty_folders_go_with_their_last_object(store: Store, tmp_path: Path) -
     store.write("run/c", b"2")
     store.delete(["run/a/b/x"])
     assert sorted(os.listdir(tmp_path / "store" / "run")) == ["c"]
+
+
+def test_what_a_killed_writer_left_goes_with_its_folder(store: Store, tmp_path: Path) -> None:
+    store.write("run/v1/x", b"1")
+    store.write("run/v2/x", b"1")
+    for folder, age in (("v1", 7200), ("v2", 60)):
+        half = tmp_path / "store" / "run" / folder / ".y.0123.tmp"
+        half.write_bytes(b"half")
+        os.utime(half, (time.time() - age,) * 2)
+    store.delete(["run/v1/x", "run/v2/x"])
+    assert os.listdir(tmp_path / "store" / "run") == ["v2"]  # that one may still be written
 
 
 def test_no_permission_is_one_sentence(store: Store) -> None:

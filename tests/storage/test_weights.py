@@ -61,6 +61,7 @@ def test_a_crashed_publisher_is_no_version(store: Store) -> None:
         list(stream(store, ref))
     ref = publish(store, "run", 3, TENSORS.items(), {})
     assert len(dict(stream(store, ref))) == 6
+    assert len(store.list(ref.key)) == 3  # what the first one left is gone
 
 
 def test_of_two_publishers_the_first_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
