@@ -62,7 +62,7 @@ class LocalBackend:
         return (self.root / key).read_bytes()
 
     def read_ranges(self, ranges: Sequence[Range]) -> Views:
-        maps: dict[str, memoryview | BaseException] = {}
+        maps: dict[str, mmap.mmap | bytes | OSError] = {}
         for key in {key for key, _, _ in ranges}:
             try:
                 maps[key] = self._map(key)
@@ -70,15 +70,15 @@ class LocalBackend:
                 maps[key] = error
         found: Views = []
         for key, start, stop in ranges:
-            view = maps[key]
-            found.append(view[start:stop] if isinstance(view, memoryview) else view)
+            mapped = maps[key]
+            found.append(mapped if isinstance(mapped, OSError) else memoryview(mapped)[start:stop])
         return found
 
-    def _map(self, key: str) -> memoryview:
+    def _map(self, key: str) -> mmap.mmap | bytes:
         with open(self.root / key, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
-                return memoryview(b"")
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     @contextlib.contextmanager
     def _temporary(self, key: str) -> Iterator[tuple[IO[bytes], Path]]:

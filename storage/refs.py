@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic_core import CoreSchema, core_schema
 
 from storage import reading
 from storage.balance import balanced
@@ -294,6 +295,16 @@ class BatchRef:
             "views": encoded,
             "columns": columns,
         }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> CoreSchema:
+        """As a field of a pydantic model: `to_json` out; a ref or its JSON in."""
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, BatchRef) else BatchRef.from_json(value),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                BatchRef.to_json, when_used="always"
+            ),
+        )
 
     @staticmethod
     def from_json(value: object) -> BatchRef:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,12 +43,16 @@ def code_of(dtype: torch.dtype) -> str:
     return CODES[name]
 
 
+@cache
 def dtype_of(code: str) -> torch.dtype:
+    """The torch dtype of a safetensors code."""
     import torch
 
-    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}[
-        NAMES[code]
-    ]
+    return next(
+        value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype) and name == NAMES[code]
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:

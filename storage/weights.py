@@ -273,26 +273,37 @@ def stream(
     is checked. Raises ObjectMissing, and ObjectDamaged naming the tensor.
     """
     manifest = open_manifest(store, ref)
+    for names, views in _read_ahead(store, ref.key, manifest):
+        for name in names:
+            yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name), verify)
+
+
+def _read_ahead(
+    store: Store, key: str, manifest: Manifest
+) -> Iterator[tuple[list[str], dict[str, memoryview]]]:
+    """The names and bytes of each window; of a remote store the next one is already coming."""
     windows = _windows(manifest)
+    if not store.backend.remote:  # mapping costs nothing
+        for window in windows:
+            yield window, _read(store, key, manifest, window)
+        return
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        coming = [pool.submit(_read, store, ref.key, manifest, window) for window in windows[:1]]
+        coming = [pool.submit(_read, store, key, manifest, window) for window in windows[:1]]
         for number, window in enumerate(windows):
             views = coming.pop().result()
-            if number + 1 < len(windows):
-                following = windows[number + 1]
-                coming.append(pool.submit(_read, store, ref.key, manifest, following))
-            for name in window:
-                yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name), verify)
+            for following in windows[number + 1 : number + 2]:
+                coming.append(pool.submit(_read, store, key, manifest, following))
+            yield window, views
 
 
 def _windows(manifest: Manifest) -> list[list[str]]:
-    """Names in order, gathered to about WINDOW_BYTES."""
+    """Names in order, gathered to about WINDOW_BYTES of one file."""
     windows: list[list[str]] = []
-    held = WINDOW_BYTES
+    held, file = WINDOW_BYTES, ""
     for name, entry in manifest.tensors.items():
-        if held >= WINDOW_BYTES:
+        if held >= WINDOW_BYTES or entry.file != file:
             windows.append([])
-            held = 0
+            held, file = 0, entry.file
         windows[-1].append(name)
         held += entry.stop - entry.start
     return windows

@@ -53,8 +53,8 @@ class Progress:
             f"loss {metrics.get('train/loss', float('nan')):+.4f}",
             f"tokens {metrics.get('response/tokens_mean', float('nan')):.0f}",
         ]
-        if "train/kl" in metrics:
-            parts.append(f"kl {metrics['train/kl']:.4f}")
+        if "train/kl_ref" in metrics:
+            parts.append(f"kl {metrics['train/kl_ref']:.4f}")
         times = ", ".join(
             f"{name} {metrics[f'time/{name}']:.1f}"
             for name in ("rollout", "reward", "logprob", "update", "weight_sync")
