@@ -37,4 +37,4 @@ def start_engines(run: Run) -> Synced:
         start_engine.submit(run, role, workers)  # type: ignore[call-overload]
         for role in run.engines.roles
     ]
-    return first_sync.submit(run, run.head, started).result()  # type: ignore[arg-type]
+    return first_sync.submit(run, run.head, started).result()
