@@ -68,8 +68,9 @@ def _sweep_versions(
     tagged: Collection[int],
 ) -> list[str]:
     last = commits.read_commit(run, head)
-    named = [last.version_in, last.version_out, *(snapshot.policy for snapshot in kept)]
-    stay = {ref.version for ref in named if ref is not None} | set(tagged)
+    named = [last.version_in, last.version_out]
+    named += [commits.read_commit(run, snapshot.step).version_out for snapshot in kept]
+    stay = {ref.version for ref in named} | set(tagged)
     folder = f"{run.run}/weights"
     found = [VERSION_FOLDER.fullmatch(name) for name in run.store.children(folder)]
     versions = sorted(int(match[1]) for match in found if match)

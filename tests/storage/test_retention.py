@@ -40,7 +40,7 @@ def publish_version(run: RunStore, version: int) -> WeightsRef:
 
 def snapshot_of(run: RunStore, step: int) -> None:
     run.store.write(f"{run.state_key(step)}/0.distcp", b"state")
-    mark(run, step, read_commit(run, step).version_out)
+    mark(run, step)
 
 
 def versions(run: RunStore) -> list[int]:

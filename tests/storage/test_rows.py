@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.rows import RowIndex
@@ -15,6 +15,7 @@ runs = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9)), max_size=40).
 )
 
 
+@settings(deadline=None)
 @given(numbers | runs)
 def test_json_round_trip(rows: list[int]) -> None:
     index = RowIndex(rows)
@@ -24,6 +25,7 @@ def test_json_round_trip(rows: list[int]) -> None:
     assert hash(again) == hash(index)
 
 
+@settings(deadline=None)
 @given(numbers | runs, st.data())
 def test_operations(rows: list[int], data: st.DataObject) -> None:
     index = RowIndex(rows)
