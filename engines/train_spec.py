@@ -1,4 +1,4 @@
-"""What a train engine is built from and what its calls return. No torch: the flow process reads it."""
+"""What a train engine is built from and what its calls return; torch-free, for the flow process."""
 
 from __future__ import annotations
 
