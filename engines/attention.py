@@ -1,18 +1,20 @@
-"""Attention over packed sequences, some of which share a prompt, as a transformers attention function.
+"""Attention over packed sequences that may share prompts, as an attention function of transformers.
 
 Tokens of a micro-batch lie in one row, [1, T, H]; a prompt that several responses continue is there
 once. Only attention needs whole sequences: there tokens are copied to slots, one per position of each
 sequence, and the results of the first copies are kept. So linear layers run on each token once and
-no padding, and no [T, T] mask exists. torch is imported by this module.
+no padding, and no [T, T] mask exists.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 PACKED = "refrain_packed"  # name in transformers' table of attention functions
@@ -20,7 +22,7 @@ PACKED = "refrain_packed"  # name in transformers' table of attention functions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Sequences of similar length, padded on the right to the longest: slots start .. start + n x length."""
+    """Sequences of similar length, padded on the right: slots start .. start + sequences x length."""
 
     start: int
     sequences: int
@@ -33,7 +35,7 @@ class AttentionLayout:
 
     expand: Tensor  # [S] int64: token in each slot; padding repeats some token
     collapse: Tensor  # [T] int64: first slot of each token
-    copies: Tensor  # [C, P] int64: all slots of the first P tokens (prompts), filled up with padding slots
+    copies: Tensor  # [C, P] int64: all slots of the first P tokens (prompts), then padding slots
     buckets: tuple[Bucket, ...]  # dense batches for scaled_dot_product_attention; empty: use edges
     edges: Tensor | None  # [sequences + 1] int32: first slot of each sequence, for varlen_attn
     longest: int  # positions of the longest sequence
@@ -43,12 +45,12 @@ class _Expand(torch.autograd.Function):
     """x[expand]; its backward pass sums copies by gathering, in float32 and in a fixed order."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, layout: AttentionLayout) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, layout: AttentionLayout) -> Tensor:
         ctx.layout = layout
         return x.index_select(0, layout.expand)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         layout = ctx.layout
         result = grad.index_select(0, layout.collapse)
         number, prompts = layout.copies.shape
@@ -62,12 +64,12 @@ class _Collapse(torch.autograd.Function):
     """y[collapse]; its backward pass writes each token's gradient to its first slot."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, layout: AttentionLayout) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, layout: AttentionLayout) -> Tensor:
         ctx.layout, ctx.slots = layout, y.shape[0]
         return y.index_select(0, layout.collapse)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         result = grad.new_zeros(ctx.slots, grad.shape[1])
         result[ctx.layout.collapse] = grad
         return result, None
@@ -120,12 +122,18 @@ def _to_slots(x: Tensor, layout: AttentionLayout) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn(
-        q, k, v, layout.edges, layout.edges, layout.longest, layout.longest,
-        scale=scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    """By a kernel for sequences of any length, on CUDA."""
+    edges, longest = layout.edges, layout.longest
+    assert edges is not None
+    grouped = q.shape[1] != k.shape[1]
+    out = varlen_attn(
+        *(q, k, v, edges, edges, longest, longest),
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=grouped,
+    )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
@@ -133,12 +141,17 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: floa
     parts = []
     for bucket in layout.buckets:
         slots = slice(bucket.start, bucket.start + bucket.sequences * bucket.length)
-        dense = [
+        query, key, value = (
             x[slots].view(bucket.sequences, bucket.length, *x.shape[1:]).transpose(1, 2)
             for x in (q, k, v)
-        ]
+        )
         out = F.scaled_dot_product_attention(
-            *dense, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         parts.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -57,7 +57,7 @@ class FSDPEngine(Ranked):
 
     def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options)
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._files = RunStore(self._store, spec.run)
         torch.set_num_threads(spec.threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -308,12 +308,12 @@ def _share(group: dist.ProcessGroup, value: list[WeightsRef | None]) -> WeightsR
 def cost_model(policy: Policy) -> CostModel:
     """FLOPs of a policy's forward pass, from its shapes."""
     config = policy.model.config.get_text_config()
-    head = policy.model.get_output_embeddings().weight.numel()
-    embedding = policy.model.get_input_embeddings().weight.numel()
-    tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
+    head, embedding = policy.head, policy.model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    tables = embedding.numel() + (0 if head is embedding else head.numel())
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     return CostModel(
-        per_token=2.0 * (parameters - embedding - (0 if tied else head)),
-        per_response_token=2.0 * head,
+        per_token=2.0 * (parameters - tables),
+        per_response_token=2.0 * head.numel(),
         per_square=2.0 * config.hidden_size * config.num_hidden_layers,
     )

@@ -57,7 +57,8 @@ def pack(
         predictors.append(indices[prompt - 1 :])
         total += response - 1
     if not used:  # a rank with a micro-batch less than others still takes part in the collectives
-        tokens, positions, members, total = [np.zeros(1)], [np.zeros(1)], [np.zeros(1)], 1
+        zero = np.zeros(1, dtype=np.int64)
+        tokens, positions, members, total = [zero], [zero], [zero], 1
     lengths = [len(response) for response in responses]
     return PackedBatch(
         tokens=_tensor(tokens, device),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ class CostModel:
     per_square: float = 0.0  # causal attention, per squared sequence length
 
     def forward(self, tokens: int, response_tokens: int, squares: int) -> float:
-        """FLOPs of `tokens` positions with `response_tokens` logits and sum of lengths^2 `squares`."""
+        """FLOPs of so many positions, rows of logits, and squares of sequence lengths."""
         return (
             self.per_token * tokens
             + self.per_response_token * response_tokens
@@ -127,7 +128,7 @@ def plan_logprobs(
     _check_budget(lengths, budget)
     cost = cost or CostModel()
     edges = contiguous_cuts(_row_costs(lengths, cost), world)
-    per_rank = [range(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    per_rank = [range(a, b) for a, b in pairwise(edges)]
     totals = [_unit(lengths, rows, cost).tokens if rows else 0 for rows in per_rank]
     count = max(1, -(-max(totals) // budget))
     while True:
@@ -271,5 +272,5 @@ def _check_budget(lengths: Lengths, budget: int) -> None:
     if tokens.max() > budget:
         raise ValueError(
             f"Row {int(tokens.argmax())} has {int(tokens.max())} tokens, more than "
-            f"train.micro_batch_tokens = {budget}. Set it to at least the longest prompt plus response."
+            f"train.micro_batch_tokens = {budget}. Set that to the longest prompt plus response."
         )

@@ -20,8 +20,8 @@ def partition(
 ) -> list[list[int]]:
     """Split items into `parts` lists of nearly equal cost, deterministically.
 
-    Two starts (largest first; Karmarkar and Karp's differencing, 1982) are improved by moves and swaps
-    between parts; the one whose heaviest part is lighter wins. With equal_size every part
+    Two starts (largest first; Karmarkar and Karp's differencing, 1982) are improved by moves and
+    swaps between parts; the one whose heaviest part is lighter wins. With equal_size every part
     gets as many items. Raises ValueError for fewer items than parts, or an indivisible number.
     """
     values = np.asarray(costs, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The language model as a policy: packed tokens in, log-probs of response tokens out; its sharding."""
+"""The language model as a policy: packed tokens in, log-probs out; how it is sharded."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def head(self) -> Tensor:
+        """The output head's weight [V, H]; the embedding's where they are tied."""
+        weight = self.model.get_output_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
+
     def forward(
         self,
         packed: PackedBatch,
@@ -48,10 +55,9 @@ class Policy(nn.Module):
             use_cache=False,
             packed_layout=packed.layout,
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
         stats = token_statistics(
             hidden.index_select(0, packed.predictors).to(dtype),
-            head.weight.to(dtype),
+            self.head.to(dtype),
             packed.labels,
             temperature=temperature,
             chunk=chunk,
@@ -100,7 +106,8 @@ def layers(policy: Policy) -> list[nn.Module]:
         raise ValueError(
             f"{type(policy.model).__name__} has no list of layers to shard. Choose another model."
         )
-    return list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
+    sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
+    return list(lists[sizes.index(max(sizes))])
 
 
 def fsdp(policy: Policy) -> FSDPModule:

@@ -90,9 +90,11 @@ def pin_to_loopback(host: str) -> bool:
 
 def _reaches(address: str) -> bool:
     try:
-        with socket.create_server((address, 0)) as server:
-            with socket.create_connection(server.getsockname(), timeout=PROBE_TIMEOUT):
-                return True
+        with (
+            socket.create_server((address, 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=PROBE_TIMEOUT),
+        ):
+            return True
     except OSError:
         return False
 

@@ -52,6 +52,7 @@ class ScoringSpec(Settings):
     max_new_tokens: int = Field(description="Longest completion, in tokens.")
     store_uri: str = Field(description="Store of batches.")
     store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +111,7 @@ class ScoringEngine(Engine):
         from engines.models import materialize, tokenizer
 
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options)
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._tokenizer = tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
         self._rewards = RewardRunner(spec.rewards, spec.data)

@@ -46,7 +46,7 @@ def read_micro_batch(
         return MicroBatch(
             packed=pack([], [], device),
             mask=nothing.bool(),
-            columns={name: nothing for name in wanted},
+            columns=dict.fromkeys(wanted, nothing),
         )
     masked = "response_mask" in batch.names
     names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
@@ -89,5 +89,5 @@ def read_mask_counts(store: Store, batch: BatchRef, rows: Sequence[int]) -> tupl
 
 def _rows_of(column: Tensor) -> list[np.ndarray]:
     """The rows of a nested tensor [N, jagged] as arrays."""
-    values, offsets = column.values().numpy(), column.offsets().numpy()
+    values, offsets = column.values().numpy(), column.offsets().numpy()  # type: ignore[attr-defined]
     return [values[start:stop] for start, stop in pairwise(offsets)]

@@ -1,21 +1,24 @@
 """Snapshots of a trainer: torch.distributed.checkpoint over the store, as safetensors and JSON.
 
 torch's own storage writes its metadata as a pickle; nothing is ever unpickled from the store, so the
-storage here keeps the same records in layout.json. Every rank writes its shards as one object, and a
-snapshot can be read by another number of ranks.
+storage here keeps the same records in an index of JSON. Every rank writes its shards as one object,
+and a snapshot can be read by another number of ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -38,12 +41,11 @@ from storage.batch_format import DTYPES
 from storage.digests import digest
 from storage.errors import ObjectDamaged
 from storage.runs import RunStore
-from storage.snapshots import mark
-from storage.snapshots import read as read_marker
+from storage.snapshots import mark, read
 from storage.tensors import bytes_of, code_of, dtype_of, tensor_of
 
-FORMAT = "refrain.trainer/1"
-LAYOUT = "layout.json"  # which piece of which tensor is where
+FORMAT = "refrain.state/1"
+INDEX = "index.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,25 +67,34 @@ def save_snapshot(
     facts: Mapping[str, int],
     group: dist.ProcessGroup,
 ) -> None:
-    """Write tensors (sharded or whole) and numbers as the snapshot after `step`; all ranks call it."""
-    dcp.save(
-        dict(tensors),
-        storage_writer=_Writer(files, step, dict(facts)),
-        process_group=group,
-    )
+    """Write tensors (sharded or whole) and numbers as the snapshot after `step`; a collective."""
+    writer = _Writer(files, step, dict(facts))
+    with _plain_errors():
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
 
 def load_snapshot(
     files: RunStore, step: int, tensors: Mapping[str, Tensor], group: dist.ProcessGroup
 ) -> dict[str, int]:
-    """Fill `tensors` in place from the snapshot after `step`; returns its numbers.
+    """Fill `tensors` in place from the snapshot after `step`; returns its numbers. A collective.
 
     Raises ObjectMissing where there is no such snapshot, ObjectDamaged, and RuntimeError (by torch)
     where a tensor is missing or of another shape.
     """
     reader = _Reader(files, step)
-    dcp.load(dict(tensors), storage_reader=reader, process_group=group)
+    with _plain_errors():
+        dcp.load(dict(tensors), storage_reader=reader, process_group=group)
     return reader.facts
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise the first failed rank's own error; torch wraps it in something that is no Exception."""
+    try:
+        yield
+    except CheckpointException as wrapped:
+        error = next(iter(wrapped.failures.values()))[0]
+        raise error from None
 
 
 class _Writer(StorageWriter):
@@ -149,7 +160,7 @@ class _Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write layout and marker, on rank 0 after every rank's data."""
+        """Write the index and then the marker, on rank 0 after every rank's data."""
         chunks: dict[str, list[dict[str, object]]] = {}
         for result in (result for rank in results for result in rank):
             chunk: Chunk = result.storage_data
@@ -168,9 +179,10 @@ class _Writer(StorageWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        record = {"facts": self._facts, "tensors": tensors}
-        self._files.store.write(f"{self._folder}/{LAYOUT}", documents.encode(FORMAT, record))
-        # The layout has the digest of every piece, so the files need not be read again for one.
+        body = {"facts": self._facts, "tensors": tensors}
+        key = f"{self._folder}/{INDEX}"
+        self._files.store.write(key, documents.encode(FORMAT, body))
+        # The index has a digest of every piece, so the marker need not read the files back.
         mark(self._files, self._step, policy=None, digests=False)
 
     @classmethod
@@ -185,9 +197,9 @@ class _Writer(StorageWriter):
 class _Reader(StorageReader):
     def __init__(self, files: RunStore, step: int) -> None:
         self._store, self._folder = files.store, files.state_key(step)
-        read_marker(files, step)
-        self._key = f"{self._folder}/{LAYOUT}"
-        self._record = cast("dict[str, Any]", documents.read(files.store, self._key, FORMAT))
+        read(files, step)  # raises ObjectMissing for a snapshot that was not finished
+        index = documents.read(files.store, f"{self._folder}/{INDEX}", FORMAT)
+        self._record = cast("dict[str, Any]", index)
         self.facts: dict[str, int] = self._record["facts"]
         self._chunks: dict[MetadataIndex, Chunk] = {}
 
@@ -195,7 +207,7 @@ class _Reader(StorageReader):
         """Nothing to forget: a reader is used once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the marker says, in torch's words."""
+        """What the index says, in torch's words."""
         found: dict[str, Any] = {}
         for name, entry in self._record["tensors"].items():
             pieces = []
@@ -241,8 +253,6 @@ class _Reader(StorageReader):
                     f"The piece of {item.storage_index.fqn!r} in object {key} is damaged: its "
                     "digest does not match."
                 )
-            import numpy as np
-
             whole = tensor_of(np.frombuffer(bytearray(view), np.uint8), chunk.dtype, chunk.shape)
             places = zip(item.storage_offsets, item.lengths, strict=True)
             piece = whole[tuple(slice(start, start + length) for start, length in places)]

@@ -111,6 +111,7 @@ class Engines:
             role=role,
             store_uri=run.store.uri,
             store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
             run=run.name,
             threads=config.cluster.pools[pool].threads,
             seed=config.seed,
@@ -167,6 +168,7 @@ class Engines:
             max_new_tokens=config.rollout.max_new_tokens,
             store_uri=run.store.uri,
             store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
         )
         return EnginePool(
             cluster,

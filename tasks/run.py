@@ -44,7 +44,9 @@ class Run:
         self.config = config
         self.terminal = terminal
         self.name = resume or new_name(config.name)
-        self.store = Store(config.store.uri, config.store.options)
+        self.store = Store(
+            config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20
+        )
         self.files = RunStore(self.store, self.name)
         self.source = open_source(config.data.source)
         if resume is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def samples(seed: int = 0, groups: int = 4, per_group: int = 3) -> list[Sample]:
 
 
 def stored(folder: Path, rows: list[Sample], name: str = "batch") -> BatchRef:
-    groups = np.cumsum([0, *(a.prompt is not b.prompt for a, b in zip(rows, rows[1:]))])
+    groups = np.cumsum([0, *(a.prompt is not b.prompt for a, b in pairwise(rows))])
     columns: dict[str, object] = {
         "prompt_ids": [row.prompt for row in rows],
         "response_ids": [row.response for row in rows],
