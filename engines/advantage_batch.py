@@ -44,7 +44,16 @@ class AdvantageBatch:
         """Reward of each token [T]: `rewards` stands on the last token with mask 1."""
         if self.token_rewards is not None:
             return self.token_rewards.where(self.mask, 0.0)
-        return torch.where(self.rows.last(self.mask), self.rows.spread(self.rewards), 0.0)
+        return self.scattered(self.dense_kept(self.rows.kept(self.mask)))
+
+    def dense_kept(self, kept: Rows) -> Tensor:
+        """As dense, of the tokens with mask 1 only; kept: rows.kept(mask)."""
+        if self.token_rewards is not None:
+            return torch.masked_select(self.token_rewards, self.mask)
+        dense = self.rewards.new_zeros(kept.ids.numel())
+        filled, last = kept.ends()
+        dense[last] = self.rewards[filled]
+        return dense
 
     def at_tokens(self, per_row: Tensor) -> Tensor:
         """A number per sample [N] at each of its tokens [T], 0 where masked, in rewards' dtype."""

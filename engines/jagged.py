@@ -88,12 +88,10 @@ class Rows:
         """Smallest value under mask 1 of each row [N], `empty` where there is none. No gradient."""
         return -self.masked_max(-values, mask, -empty)
 
-    def last(self, mask: Tensor) -> Tensor:
-        """True at the last token with mask 1 of each row [T]."""
-        position = torch.arange(mask.numel(), device=mask.device)
-        final = torch.full((self.count,), -1, dtype=torch.int64, device=mask.device)
-        final.scatter_reduce_(0, self.ids, torch.where(mask, position, -1), "amax")
-        return position == final[self.ids]
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Numbers of the rows with tokens, and the position of the last token of each."""
+        filled = (self.lengths > 0).nonzero().squeeze(-1)
+        return filled, self.offsets[filled + 1] - 1
 
     def within(self) -> Tensor:
         """Position of each token in its row, from 0 [T]."""
@@ -101,16 +99,9 @@ class Rows:
 
     def kept(self, mask: Tensor) -> Rows:
         """The rows with only the tokens of mask 1, for values[mask]; rows may become empty."""
-        return Rows(
-            offsets=torch.cat([self.offsets.new_zeros(1), mask.cumsum(0)])[self.offsets],
-            ids=self.ids[mask],
-        )
-
-    def cumulative(self, values: Tensor) -> Tensor:
-        """Running sum within each row, the token itself included: [T] -> [T], float64 inside."""
-        total = values.double().cumsum(0)
-        before = torch.cat([total.new_zeros(1), total])[self.offsets[:-1]]
-        return (total - before[self.ids]).to(values.dtype)
+        lengths = self.sum(mask.to(torch.float32)).to(torch.int64)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return Rows(offsets=offsets, ids=torch.masked_select(self.ids, mask))
 
 
 class _RowSum(torch.autograd.Function):

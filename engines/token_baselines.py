@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from engines.advantage_batch import AdvantageBatch, Advantages
 from engines.groups import Groups
 from engines.jagged import divide
+from engines.scans import cumulative_sums
 from engines.token_advantages import rewards_to_go
 
 
@@ -19,7 +22,10 @@ def optimal_token_baseline(batch: AdvantageBatch, *, zero_tail: bool, epsilon: f
     the part of the longest response beyond the second longest. arXiv:2602.07078.
     Positions count all tokens of the response; with tool output inside, use the multi-turn form.
     """
-    return _baselined(batch, Groups.of(batch.groups), batch.rows.within(), zero_tail, epsilon)
+    returns = rewards_to_go(batch)
+    baseline = _baseline(batch, Groups.of(batch.groups), returns, zero_tail, epsilon)
+    advantages = torch.where(batch.mask, returns - baseline, 0.0)
+    return Advantages(advantages=advantages, returns=returns)
 
 
 def multi_turn_optimal_token_baseline(
@@ -27,39 +33,55 @@ def multi_turn_optimal_token_baseline(
 ) -> Advantages:
     """As optimal_token_baseline, with positions that count only the tokens with mask 1.
 
-    An empty response is no member of its group.
+    An empty response is no member of its group. arXiv:2602.07078.
     """
-    inner = batch.rows.cumulative(batch.mask.to(batch.rewards.dtype)).long() - 1
-    groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
-    return _baselined(batch, groups, inner.clamp(min=0), zero_tail, epsilon)
-
-
-def _baselined(
-    batch: AdvantageBatch, groups: Groups, position: Tensor, zero_tail: bool, epsilon: float
-) -> Advantages:
     returns = rewards_to_go(batch)
-    weight = torch.where(batch.mask, _path_energy(batch), 0.0)
-    width = int(position.max()) + 1 if position.numel() else 1
-    # One slot for each position of each group.
-    slot = (groups.member * width)[batch.rows.ids] + position
-    numerator = returns.new_zeros(groups.sizes.numel() * width)
-    denominator = torch.zeros_like(numerator)
-    numerator.index_add_(0, slot, weight * returns)
+    groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
+
+    def kept(values: Tensor | None) -> Tensor | None:
+        return None if values is None else torch.masked_select(values, batch.mask)
+
+    packed = dataclasses.replace(
+        batch,
+        rows=batch.rows.kept(batch.mask),
+        mask=torch.masked_select(batch.mask, batch.mask),
+        logprobs=kept(batch.logprobs),
+        sum_pi_squared=kept(batch.sum_pi_squared),
+        correction_weights=kept(batch.correction_weights),
+    )
+    own = torch.masked_select(returns, batch.mask)
+    baseline = _baseline(packed, groups, own, zero_tail, epsilon)
+    return Advantages(advantages=batch.scattered(own - baseline), returns=returns)
+
+
+def _baseline(
+    batch: AdvantageBatch, groups: Groups, returns: Tensor, zero_tail: bool, epsilon: float
+) -> Tensor:
+    """B_t [T]."""
+    rows = batch.rows
+    weight = cumulative_sums(_energy(batch), rows).mul_(batch.mask)
+    width = int(rows.lengths.max()) if rows.count else 0
+    # One slot for each position of each group: the row's first, and on from there.
+    first = groups.member * width
+    slot = (first - rows.offsets[:-1])[rows.ids]
+    slot += torch.arange(slot.numel(), device=slot.device)
+    denominator = returns.new_zeros(groups.sizes.numel() * width)
+    numerator = torch.zeros_like(denominator).index_add_(0, slot, weight * returns)
     denominator.index_add_(0, slot, weight)
     baseline = divide(numerator, denominator + epsilon)[slot]
-    start = _tail_start(groups, batch.rows.tokens(batch.mask, torch.float64), zero_tail)
-    baseline = torch.where(position < batch.rows.spread(start), baseline, 0.0)
-    return Advantages(advantages=torch.where(batch.mask, returns - baseline, 0.0), returns=returns)
+    start = _tail_start(groups, rows.tokens(batch.mask, torch.float64), zero_tail)
+    limit = first + start.clamp(max=width).long()
+    return baseline.mul_(slot < limit[rows.ids])
 
 
-def _path_energy(batch: AdvantageBatch) -> Tensor:
-    """W_t [T]."""
+def _energy(batch: AdvantageBatch) -> Tensor:
+    """What each token adds to W [T], 0 where masked."""
     assert batch.logprobs is not None, "the optimal token baseline needs logprobs"
     assert batch.sum_pi_squared is not None, "the optimal token baseline needs sum_pi_squared"
-    energy = 1 - 2 * batch.logprobs.where(batch.mask, 0.0).exp() + batch.sum_pi_squared
+    energy = 1 - 2 * batch.logprobs.exp() + batch.sum_pi_squared
     if batch.correction_weights is not None:
         energy = energy * batch.correction_weights.square()
-    return batch.rows.cumulative(torch.where(batch.mask, energy, 0.0))
+    return torch.where(batch.mask, energy, 0.0)
 
 
 def _tail_start(groups: Groups, lengths: Tensor, zero_tail: bool) -> Tensor:
