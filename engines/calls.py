@@ -16,14 +16,14 @@ from typing import Any
 from distributed import Future
 from distributed.scheduler import KilledWorker, NoValidWorkerError
 
-from engines import host
+from engines import on_worker
 from engines.cluster import Cluster, raise_if_set
 from engines.failures import CallDeadline, ClusterLost, WorkerLost, revive
 from engines.lease import BuildReport, HostStatus, Lease, Outcome, Ticket
 from engines.remote import EngineSpec
 
 SLICE = 0.2  # seconds between looks at the cancel event
-LOOK = 2.0  # seconds between looks at whether the worker is still there
+LOOK = 1.0  # seconds between looks at whether the worker is still there
 GRACE = 30.0  # seconds after the deadline at which a worker without a flow process ends itself
 FETCH = 30.0  # seconds that fetching a finished call's result may take
 STATUS = 3.0  # seconds in which a healthy worker reports its status
@@ -128,21 +128,32 @@ class Submission:
     def result(self) -> Any:
         """What the function returned, once the call has ended."""
         try:
-            return self.future.result(timeout=FETCH)
+            return self._fetch()
         except KilledWorker:
             raise self._lost("its process ended (killed, out of memory, or crashed)") from None
         except NoValidWorkerError:
             raise self._lost("it left before the call began") from None
-        except TimeoutError:
-            raise self._lost("it died before its result was fetched") from None
         except CancelledError:
             self.cluster.check()
             raise ClusterLost(f"the Dask scheduler dropped {self.label}") from None
 
+    def _fetch(self) -> Any:
+        """The result from the worker that holds it; it may die with it."""
+        until = time.monotonic() + FETCH
+        while True:
+            try:
+                return self.future.result(timeout=1.0)
+            except TimeoutError:
+                self.cluster.check()
+                gone = self.cluster.pool_of(self.address) is None
+                if gone or time.monotonic() >= until:
+                    raise self._lost("its process ended before the result was fetched") from None
+
     def _lost(self, cause: str) -> WorkerLost:
         seconds = time.monotonic() - self.began
+        hint = self.cluster.log_hint(self.worker)
         return WorkerLost(
-            self.worker, f"{cause}; {self.label} had been under way for {seconds:.1f} s"
+            self.worker, f"{cause}; {self.label} was under way for {seconds:.1f} s{hint}"
         )
 
 
@@ -176,7 +187,7 @@ def start_build(
 ) -> Submission:
     """Begin `build`."""
     label = f"{role}.build"
-    return Submission(cluster, address, label, host.build, role, spec, wake=wake)
+    return Submission(cluster, address, label, on_worker.build, role, spec, wake=wake)
 
 
 def submit(
@@ -217,7 +228,7 @@ def start(
     ticket = Ticket(token=uuid.uuid4().hex, limit=deadline + GRACE, alone=alone)
     label = f"{role}.{method}"
     args = (role, method, dict(kwargs), lease, ticket)
-    return Submission(cluster, address, label, host.call, *args, token=ticket.token, wake=wake)
+    return Submission(cluster, address, label, on_worker.call, *args, token=ticket.token, wake=wake)
 
 
 def control(
@@ -232,20 +243,27 @@ def control(
 ) -> Any:
     """Call a short engine method (pause, resume, cancel) past the calls that fill the worker."""
     outcome = _run_on(
-        cluster, address, host.control, role, method, dict(kwargs or {}), lease, timeout=timeout
+        cluster,
+        address,
+        on_worker.control,
+        role,
+        method,
+        dict(kwargs or {}),
+        lease,
+        timeout=timeout,
     )
     return value_of(outcome, f"by {role}.{method} on worker {cluster.name_of(address)}")
 
 
 def stop(cluster: Cluster, address: str, role: str, *, timeout: float = 30.0) -> bool:
     """Close the engine of a role on a worker; False when there was none."""
-    outcome = _run_on(cluster, address, host.stop, role, timeout=timeout)
+    outcome = _run_on(cluster, address, on_worker.stop, role, timeout=timeout)
     return bool(value_of(outcome, f"stopping {role} on worker {cluster.name_of(address)}"))
 
 
 def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> HostStatus:
     """What one worker holds and does; TimeoutError when it does not answer."""
-    found: HostStatus = _run_on(cluster, address, host.status, timeout=timeout)
+    found: HostStatus = _run_on(cluster, address, on_worker.status, timeout=timeout)
     return found
 
 

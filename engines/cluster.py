@@ -8,75 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import re
-import selectors
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from distributed import Client, Nanny, Scheduler
+from distributed import Client
 
 from configs.cluster import ClusterConfig
 from engines.failures import CallCancelled, ClusterLost, NoWorkers
 from engines.host import HOST, EngineHost
-from engines.node import NodePlan, WorkerPlan
-from engines.parent_death import kill_all, kill_tree, session
-from engines.placement import Placement, place_local
+from engines.launch import NodeProcess
+from engines.membership import Member, allowed_failures, by_name, kill_worker, list_workers
+from engines.node import WorkerPlan
+from engines.on_worker import examine
+from engines.placement import check_seated, place_local
 
-ASK_TIMEOUT = 10.0  # seconds that the scheduler or a nanny may take to answer
+ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
 KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
-# Python's helper reports what killed workers left to it as leaks, after it has cleaned up.
-NO_LEAK_WARNING = "ignore::UserWarning:multiprocessing.resource_tracker"
+CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
 SCAN_AGE = 1.0  # seconds for which a list of workers is good enough to see that one is gone
 Environments = Mapping[str, Mapping[str, str]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    """A live worker of a pool."""
-
-    name: str  # stable over restarts, e.g. "rollout-0"
-    address: str  # tcp://HOST:PORT; another one after a restart
-    pool: str
-
-    @property
-    def host(self) -> str:
-        """Host of the address."""
-        return self.address.rpartition("://")[2].rpartition(":")[0].strip("[]")
-
-
-def _list_workers(dask_scheduler: Scheduler) -> list[tuple[str, str, list[str]]]:
-    """On the scheduler: name, address and resources of the workers that are ready."""
-    return [
-        (str(worker.name), worker.address, list(worker.resources))
-        for worker in dask_scheduler.workers.values()
-        if worker.status.name == "running"
-    ]
-
-
-def _allowed_failures(dask_scheduler: Scheduler) -> int:
-    return int(dask_scheduler.allowed_failures)
-
-
-def _kill_worker(dask_worker: Nanny) -> list[int]:
-    """On a nanny: kill its worker with everything below; the nanny then starts another."""
-    pid = dask_worker.pid
-    return kill_tree(pid) if pid else []
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts worker-2 before worker-10."""
-    return [(int(part or 0) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 class Cluster:
@@ -86,18 +41,20 @@ class Cluster:
         self,
         config: ClusterConfig,
         client: Client,
-        node: subprocess.Popen[bytes] | None,
-        scratch: str | None,
+        node: NodeProcess | None = None,
+        logs: Path | None = None,
     ) -> None:
+        """`node`: of a local cluster; `logs`: directory of its workers' log files."""
         self.config = config
         self.client = client
-        self._node = node  # the local node process, if this cluster has one
-        self._scratch = scratch
+        self.logs = logs
+        self._node = node
         self._scan_lock = threading.Lock()
         self._scanned: tuple[float, dict[str, Member]] = (-SCAN_AGE, {})
-        self._names: dict[str, str] = {}  # every address ever seen, for messages
+        self._names: dict[str, str] = {}  # of every address ever seen
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
+        self._lost: str | None = None  # why the scheduler has been given up
 
     def __enter__(self) -> Cluster:
         return self
@@ -127,14 +84,21 @@ class Cluster:
         return {name: one for name, one in found.items() if pool in (None, one.pool)}
 
     def _scan(self) -> dict[str, Member]:
-        listed = self.ask(self.client.run_on_scheduler, _list_workers)
+        try:
+            listed = self.ask(self.client.run_on_scheduler, list_workers, timeout=ASK_TIMEOUT)
+        except TimeoutError:
+            self._lost = (
+                f"the Dask scheduler has not answered for {ASK_TIMEOUT:g} s. "
+                "The run can be resumed."
+            )
+            raise ClusterLost(self._lost) from None
         found = []
         for name, address, resources in listed:
-            for pool in self.config.pools:
-                if pool in resources:
-                    found.append(Member(name=name, address=address, pool=pool))
+            pools = [pool for pool in self.config.pools if pool in resources]
+            if pools:
+                found.append(Member(name=name, address=address, pool=pools[0]))
             self._names[address] = name
-        return {one.name: one for one in sorted(found, key=lambda one: _natural(one.name))}
+        return {one.name: one for one in sorted(found, key=by_name)}
 
     def workers(self, pool: str) -> dict[str, str]:
         """Addresses of a pool's live workers by name. Ask anew on every attempt: they change."""
@@ -143,6 +107,18 @@ class Cluster:
     def name_of(self, address: str) -> str:
         """Name of the worker that has or had an address."""
         return self._names.get(address, address)
+
+    def log_hint(self, name: str) -> str:
+        """Where a worker's output is, and its last line; empty where we do not know."""
+        if self.logs is None:
+            return ""
+        path = self.logs / f"{name}.log"
+        try:
+            lines = path.read_text(errors="replace")[-4096:].split("\n")
+        except OSError:
+            return ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"; see {path}" + (f", which ends: {last[:300]}" if last else "")
 
     def pool_of(self, address: str, max_age: float = SCAN_AGE) -> str | None:
         """Pool of a live worker; None when there is none at this address (any more)."""
@@ -184,7 +160,7 @@ class Cluster:
             return []
         with contextlib.suppress(TimeoutError):
             self.ask(
-                self.client.run, _kill_worker, workers=list(targets), nanny=True, on_error="ignore"
+                self.client.run, kill_worker, workers=list(targets), nanny=True, on_error="ignore"
             )
         until = time.monotonic() + KILL_TIMEOUT
         while True:
@@ -250,9 +226,11 @@ class Cluster:
         """Raise ClusterLost when the cluster is closed or its scheduler is known to be gone."""
         if self._closed:
             raise ClusterLost("the cluster has been closed")
-        if self._node is not None and (code := self._node.poll()) is not None:
+        if self._lost is not None:
+            raise ClusterLost(self._lost)
+        if self._node is not None and (status := self._node.exit_status()) is not None:
             raise ClusterLost(
-                f"the process of the Dask scheduler ended (exit status {code}), and all workers "
+                f"the process of the Dask scheduler ended (exit status {status}), and all workers "
                 "with it. The run can be resumed."
             )
         if self.client.status not in ("running", "connecting"):
@@ -262,17 +240,20 @@ class Cluster:
             )
 
     def close(self) -> None:
-        """End it all. A local cluster's processes, and what they started, are gone on return."""
+        """End it all. A local cluster's processes, and what they started, are gone on return.
+
+        A cluster that was joined goes on without us.
+        """
         if self._closed:
             return
         self._closed = True
-        try:
-            _quiet_client()
-            with contextlib.suppress(TimeoutError, OSError):
-                self.client.close(timeout=1)
-        finally:
-            if self._node is not None:
-                _end_node(self._node, self._scratch)
+        with _quiet_client():
+            try:
+                if self._node is not None:
+                    self._node.end()
+            finally:
+                with contextlib.suppress(TimeoutError, OSError):
+                    self.client.close(timeout=CLOSE_TIMEOUT)
 
 
 def raise_if_set(cancel: threading.Event | None) -> None:
@@ -281,44 +262,82 @@ def raise_if_set(cancel: threading.Event | None) -> None:
         raise CallCancelled("cancelled by the caller")
 
 
-def open_cluster(config: ClusterConfig, worker_env: Environments | None = None) -> Cluster:
+def open_cluster(
+    config: ClusterConfig,
+    worker_env: Environments | None = None,
+    logs: Path | None = None,
+) -> Cluster:
     """Start or join the cluster and wait until every pool has its workers.
 
-    Use it as a context manager. `worker_env`: environment variables of the workers by pool, on top
-    of the pools' own `env`; they are for local workers only.
+    Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
+    pools' own `env` goes before it. `logs`: directory for a file per local worker with what it and
+    its children print; without it they print where this process does.
     Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
     cluster.start_timeout.
     """
+    env = {
+        pool: {**(worker_env or {}).get(pool, {}), **wanted.env}
+        for pool, wanted in config.pools.items()
+    }
     if config.kind == "address":
-        assert config.address is not None
-        cluster = _join(config, config.address)
+        cluster = _join(config)
+        plugin = EngineHost(env=env)
     else:
-        cluster = _start(config, place_local(config.pools), worker_env or {})
+        cluster = _start(config, env, logs)
+        plugin = EngineHost(logs=str(logs) if logs is not None else None)
     try:
-        cluster.ask(cluster.client.register_plugin, EngineHost(), name=HOST)
+        cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
         for pool, wanted in config.pools.items():
             cluster.wait(pool, wanted.workers, config.start_timeout)
+        if config.kind == "address":
+            _check_members(cluster)
     except BaseException:
         cluster.close()
         raise
     return cluster
 
 
-def _join(config: ClusterConfig, address: str) -> Cluster:
-    """Join a running cluster, if its settings keep our promises."""
+def _start(config: ClusterConfig, env: Environments, logs: Path | None) -> Cluster:
+    """Start the node process and connect to the scheduler in it."""
+    placement = place_local(config.pools)
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    node = NodeProcess(
+        [
+            WorkerPlan(
+                name=seat.name,
+                pool=seat.pool,
+                slots=config.pools[seat.pool].slots,
+                env={**seat.env, **env[seat.pool]},
+            )
+            for seat in placement.seats
+        ],
+        config.no_workers_timeout,
+        config.start_timeout,
+    )
     try:
-        client = _connect(address, min(config.start_timeout, 30.0))
+        return Cluster(config, _connect(node.address, config.start_timeout), node, logs)
+    except BaseException:
+        node.end()
+        raise
+
+
+def _join(config: ClusterConfig) -> Cluster:
+    """Join a running cluster, if its scheduler keeps our promises."""
+    assert config.address is not None
+    try:
+        client = _connect(config.address, min(config.start_timeout, 30.0))
     except (OSError, TimeoutError) as error:
         raise ValueError(
-            f"cluster.address = {address} does not answer ({error}). Start the Dask scheduler "
-            "there, or set cluster.kind = local and cluster.address = null."
+            f"cluster.address = {config.address} does not answer ({error}). Start the Dask "
+            "scheduler there, or set cluster.kind = local and cluster.address = null."
         ) from error
-    cluster = Cluster(config, client, None, None)
-    allowed = cluster.ask(client.run_on_scheduler, _allowed_failures)
-    if allowed != 0:
+    cluster = Cluster(config, client)
+    allowed = cluster.ask(client.run_on_scheduler, allowed_failures)
+    if allowed:
         cluster.close()
         raise ValueError(
-            f"The scheduler at {address} re-runs a dead worker's calls (allowed-failures = "
+            f"The scheduler at {config.address} re-runs a dead worker's calls (allowed-failures = "
             f"{allowed}), so an update could be applied twice. Start it with "
             "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0."
         )
@@ -329,83 +348,39 @@ def _connect(address: str, timeout: float) -> Client:
     return Client(address, timeout=timeout, set_as_default=False, name="refrain")
 
 
-def _start(config: ClusterConfig, placement: Placement, worker_env: Environments) -> Cluster:
-    """Start the node process and connect to the scheduler in it."""
-    scratch = tempfile.mkdtemp(prefix="refrain-")
-    plan = NodePlan(
-        scratch=scratch,
-        no_workers_timeout=config.no_workers_timeout,
-        workers=tuple(
-            WorkerPlan(
-                name=seat.name,
-                pool=seat.pool,
-                slots=config.pools[seat.pool].slots,
-                env={
-                    **seat.env,
-                    **worker_env.get(seat.pool, {}),
-                    **config.pools[seat.pool].env,
-                },
+def _check_members(cluster: Cluster) -> None:
+    """Refuse workers that others started otherwise than the plan needs them."""
+    members = cluster.members()
+    answers = cluster.ask(
+        cluster.client.run, examine, workers=[one.address for one in members.values()]
+    )
+    for one in members.values():
+        traits = answers[one.address]
+        if not traits.nanny:
+            raise ValueError(
+                f"Worker {one.name} at {one.address} has no nanny, so nobody would start it again. "
+                "Start it without --no-nanny."
             )
-            for seat in placement.seats
-        ),
+        if traits.daemonic:
+            raise ValueError(
+                f"Worker {one.name} at {one.address} may not start processes, which vLLM does. "
+                "Start it with DASK_DISTRIBUTED__WORKER__DAEMON=False."
+            )
+    check_seated(
+        cluster.config.pools,
+        {one.name: (one.pool, answers[one.address].node) for one in members.values()},
     )
-    node = subprocess.Popen(
-        [sys.executable, "-W", NO_LEAK_WARNING, "-m", "engines.node"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
-            # The image that workers are forked from must have no thread pools.
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-        },
-    )
-    try:
-        assert node.stdin is not None
-        node.stdin.write(json.dumps(plan.model_dump()).encode() + b"\n")
-        node.stdin.flush()
-        address = _read_address(node, config.start_timeout)
-        client = _connect(address, config.start_timeout)
-    except BaseException:
-        _end_node(node, scratch)
-        raise
-    return Cluster(config, client, node, scratch)
 
 
-def _read_address(node: subprocess.Popen[bytes], timeout: float) -> str:
-    """The line that the node process writes when its scheduler listens."""
-    assert node.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(node.stdout, selectors.EVENT_READ)
-        if not selector.select(timeout):
-            raise ClusterLost(f"the Dask scheduler did not start within {timeout:g} s")
-    line = node.stdout.readline().decode().strip()
-    if not line:
-        raise ClusterLost(f"the Dask scheduler did not start (exit status {node.wait(5)})")
-    return line
-
-
-def _end_node(node: subprocess.Popen[bytes], scratch: str | None) -> None:
-    """End the node process: it kills all below it when its input closes; make sure of it."""
-    assert node.stdin is not None
-    assert node.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        node.stdin.close()
-    try:
-        node.wait(3)
-    except subprocess.TimeoutExpired:
-        node.kill()
-        node.wait(1)
-    kill_all(session(node.pid))
-    node.stdout.close()
-    if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _quiet_client() -> None:
+@contextlib.contextmanager
+def _quiet_client() -> Iterator[None]:
     """Keep Dask's client from reporting the end of a scheduler that we end on purpose."""
-    for name in ("distributed.client", "distributed.core", "distributed.comm"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("distributed.client", "distributed.core")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

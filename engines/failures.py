@@ -14,6 +14,7 @@ import pickle
 import sys
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 
 class InfrastructureError(RuntimeError):
@@ -88,10 +89,6 @@ class CallCancelled(RuntimeError):
     """The caller's cancel event was set while the call ran."""
 
 
-class EngineError(RuntimeError):
-    """Stands for an engine's exception whose class the flow process must not import."""
-
-
 class GangFailed(RuntimeError):
     """A gang was torn down because one rank failed in a way that will fail again."""
 
@@ -118,7 +115,7 @@ class Failure:
     lineage: tuple[tuple[str, str], ...]  # (module, class name) of the class and of its bases
     message: str  # str() of the exception
     text: str  # the worker's traceback
-    pickled: bytes | None  # the exception itself, where it survives pickling
+    pickled: bytes | None  # what __reduce__ returned, where that can be pickled
 
 
 class _LoadedOnly(pickle.Unpickler):
@@ -134,8 +131,9 @@ def capture(error: BaseException) -> Failure:
     """Record an exception so that any process can read it."""
     pickled = None
     try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
+        # Not the exception: libraries register ways to pickle one with its causes and traceback.
+        pickled = pickle.dumps(error.__reduce__())
+        _rebuild(pickle.loads(pickled))
     except Exception:  # any class's own __reduce__ runs here; then only the text travels
         pickled = None
     return Failure(
@@ -150,19 +148,40 @@ def capture(error: BaseException) -> Failure:
     )
 
 
+def _rebuild(reduced: tuple[Any, ...]) -> BaseException:
+    """The exception that __reduce__ described."""
+    make, args, *state = reduced
+    error = make(*args)
+    if not isinstance(error, BaseException):
+        raise pickle.UnpicklingError(f"{make} made no exception")
+    if state and state[0]:
+        error.__setstate__(state[0])
+    return error
+
+
+def _stand_in(failure: Failure) -> BaseException:
+    """An exception of the nearest base class that is loaded here and takes a message."""
+    text = f"{failure.lineage[0][1]}: {failure.message}"
+    for module, name in failure.lineage[1:]:
+        base = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        if isinstance(base, type) and issubclass(base, BaseException):
+            try:
+                return base(text)
+            except TypeError:  # it wants other arguments
+                continue
+    return Exception(text)
+
+
 def revive(failure: Failure, where: str) -> BaseException:
     """The exception to raise for a failure, with a note that says where it came from."""
     error: BaseException | None = None
     if failure.pickled is not None:
         try:
-            error = _LoadedOnly(io.BytesIO(failure.pickled)).load()
+            error = _rebuild(_LoadedOnly(io.BytesIO(failure.pickled)).load())
         except Exception:  # a class's own __reduce__ again: fall back to the text
             error = None
     if error is None:
-        name = failure.lineage[0][1]
-        infrastructure = (__name__, InfrastructureError.__qualname__) in failure.lineage
-        base = InfrastructureError if infrastructure else EngineError
-        error = base(f"{name}: {failure.message}")
+        error = _stand_in(failure)
     error.add_note(f"raised {where}:\n{failure.text.rstrip()}")
     return error
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from engines import host
+from engines import on_worker
 from engines.calls import SLICE, Submission, start, start_build, value_of
 from engines.cluster import Cluster, Member, raise_if_set
 from engines.failures import (
     CallCancelled,
     CallDeadline,
     ClusterLost,
-    EngineError,
     GangFailed,
     GangLost,
     InfrastructureError,
@@ -126,7 +125,7 @@ class Gang:
     def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> list[Any]:
         """Have the ranks meet at a free port of rank 0's host."""
         meeting = members[0].host
-        port = self._on_rank_0(members, "free-port", host.free_port, meeting, cancel=cancel)
+        port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
         limit = self.join_timeout * JOIN_PHASES
         return self._all(
             members,
@@ -203,7 +202,7 @@ class Gang:
             return self._on_rank_0(
                 members,
                 entry.collect,
-                host.collect,
+                on_worker.collect,
                 self.role,
                 entry.collect,
                 method,
@@ -301,8 +300,7 @@ class Gang:
         for kind in (WorkerLost, CallDeadline, InfrastructureError, Exception):
             for rank, error in errors.items():
                 if isinstance(error, kind):
-                    lost = isinstance(error, self._machinery) and not isinstance(error, EngineError)
-                    failure = GangLost if lost else GangFailed
+                    failure = GangLost if isinstance(error, self._machinery) else GangFailed
                     raise failure(rank, members[rank].name, str(error)) from error
         raise AssertionError("a gang failed without an error")
 

@@ -1,29 +1,28 @@
 """The engine host: a Dask worker plugin that holds the worker's engines by role.
 
-Setting it up does nothing slow. Engines are built and called by the functions at the end of this
-file, which run on the worker: `build` and `call` as Dask tasks in the worker's threads, `control`,
-`stop` and `status` by `client.run`, past any call that occupies the worker. No engine library is
-imported before the first build.
+Setting it up does nothing slow. Engines are built and called through the functions of
+engines/on_worker.py. No engine library is imported before the first build.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
+import faulthandler
+import io
 import os
-import socket
+import sys
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple
 
-from distributed import Worker, WorkerPlugin, get_worker
+from distributed import Worker, WorkerPlugin
 
 from engines.failures import (
     EngineMissing,
@@ -31,7 +30,6 @@ from engines.failures import (
     StaleIncarnation,
     StaleLease,
     StaleVersion,
-    capture,
     import_class,
 )
 from engines.lease import BuildReport, EngineStatus, HostStatus, Lease, Outcome, RunningCall, Ticket
@@ -72,6 +70,15 @@ class EngineHost(WorkerPlugin):
     name = HOST
     idempotent = True  # a second flow that joins the cluster must not replace the host
 
+    def __init__(
+        self, env: Mapping[str, Mapping[str, str]] | None = None, logs: str | None = None
+    ) -> None:
+        """`env`: environment variables by pool, where the workers were started without them;
+        `logs`: directory for a file with what each worker and its children print.
+        """
+        self.env = env or {}
+        self.logs = logs
+
     def setup(self, worker: Worker) -> None:
         """Begin a new incarnation (called by Dask when the worker starts)."""
         self.worker = str(worker.name)
@@ -86,8 +93,12 @@ class EngineHost(WorkerPlugin):
         self.building: dict[str, threading.Lock] = {}
         self.counter = 0
         self.control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
-        if worker.nanny is not None:
+        for pool in worker.state.total_resources:
+            os.environ.update(self.env.get(pool, {}))
+        if worker.nanny is not None:  # else this process is not ours alone
             die_with_parent()
+            if self.logs is not None:
+                _print_to(f"{self.logs}/{self.worker}.log")
 
     def build(self, role: str, spec: EngineSpec) -> BuildReport:
         """Make the engine of a role, unless one of the same digest stands; closes any other."""
@@ -291,73 +302,13 @@ class EngineHost(WorkerPlugin):
             )
 
 
-def host_of(worker: Worker) -> EngineHost:
-    """The engine host of a worker."""
-    plugin = worker.plugins.get(HOST)
-    if not isinstance(plugin, EngineHost):
-        raise EngineMissing(f"worker {worker.name} has no engine host")
-    return plugin
-
-
-def _outcome(run: Callable[[], Outcome]) -> Outcome:
-    """The boundary where an engine's exception becomes a record that travels."""
-    try:
-        return run()
-    except (Exception, SystemExit) as error:
-        return Outcome(failure=capture(error))
-
-
-def build(role: str, spec: EngineSpec) -> Outcome:
-    """Dask task: `EngineHost.build`; the value is a BuildReport."""
-    host = host_of(get_worker())
-    return _outcome(lambda: Outcome(value=host.build(role, spec)))
-
-
-def call(
-    role: str, method: str, kwargs: Mapping[str, Any], lease: Lease | None, ticket: Ticket
-) -> Outcome:
-    """Dask task: `EngineHost.call`."""
-    host = host_of(get_worker())
-    return _outcome(lambda: host.call(role, method, kwargs, lease, ticket))
-
-
-def collect(role: str, collector: str, method: str, parts: list[Any]) -> Outcome:
-    """Dask task: join the ranks' results by the engine class' static method `collector`."""
-    host = host_of(get_worker())
-    return _outcome(lambda: host.collect(role, collector, method, parts))
-
-
-async def control(
-    role: str, method: str, kwargs: Mapping[str, Any], lease: Lease | None, dask_worker: Worker
-) -> Outcome:
-    """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
-    host = host_of(dask_worker)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        host.control, _outcome, lambda: host.call(role, method, kwargs, lease)
-    )
-
-
-async def stop(role: str, dask_worker: Worker) -> Outcome:
-    """By client.run: `EngineHost.stop`; the value is whether there was an engine."""
-    host = host_of(dask_worker)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        host.control, _outcome, lambda: Outcome(value=host.stop(role))
-    )
-
-
-def status(dask_worker: Worker) -> HostStatus:
-    """By client.run: `EngineHost.status`."""
-    return host_of(dask_worker).status()
-
-
-def free_port(host: str) -> Outcome:
-    """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
-    return _outcome(lambda: Outcome(value=_free_port(host)))
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def _print_to(path: str) -> None:
+    """Append what this process and its children print, crash reports included, to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # nothing is flushed when we are killed
+    faulthandler.enable()

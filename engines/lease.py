@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.failures import Failure
+from engines.placement import Node
 from engines.remote import Call
 
 
@@ -95,3 +96,12 @@ class HostStatus:
     pid: int
     engines: dict[str, EngineStatus]  # by role
     running: tuple[RunningCall, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What a worker that somebody else started is like."""
+
+    node: Node  # its machine, and the GPUs that it may use
+    nanny: bool  # whether it is started again when it dies
+    daemonic: bool  # whether it may not start processes

@@ -22,7 +22,9 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from multiprocessing import forkserver
+from typing import Any, NoReturn
 
 import dask
 import psutil
@@ -32,6 +34,8 @@ from engines import dask_settings
 from engines.parent_death import adopt_orphans, descendants, kill_all
 
 LOOPBACK = "127.0.0.1"
+DEAD = psutil.STATUS_ZOMBIE
+KILL_TIMEOUT = 2.0  # seconds for which killing goes on while processes appear
 SWEEP = 0.5  # seconds between looks for orphans
 
 
@@ -68,78 +72,89 @@ def _start_fork_server() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def _end(scratch: str) -> None:
-    """Kill everything below this process, clean up and end it."""
-    # The nannies notice and try to start new workers: nobody needs to read of that.
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, sys.stderr.fileno())
-    me = os.getpid()
-    until = time.monotonic() + 2
-    while kill_all(descendants(me)) and time.monotonic() < until:
-        time.sleep(0.02)
-    shutil.rmtree(scratch, ignore_errors=True)
-    os._exit(0)
+class Node:
+    """The running node process."""
 
+    def __init__(self, plan: NodePlan, address_fd: int, helpers: set[int]) -> None:
+        """`address_fd`: where the scheduler's address goes; `helpers`: pids of Python's helpers."""
+        self.plan = plan
+        self.address_fd = address_fd
+        self.helpers = helpers
+        self.nannies: list[Any] = []  # distributed.Nanny, which is imported later
 
-def _watch_parent(scratch: str) -> None:
-    """Wait in threads until the flow process is gone, by either sign of it."""
-    parent = os.getppid()
+    def end(self, status: int) -> NoReturn:
+        """Kill everything below this process, clean up and end it."""
+        for nanny in self.nannies:
+            nanny.close_gracefully()  # start no new workers
+        silence = os.open(os.devnull, os.O_WRONLY)  # nobody needs to read what Dask makes of it
+        os.dup2(silence, sys.stderr.fileno())
+        until = time.monotonic() + KILL_TIMEOUT
+        clear = 0
+        while clear < 2 and time.monotonic() < until:
+            clear = 0 if kill_all(descendants(os.getpid())) else clear + 1
+            time.sleep(0.02)
+        shutil.rmtree(self.plan.scratch, ignore_errors=True)
+        os._exit(status)
 
-    def by_pipe() -> None:
-        while sys.stdin.buffer.readline():
-            pass
-        _end(scratch)
+    def watch_parent(self) -> None:
+        """Wait in threads until the flow process is gone, by either sign of it."""
+        parent = os.getppid()
 
-    def by_pid() -> None:  # a forked child of the flow process may hold the pipe open
-        while os.getppid() == parent:
-            time.sleep(SWEEP)
-        _end(scratch)
+        def by_pipe() -> None:
+            while sys.stdin.buffer.readline():
+                pass
+            self.end(0)
 
-    threading.Thread(target=by_pipe, name="parent pipe", daemon=True).start()
-    threading.Thread(target=by_pid, name="parent pid", daemon=True).start()
+        def by_pid() -> None:  # a forked child of the flow process may hold the pipe open
+            while os.getppid() == parent:
+                time.sleep(SWEEP)
+            self.end(0)
 
+        threading.Thread(target=by_pipe, name="parent pipe", daemon=True).start()
+        threading.Thread(target=by_pid, name="parent pid", daemon=True).start()
 
-async def _end_orphans(helpers: set[int]) -> None:
-    """Kill what dead workers left behind: adopted children that this process did not start."""
-    me = psutil.Process()
-    while True:
-        await asyncio.sleep(SWEEP)
-        orphans = [child for child in me.children() if child.pid not in helpers]
-        kill_all(orphans)
-        for orphan in orphans:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(orphan.pid, os.WNOHANG)
+    async def sweep(self) -> None:
+        """Kill what dead workers left behind: adopted children that this process did not start."""
+        me = psutil.Process()
+        while True:
+            await asyncio.sleep(SWEEP)
+            children = me.children()
+            if any(child.pid in self.helpers and child.status() == DEAD for child in children):
+                raise RuntimeError("the process that workers are forked from has died")
+            orphans = [child for child in children if child.pid not in self.helpers]
+            kill_all(orphans)
+            for orphan in orphans:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(orphan.pid, os.WNOHANG)
 
+    async def serve(self) -> None:
+        """Run the scheduler and the nannies."""
+        dask_settings.apply()
+        dask.config.set({"distributed.scheduler.no-workers-timeout": self.plan.no_workers_timeout})
+        from distributed import Nanny, Scheduler  # reads the settings
 
-async def _serve(plan: NodePlan, helpers: set[int], address_fd: int) -> None:
-    dask_settings.apply()
-    dask.config.set({"distributed.scheduler.no-workers-timeout": plan.no_workers_timeout})
-    from distributed import Nanny, Scheduler  # reads the settings
-
-    # Dask opens an HTTP port even without a dashboard: keep it, too, from the network.
-    scheduler = await Scheduler(
-        host=LOOPBACK, port=0, dashboard=False, dashboard_address=f"{LOOPBACK}:0"
-    )
-    os.write(address_fd, f"{scheduler.address}\n".encode())
-    os.close(address_fd)
-    sweep = asyncio.create_task(_end_orphans(helpers))
-    nannies = [
-        Nanny(
-            scheduler.address,
-            name=worker.name,
-            nthreads=worker.slots + 1,
-            resources={worker.pool: worker.slots},
-            env=worker.env,
-            memory_limit=0,
-            local_directory=plan.scratch,
-            silence_logs="ERROR",
-            host=LOOPBACK,
-            dashboard_address=f"{LOOPBACK}:0",
+        # Dask opens an HTTP port even without a dashboard: keep it, too, from the network.
+        scheduler = await Scheduler(
+            host=LOOPBACK, port=0, dashboard=False, dashboard_address=f"{LOOPBACK}:0"
         )
-        for worker in plan.workers
-    ]
-    await asyncio.gather(*nannies)
-    await sweep
+        os.write(self.address_fd, f"{scheduler.address}\n".encode())
+        os.close(self.address_fd)
+        self.nannies = [
+            Nanny(
+                scheduler.address,
+                name=worker.name,
+                nthreads=worker.slots + 1,  # one thread beside the slots, for small things
+                resources={worker.pool: worker.slots},
+                env=worker.env,
+                memory_limit=0,
+                local_directory=self.plan.scratch,
+                silence_logs="ERROR",
+                host=LOOPBACK,
+                dashboard_address=f"{LOOPBACK}:0",
+            )
+            for worker in self.plan.workers
+        ]
+        await asyncio.gather(self.sweep(), *self.nannies)
 
 
 def main() -> None:
@@ -149,11 +164,13 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # from here on is everybody's, for people
     helpers = _start_fork_server()
     plan = NodePlan.model_validate(json.loads(sys.stdin.buffer.readline()))
-    _watch_parent(plan.scratch)
+    node = Node(plan, address_fd, helpers)
+    node.watch_parent()
     try:
-        asyncio.run(_serve(plan, helpers, address_fd))
-    finally:
-        _end(plan.scratch)
+        asyncio.run(node.serve())
+    except BaseException:
+        traceback.print_exc()
+    node.end(1)
 
 
 if __name__ == "__main__":

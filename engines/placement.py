@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Placement:
 
 def this_node() -> Node:
     """What this machine offers, found without torch."""
-    return Node(name="this machine", cores=len(os.sched_getaffinity(0)), gpus=_gpus())
+    return Node(name=socket.gethostname(), cores=len(os.sched_getaffinity(0)), gpus=_gpus())
 
 
 def _gpus() -> tuple[str, ...]:
@@ -141,3 +142,31 @@ def _choose(
             f"run at once. Lower {key}.threads or {key}.workers."
         )
     return max(fitting, key=lambda node: (len(free[node.name]), -used.get((node.name, pool), 0)))
+
+
+def check_seated(pools: Mapping[str, PoolConfig], seated: Mapping[str, tuple[str, Node]]) -> None:
+    """Check workers that others started; ValueError, in one sentence, for what does not fit.
+
+    `seated`: pool and machine of each worker by name; the machine's GPUs are those that the worker
+    may use.
+    """
+    owners: dict[tuple[str, str], str] = {}
+    for name, (pool, node) in seated.items():
+        wanted = pools[pool]
+        if len(node.gpus) < wanted.gpus:
+            raise ValueError(
+                f"cluster.pools.{pool}.gpus = {wanted.gpus}, but worker {name} on {node.name} may "
+                f"use {len(node.gpus)}. Start it with {wanted.gpus} in CUDA_VISIBLE_DEVICES."
+            )
+        if wanted.threads > node.cores:
+            raise ValueError(
+                f"cluster.pools.{pool}.threads = {wanted.threads}, but worker {name} on "
+                f"{node.name} has {node.cores} cores. Set it to at most {node.cores}."
+            )
+        for gpu in node.gpus if wanted.gpus else ():
+            other = owners.setdefault((node.name, gpu), name)
+            if other != name:
+                raise ValueError(
+                    f"Workers {other} and {name} on {node.name} share GPU {gpu}. "
+                    "Start each with a CUDA_VISIBLE_DEVICES of its own."
+                )

@@ -41,6 +41,7 @@ class TrainerState:
 class Start:
     """The first message: which function to become, a user's or a built-in scorer."""
 
+    name: str  # what messages call the function
     path: str  # package.module:name of the function, or of a maker of a scorer
     built_in: bool  # whether `path` makes a scorer for single samples out of settings
     params: Mapping[str, Any]  # keyword arguments of each call of a function, or of the maker
@@ -58,7 +59,7 @@ class Ready:
 class Broken:
     """The function cannot be loaded: the user's mistake."""
 
-    error: str
+    error: str  # one sentence for the user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

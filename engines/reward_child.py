@@ -54,8 +54,8 @@ def main(socket: int, owner: int) -> None:
         start: Start = connection.recv()
         try:
             answer, ready = _load(start)
-        except Exception as error:
-            connection.send(Broken(error=_describe(error)))
+        except Exception as error:  # noqa: BLE001 - sent to the owner, who raises it
+            connection.send(Broken(error=_refusal(start, error)))
             return
         connection.send(ready)
         while True:
@@ -80,6 +80,12 @@ def _load(start: Start) -> tuple[Callable[[Call], Reply], Ready]:
         return SampleScorer(function(**start.params), start.sample_seconds), Ready(columns=())
     columns = required_columns(function, start.params)
     return FunctionScorer(function, start.params), Ready(columns=columns)
+
+
+def _refusal(start: Start, error: Exception) -> str:
+    if start.built_in and isinstance(error, ValueError):  # a sentence about the user's settings
+        return str(error)
+    return f"The reward function {start.name} cannot be loaded: {_describe(error)}."
 
 
 def find_function(path: str) -> Callable[..., Any]:
@@ -144,7 +150,7 @@ class FunctionScorer:
             if inspect.isawaitable(result):
                 result = self._loop.run(_finish(result))
             values = [] if result is None else list(result)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             return _failed_call(_describe(error))
         if result is None or len(values) != len(call.completions):
             got = "None" if result is None else f"{len(values)} values"
@@ -176,7 +182,7 @@ class SampleScorer:
                     value = _checked(self._scorer(text, row))
             except SampleTookTooLong:
                 value = f"took longer than {self._seconds:g} s"
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - recorded as the sample's failure
                 value = _describe(error)
             if isinstance(value, str):
                 errors[position] = value

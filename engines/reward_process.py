@@ -36,8 +36,8 @@ class RewardProcess:
     """One reward function in a process of its own, started at need. Safe to share by threads:
     calls queue up, and a deadline counts from the moment when a call begins."""
 
-    def __init__(self, start: Start, name: str, start_seconds: float = 180.0) -> None:
-        self.name = name
+    def __init__(self, start: Start, start_seconds: float = 180.0) -> None:
+        self.name = start.name
         self._start_message = start
         self._start_seconds = start_seconds
         self._closed = False
@@ -65,7 +65,9 @@ class RewardProcess:
             except TimeoutError:
                 raise CallTimedOut(f"took longer than {seconds:.3g} s") from None
             except (EOFError, OSError):
-                raise ProcessDied(f"its process {self._end(grace=1.0)}") from None
+                end = self._end(grace=1.0)
+                self._refuse_closed()  # then it is the owner who ended it
+                raise ProcessDied(f"its process {end}") from None
             assert isinstance(reply, Reply)
             return reply
 
@@ -79,8 +81,7 @@ class RewardProcess:
             self._end()
 
     def _ensure_started(self) -> Ready:
-        if self._closed:
-            raise RuntimeError(f"The reward function {self.name} has been closed.")
+        self._refuse_closed()
         if self._connection is not None and self._connection.poll(0):
             self._end()  # nothing is due to arrive: the other end has closed
         if self._ready is not None:
@@ -99,10 +100,14 @@ class RewardProcess:
             ) from None
         if isinstance(answer, Broken):
             self._end()
-            raise ValueError(f"The reward function {self.name} cannot be loaded: {answer.error}.")
+            raise ValueError(answer.error)  # noqa: TRY004
         assert isinstance(answer, Ready)
         self._ready = answer
         return answer
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"The reward function {self.name} has been closed.")
 
     def _exchange(self, message: Start | Call, seconds: float) -> Ready | Broken | Reply:
         """Send a message and await the answer; TimeoutError, and the process killed, if it is late.
@@ -170,7 +175,11 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether it has ended; leaves it unreaped, so that its group's number stays taken."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, process.pid, options) is not None
+    except ChildProcessError:  # somebody else in this process has reaped it
+        return True
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

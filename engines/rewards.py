@@ -60,7 +60,7 @@ class Scores:
     applied: np.ndarray  # bool [N, F]: where a function gave a score
     failures: tuple[RewardFailure, ...]  # at least one for each failed sample
     metrics: dict[str, float]  # means of what functions passed to log_metric
-    extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra
+    extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra, as function/column
     seconds: dict[str, float]  # time that each function took
 
     def means(self) -> dict[str, float]:
@@ -78,11 +78,7 @@ class RewardRunner:
     def __init__(self, rewards: RewardsConfig, data: DataConfig) -> None:
         self._rewards = rewards
         self._processes = [
-            RewardProcess(
-                _start_message(reward, rewards, data),
-                reward.label,
-            )
-            for reward in rewards.functions
+            RewardProcess(_start_message(reward, rewards, data)) for reward in rewards.functions
         ]
         self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="reward")
 
@@ -136,34 +132,30 @@ class RewardRunner:
         values = np.stack([column.values for column in columns], axis=1)
         applied = np.stack([column.applied for column in columns], axis=1)
         weights = np.array([reward.weight for reward in self._rewards.functions])
-        failures = [
-            RewardFailure(index=index, function=name, error=error)
-            for name, column in zip(names, columns, strict=True)
-            for index, error in column.errors.items()
-        ]
         with np.errstate(over="ignore"):
             rewards = (values * weights).sum(axis=1).astype(np.float32)
+        failures = _failures(names, columns, applied, rewards)
         failed = np.zeros(len(values), dtype=bool)
-        failed[[failure.index for failure in failures]] = True
-        for unusable, error in (
-            (~applied.any(axis=1), NO_FUNCTION),
-            (~np.isfinite(rewards), "the weighted sum of its scores is not a finite float32"),
-        ):
-            failures += [
-                RewardFailure(index=int(index), function=", ".join(names), error=error)
-                for index in np.flatnonzero(unusable & ~failed)
-            ]
-            failed |= unusable
+        for failure in failures:
+            failed[failure.index] = True
         rewards[failed] = 0.0
+        logged_metrics: dict[str, list[float]] = {}
+        for column in columns:
+            for name, logged in column.metrics.items():
+                logged_metrics.setdefault(name, []).extend(logged)
         return Scores(
             names=names,
             rewards=rewards,
             failed=failed,
             components=values.astype(np.float32),
             applied=applied,
-            failures=tuple(sorted(failures, key=lambda failure: failure.index)),
-            metrics={n: float(np.mean(v)) for column in columns for n, v in column.metrics.items()},
-            extras={n: v for column in columns for n, v in column.extras.items()},
+            failures=failures,
+            metrics={name: float(np.mean(values)) for name, values in logged_metrics.items()},
+            extras={
+                f"{name}/{logged}": values
+                for name, column in zip(names, columns, strict=True)
+                for logged, values in column.extras.items()
+            },
             seconds=dict(zip(names, seconds, strict=True)),
         )
 
@@ -196,11 +188,33 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
             path = "engines.scorers:reasoning_gym_scorer"
             params = {"reward": reward, "source": data.source}
     return Start(
+        name=reward.path if isinstance(reward, FunctionReward) else reward.label,
         path=path,
         built_in=not isinstance(reward, FunctionReward),
         params=params,
         sample_seconds=rewards.timeout * _SAMPLE_SHARE,
     )
+
+
+def _failures(
+    names: Sequence[str], columns: Sequence[Column], applied: np.ndarray, rewards: np.ndarray
+) -> tuple[RewardFailure, ...]:
+    """Why samples have no reward, in their order; `applied` is [N, F], `rewards` [N]."""
+    failures = [
+        RewardFailure(index=index, function=name, error=error)
+        for name, column in zip(names, columns, strict=True)
+        for index, error in column.errors.items()
+    ]
+    blamed = {failure.index for failure in failures}
+    for unusable, error in (
+        (~applied.any(axis=1), NO_FUNCTION),
+        (~np.isfinite(rewards), "the weighted sum of its scores is not a finite float32"),
+    ):
+        for index in np.flatnonzero(unusable).tolist():
+            if index not in blamed:
+                everyone = ", ".join(names)
+                failures.append(RewardFailure(index=index, function=everyone, error=error))
+    return tuple(sorted(failures, key=lambda failure: failure.index))
 
 
 _runners: dict[str, RewardRunner] = {}
@@ -223,13 +237,12 @@ def load_rewards(rewards: RewardsConfig, data: DataConfig) -> RewardRunner:
 def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource) -> None:
     """Prove before a run that rows hold prompts and what the rewards need; ValueError, one sentence.
 
-    Users' functions are loaded in processes of their own, so nothing that they import comes into
-    this one.
+    Users' functions and reasoning-gym are loaded in processes of their own, so nothing that they
+    import comes into this one.
     """
+    gym_source = isinstance(data.source, ReasoningGymSource)
     for reward in rewards.functions:
-        if isinstance(reward, ReasoningGymReward) and not isinstance(
-            data.source, ReasoningGymSource
-        ):
+        if isinstance(reward, ReasoningGymReward) and not gym_source:
             raise ValueError(
                 f"The reward {reward.label} scores reasoning-gym problems, and data.source.kind is "
                 f"{data.source.kind}. Set data.source.kind = reasoning_gym, or another reward."
@@ -237,17 +250,19 @@ def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource
     needed = [data.prompt_column]
     needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
     source.check_columns(dict.fromkeys(needed))
-    functions = tuple(r for r in rewards.functions if isinstance(r, FunctionReward))
-    if not functions:
+    loaded = [r for r in rewards.functions if not isinstance(r, MathReward)]
+    if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
+        loaded.append(ReasoningGymReward())  # its process proves the task and its parameters
+    if not loaded:
         return
-    with RewardRunner(rewards.model_copy(update={"functions": functions}), data) as runner:
-        for reward, columns in zip(functions, runner.start(), strict=True):
+    with RewardRunner(rewards.model_copy(update={"functions": tuple(loaded)}), data) as runner:
+        for reward, columns in zip(loaded, runner.start(), strict=True):
             for column in columns:
                 if column not in source.columns:
                     raise ValueError(
-                        f"The reward {reward.path} needs a column '{column}'; the columns of "
-                        f"{source.name} are: {', '.join(source.columns)}. Set "
-                        f"rewards.functions[].params.{column}, or add the column."
+                        f"The reward {reward.label} needs a column '{column}'; the columns of "
+                        f"{source.name} are: {', '.join(source.columns)}. Add the column, or set "
+                        f"{column} among the params of this reward."
                     )
 
 

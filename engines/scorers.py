@@ -36,8 +36,13 @@ def extract(completion: str, part: str) -> str | None:
 
 
 def reasoning_gym_scorer(reward: ReasoningGymReward, source: ReasoningGymSource) -> Scorer:
-    """The score that the task gives to the extracted answer; 0 when the completion has none."""
-    problems = ReasoningGymRows(source).problems
+    """The score that the task gives to the extracted answer; 0 when the completion has none.
+
+    ValueError when there is no such task or it refuses its parameters.
+    """
+    rows = ReasoningGymRows(source)
+    rows.rows([0])  # some parameters are refused only when a problem is made
+    problems = rows.problems
 
     def score(completion: str, row: Row) -> float:
         answer = extract(completion, reward.extract)

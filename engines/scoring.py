@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.algorithm import AlgorithmConfig
@@ -27,6 +28,7 @@ from engines.remote import Call, Engine
 from engines.rewards import RewardRunner, resolve_failures
 from storage.batches import Jagged, write_batch
 from storage.columns import Status
+from storage.json_values import Row
 from storage.prompts import open_source
 from storage.refs import BatchRef
 from storage.store import Store
@@ -50,6 +52,7 @@ class ScoringSpec(Settings):
     max_new_tokens: int = Field(description="Longest completion, in tokens.")
     store_uri: str = Field(description="Store of batches.")
     store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +111,7 @@ class ScoringEngine(Engine):
         from engines.models import materialize, tokenizer
 
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options)
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._tokenizer = tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
         self._rewards = RewardRunner(spec.rewards, spec.data)
@@ -149,8 +152,9 @@ class ScoringEngine(Engine):
     def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> Scored:
         """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
         repeat = len(samples) // len(prompts)
-        rows = [row for row in prompts.fetch_list(self._store, "row") for _ in range(repeat)]
-        ids, offsets = samples.fetch_numpy(self._store, "response_ids")
+        found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
+        rows = [row for row in found for _ in range(repeat)]
+        ids, offsets = self._jagged(samples, "response_ids")
         completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
         began = time.monotonic()
         scores = self._rewards.score(
@@ -160,7 +164,7 @@ class ScoringEngine(Engine):
             completion_ids,
         )
         seconds = time.monotonic() - began
-        status, _ = samples.fetch_numpy(self._store, "status")
+        status = self._dense(samples, "status")
         columns: dict[str, object] = {
             # A failed sample's reward is not a number, so that no mistake can make it count as 0.
             "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
@@ -171,7 +175,7 @@ class ScoringEngine(Engine):
             columns[SCORE + name] = np.where(
                 given, scores.components[:, position], np.float32("nan")
             )
-        sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
+        sample_ids = self._dense(samples, "sample_id")
         return Scored(
             ref=write_batch(self._store, out_key, columns),
             failures=tuple(
@@ -193,14 +197,12 @@ class ScoringEngine(Engine):
         from engines.advantages import estimate
         from engines.jagged import Rows
 
-        rewards, _ = samples.fetch_numpy(self._store, "reward")
-        groups, _ = samples.fetch_numpy(self._store, "group_id")
-        status, _ = samples.fetch_numpy(self._store, "status")
+        rewards = self._dense(samples, "reward")
+        groups = self._dense(samples, "group_id")
+        status = self._dense(samples, "status")
         failed = status == Status.FAILED
         names = [name for name in samples.names if name.startswith(SCORE)]
-        components = {
-            name.removeprefix(SCORE): samples.fetch_numpy(self._store, name)[0] for name in names
-        }
+        components = {name.removeprefix(SCORE): self._dense(samples, name) for name in names}
         metrics = sample_metrics(
             rewards=rewards,
             components=components,
@@ -217,7 +219,7 @@ class ScoringEngine(Engine):
                 "left to train on. The traceback is in the log of the reward tasks."
             )
         kept = samples.take(index)
-        values, offsets = kept.fetch_numpy(self._store, "response_mask")
+        values, offsets = self._jagged(kept, "response_mask")
         rows = Rows.of_offsets(torch.from_numpy(np.asarray(offsets)))
         batch = AdvantageBatch(
             rows=rows,
@@ -251,7 +253,17 @@ class ScoringEngine(Engine):
 
         if column not in samples.names:
             return None
-        return torch.from_numpy(np.array(samples.fetch_numpy(self._store, column)[0]))
+        return torch.from_numpy(np.array(self._jagged(samples, column)[0]))
+
+    def _dense(self, samples: BatchRef, column: str) -> NDArray[Any]:
+        """A column with one number a row, [N]."""
+        return samples.fetch_numpy(self._store, column)[0]
+
+    def _jagged(self, samples: BatchRef, column: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """A jagged column: values [T] and offsets [N + 1]."""
+        values, offsets = samples.fetch_numpy(self._store, column)
+        assert offsets is not None, column
+        return values, offsets
 
     def close(self) -> None:
         """End the reward functions' processes."""

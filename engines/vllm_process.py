@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # vLLM is given so long to end its processes itself, in seconds; then they are killed.
-CLOSE_GRACE = 3.0
+CLOSE_GRACE = 1.0
 
 # The owner's name travels to the children in an environment variable: one start at a time.
 _starting = threading.Lock()

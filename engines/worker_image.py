@@ -11,7 +11,7 @@ dask_settings.apply()  # before Dask reads them
 import distributed.nanny  # noqa: E402
 import distributed.worker  # noqa: E402, F401
 
-import engines.host  # noqa: E402, F401
+import engines.on_worker  # noqa: E402, F401
 from engines.parent_death import die_with_parent  # noqa: E402
 
 die_with_parent()

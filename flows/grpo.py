@@ -18,7 +18,7 @@ from tasks.commit import commit, snapshot
 from tasks.draw import draw
 from tasks.launch import main
 from tasks.logprob import logprob
-from tasks.results import RunSummary, StepSummary
+from tasks.results import RunSummary, StepSummary, result_of
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.run import Run, open_run
@@ -46,7 +46,8 @@ def grpo_step(run: Run, step: int) -> StepSummary:
         synced = weight_sync.submit(run, step, updated)
         if run.snapshot_due(step):
             updated = snapshot.submit(run, step, updated, wait_for=[synced])
-        return commit.submit(run, step, prompts, scored, batch, updated, synced).result()
+        committed = commit.submit(run, step, prompts, scored, batch, updated, synced)
+        return result_of(committed, prompts, *sampled, *scored, batch, updated, synced)
 
 
 @flow(name="grpo", flow_run_name="{config.name}", persist_result=False)

@@ -1,76 +1,244 @@
-"""Commits: what makes a step part of a run."""
+"""Commits: what each RL step took in and put out. A step counts only once it is committed.
+
+The one atomic write is the creation of `steps/<step>/commit.json`: of two writers exactly one
+succeeds. HEAD follows by compare-and-swap and is brought up to date by whoever reads it, should a
+writer die between the two. Each commit holds the digest of its parent, so the chain cannot be
+altered unseen.
+"""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, field_serializer, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
+from storage import documents
+from storage.digests import digest
+from storage.errors import Conflict, ObjectDamaged, ObjectMissing, StoreError
+from storage.leases import RunLease
 from storage.refs import BatchRef
 from storage.runs import RunStore
 from storage.weights import WeightsRef
 
+log = logging.getLogger(__name__)
 
-class Ledger(BaseModel):
-    """Prompts of the run so far."""
+FORMAT = "refrain.commit/1"
+HEAD_FORMAT = "refrain.head/1"
+HEAD_ATTEMPTS = 8
 
-    drawn: int = 0
-    trained: int = 0
-    filtered: int = 0
-    dropped: dict[str, int] = {}
-    in_flight: int = 0
+
+class Record(BaseModel):
+    """Frozen; fields that a later version added are ignored when read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Ledger(Record):
+    """Prompts since the run began, by what became of them. The counts always balance."""
+
+    drawn: int = Field(default=0, ge=0)  # taken from the dataset
+    trained: int = Field(default=0, ge=0)  # whose groups were part of an update
+    filtered: int = Field(default=0, ge=0)  # left out on purpose, such as groups of equal rewards
+    dropped: dict[str, int] = Field(default_factory=dict)  # left out after a failure, by reason
+    in_flight: int = Field(default=0, ge=0)  # drawn by steps that are not committed yet
 
     @model_validator(mode="after")
-    def _balances(self) -> Ledger:
-        used = self.trained + self.filtered + sum(self.dropped.values()) + self.in_flight
-        if used != self.drawn:
-            raise ValueError(f"The ledger does not balance: {self.drawn} drawn, {used} accounted.")
+    def _balances(self) -> Self:
+        wrong = {reason: count for reason, count in self.dropped.items() if count < 0}
+        accounted = self.trained + self.filtered + sum(self.dropped.values()) + self.in_flight
+        if wrong or accounted != self.drawn:
+            raise ValueError(
+                f"The ledger does not balance: {self.drawn} prompts drawn, but {self.trained} "
+                f"trained + {self.filtered} filtered + {self.dropped} dropped + {self.in_flight} "
+                f"in flight = {accounted}."
+            )
         return self
 
+    def plus(self, other: Ledger) -> Ledger:
+        """The sums; for the ledger of one step added to that of all before."""
+        reasons = {**self.dropped, **other.dropped}
+        return Ledger(
+            drawn=self.drawn + other.drawn,
+            trained=self.trained + other.trained,
+            filtered=self.filtered + other.filtered,
+            dropped={r: self.dropped.get(r, 0) + other.dropped.get(r, 0) for r in reasons},
+            in_flight=self.in_flight + other.in_flight,
+        )
 
-class Commit(BaseModel):
-    """One committed step."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+class Commit(Record):
+    """The record of one step. With the snapshot before it and its refs the step can be redone."""
 
-    step: int
-    parent: int
-    refs: dict[str, BatchRef]
-    version_in: WeightsRef
-    version_out: WeightsRef
-    cursor: dict[str, Any]
-    ledger: Ledger
-    metrics: dict[str, float]
-    attempts: list[dict[str, Any]] = []
-    algorithm: dict[str, Any] = {}
+    step: int = Field(ge=1)  # counted from 1; its update makes policy version `step`
+    parent: int = Field(ge=0)  # the step before; 0 for the first of a run
+    algorithm: dict[str, JsonValue] = Field(default_factory=dict)  # its settings
+    refs: dict[str, BatchRef] = Field(default_factory=dict)  # in and out, by name: prompts, batch…
+    version_in: WeightsRef  # that sampled
+    version_out: WeightsRef  # that the update made
+    cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
+    rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
+    ledger: Ledger = Field(default_factory=Ledger)
+    metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number
+    attempts: list[dict[str, JsonValue]] = Field(
+        default_factory=list
+    )  # of its tasks, as they ended
+    epoch: int = 0  # fencing token of the lease under which it was made
+    committed_at: float = Field(default_factory=time.time)  # seconds since 1970
+    parent_digest: str | None = None  # of the parent's commit.json; filled in by `commit`
 
-    @field_validator("refs", mode="before")
+    @field_validator("metrics")
     @classmethod
-    def _read_refs(cls, value: dict[str, Any]) -> dict[str, BatchRef]:
+    def _finite(cls, metrics: dict[str, float | None]) -> dict[str, float | None]:
+        """JSON knows no NaN and no infinity."""
         return {
-            k: v if isinstance(v, BatchRef) else BatchRef.from_json(v) for k, v in value.items()
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in metrics.items()
         }
 
-    @field_serializer("refs")
-    def _write_refs(self, value: dict[str, BatchRef]) -> dict[str, Any]:
-        return {k: v.to_json() for k, v in value.items()}
+    @model_validator(mode="after")
+    def _follows(self) -> Self:
+        if self.parent != self.step - 1:
+            raise ValueError(f"Step {self.step} cannot follow step {self.parent}.")
+        return self
+
+    @property
+    def objects(self) -> frozenset[str]:
+        """Keys of every batch object that the commit names."""
+        return frozenset(key for ref in self.refs.values() for key in ref.objects)
 
 
-def commit(files: RunStore, record: Commit) -> None:
-    """Write the commit, then move HEAD."""
-    files.store.write(files.commit_key(record.step), record.model_dump_json().encode())
-    expected = json.dumps({"step": record.parent}).encode() if record.parent else None
-    files.store.replace(files.head_key, json.dumps({"step": record.step}).encode(), expected)
+def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Commit:
+    """Commit a step: create its commit.json, then move HEAD. Returns the commit as stored.
+
+    `record.parent` must be the last committed step. Committing the same record again is a no-op,
+    so a retry after a lost answer is safe. With a lease, that is checked against the store first.
+    Raises Conflict when another writer committed the step; nothing changes then.
+    """
+    if lease is not None:
+        lease.check()
+        record = record.model_copy(update={"epoch": lease.epoch})
+    current = head(run) or 0
+    if current >= record.step:
+        return _same(run, record)
+    if current != record.parent:
+        raise Conflict(
+            f"Step {record.step} of run {run.run} follows step {record.parent}, but the last "
+            f"committed step is {current}."
+        )
+    if current:
+        stored = digest(run.store.read(run.commit_key(current)))
+        record = record.model_copy(update={"parent_digest": stored})
+    data = documents.encode(FORMAT, record.model_dump(mode="json"))
+    if not run.store.create(run.commit_key(record.step), data):
+        return _same(run, record)
+    _advance(run, record.step, digest(data))
+    return record
 
 
-def head(files: RunStore) -> int | None:
-    """The last committed step."""
-    if not files.store.exists(files.head_key):
+def _same(run: RunStore, record: Commit) -> Commit:
+    """The stored commit of the step, if it says the same as `record`."""
+    stored = read_commit(run, record.step)
+    own = {"committed_at", "epoch", "parent_digest"}
+    if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
+        raise Conflict(
+            f"Step {record.step} of run {run.run} is already committed with other results, "
+            f"by the writer of epoch {stored.epoch}."
+        )
+    head(run)
+    return stored
+
+
+def head(run: RunStore) -> int | None:
+    """The last committed step; None before the first.
+
+    A commit whose writer died before it moved HEAD is found, and HEAD moved for it.
+    """
+    step = _read_head(run).step
+    while (found := _commit_digest(run, step + 1)) is not None:
+        step += 1
+        _advance(run, step, found)
+    return step or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    step: int  # 0 before the first
+    commit_digest: str  # of the step's commit.json
+    data: bytes | None  # of HEAD itself; None before the first step
+
+
+def _read_head(run: RunStore) -> _Head:
+    try:
+        data = run.store.read(run.head_key)
+    except ObjectMissing:
+        return _Head(0, "", None)
+    body = documents.decode(HEAD_FORMAT, run.head_key, data)
+    step, commit_digest = body.get("step"), body.get("commit_digest")
+    if not isinstance(step, int) or not isinstance(commit_digest, str):
+        raise ObjectDamaged(f"Object {run.head_key} names no step.")
+    return _Head(step, commit_digest, data)
+
+
+def _commit_digest(run: RunStore, step: int) -> str | None:
+    """The digest of a step's commit.json; None when the step is not committed."""
+    try:
+        return digest(run.store.read(run.commit_key(step)))
+    except ObjectMissing:
         return None
-    return int(json.loads(files.store.read(files.head_key))["step"])
 
 
-def read_commit(files: RunStore, step: int) -> Commit:
-    """A committed step."""
-    return Commit.model_validate_json(files.store.read(files.commit_key(step)))
+def _advance(run: RunStore, step: int, commit_digest: str) -> None:
+    """Move HEAD on to `step`, unless another process has moved it that far or further."""
+    data = documents.encode(HEAD_FORMAT, {"step": step, "commit_digest": commit_digest})
+    for _ in range(HEAD_ATTEMPTS):
+        found = _read_head(run)
+        if found.step >= step:
+            return
+        try:
+            run.store.replace(run.head_key, data, found.data)
+        except Conflict:
+            continue
+        return
+    raise StoreError(f"HEAD of run {run.run} keeps changing; is another process committing?")
+
+
+def read_commit(run: RunStore, step: int) -> Commit:
+    """The commit of a step. Raises ObjectMissing, ObjectDamaged; logs fields that are unknown."""
+    return _parse(run, step, run.store.read(run.commit_key(step)))
+
+
+def _parse(run: RunStore, step: int, data: bytes) -> Commit:
+    key = run.commit_key(step)
+    body = documents.decode(FORMAT, key, data)
+    unknown = sorted(set(body) - set(Commit.model_fields))
+    if unknown:
+        log.warning("%s has fields that this version does not know: %s", key, ", ".join(unknown))
+    try:
+        return Commit.model_validate(body)
+    except ValueError as error:
+        raise ObjectDamaged(f"Object {key} is no valid commit: {error}") from error
+
+
+def history(run: RunStore) -> Iterator[Commit]:
+    """Every commit from HEAD back to the first, each checked against the one after it.
+
+    Raises ObjectDamaged naming the commit that is not the one its successor (or HEAD) followed.
+    """
+    head(run)
+    newest = _read_head(run)
+    step, expected = newest.step, newest.commit_digest
+    while step:
+        data = run.store.read(run.commit_key(step))
+        if digest(data) != expected:
+            raise ObjectDamaged(
+                f"Object {run.commit_key(step)} was altered: its digest is {digest(data)}, "
+                f"its successor or HEAD says {expected}."
+            )
+        record = _parse(run, step, data)
+        yield record
+        step, expected = record.parent, record.parent_digest or ""

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
-Row: TypeAlias = "dict[str, JsonValue]"
+Row: TypeAlias = "Mapping[str, JsonValue]"  # column -> value; never changed in place
 
 
 def plain(value: object) -> JsonValue:

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 REWARD_MEAN = "reward/mean"
 REWARD_STD = "reward/std"
-KL = "kl"
+KL = "train/kl_ref"
 STAGE_SECONDS = "time/"  # prefix; the stage's name follows
+
+_DENSE = 150  # steps from which points and bars would only blur
 
 _INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
 _REWARD, _KL_COLOUR = "#0b6e99", "#b5541c"
@@ -29,6 +31,7 @@ def progress_png(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 7.5), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -39,6 +42,9 @@ def progress_png(
     _draw_kl(kl, steps, metrics)
     _draw_stages(time, steps, metrics)
     time.set_xlabel("step", color=_MUTED)
+    time.xaxis.set_major_locator(MaxNLocator(integer=True))
+    first = min(steps, default=0)
+    time.set_xlim(first - 0.6, max(max(steps, default=0), first + 9) + 0.6)
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
@@ -59,7 +65,7 @@ def _draw_reward(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str
         axes.fill_between(
             x, low, high, color=_REWARD, alpha=0.13, linewidth=0, label="± 1 standard deviation"
         )
-    axes.plot(at, mean, color=_REWARD, marker=".", markersize=5, linewidth=1.6, label="mean")
+    axes.plot(at, mean, color=_REWARD, marker=_marker(at), linewidth=1.6, label="mean")
     if at:
         axes.legend(frameon=False, fontsize=8, loc="upper left", labelcolor=_MUTED)
 
@@ -67,8 +73,9 @@ def _draw_reward(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str
 def _draw_kl(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]) -> None:
     _style(axes, "KL to the reference (nats per token)")
     at, values = _series(steps, metrics, KL)
-    axes.plot(at, values, color=_KL_COLOUR, marker=".", markersize=5, linewidth=1.6)
+    axes.plot(at, values, color=_KL_COLOUR, marker=_marker(at), linewidth=1.6)
     if not at:
+        axes.set_yticks([])
         axes.text(
             0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center",
             color=_MUTED, fontsize=9,
@@ -80,20 +87,18 @@ def _draw_stages(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str
     stages = dict.fromkeys(
         name for record in metrics for name in record if name.startswith(STAGE_SECONDS)
     )
-    bottom = [0.0] * len(steps)
-    for number, stage in enumerate(stages):
-        seconds = [record.get(stage, 0.0) for record in metrics]
-        axes.bar(
-            steps,
-            seconds,
-            bottom=bottom,
-            width=0.8,
-            color=_STAGES[number % len(_STAGES)],
-            label=stage.removeprefix(STAGE_SECONDS),
-        )
-        bottom = [below + height for below, height in zip(bottom, seconds, strict=True)]
+    seconds = [[record.get(stage, 0.0) for record in metrics] for stage in stages]
+    colours = [_STAGES[number % len(_STAGES)] for number in range(len(stages))]
+    labels = [stage.removeprefix(STAGE_SECONDS) for stage in stages]
+    if len(steps) > _DENSE:
+        axes.stackplot(steps, seconds, colors=colours, labels=labels)
+    else:
+        bottom = [0.0] * len(steps)
+        for heights, colour, label in zip(seconds, colours, labels, strict=True):
+            axes.bar(steps, heights, bottom=bottom, width=0.8, color=colour, label=label)
+            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     if stages:
-        axes.set_ylim(0, max(bottom) * 1.05 or 1)
+        axes.set_ylim(bottom=0)
         axes.legend(
             frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5),
             labelcolor=_MUTED, reverse=True,
@@ -107,13 +112,15 @@ def _series(
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
+def _marker(at: Sequence[int]) -> str:
+    return "." if len(at) <= _DENSE else ""
+
+
 def _style(axes: Axes, title: str) -> None:
     axes.set_title(title, loc="left", fontsize=9.5, color=_INK)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_MUTED, labelsize=8, length=0)
-    axes.margins(x=0.02)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)

@@ -75,7 +75,8 @@ class HubRows(PromptSource):
 class ReasoningGymRows(PromptSource):
     """Problems of a reasoning-gym task: question, answer, and metadata as packed JSON text.
 
-    The library is imported at the first row or check, not before: that takes seconds. A handful of
+    The library is imported at the first row, not before: that takes seconds and 100 MB. So an unknown
+    task shows then, or in engines/rewards.check_rewards, which looks in another process. A handful of
     tasks (word_ladder, ransom_note and others) depend on Python's hash seed, so that another
     process may make another problem of the same number; the row stored with a batch is the one
     that counts.
@@ -132,7 +133,6 @@ class ReasoningGymRows(PromptSource):
         for column in (*needed, *nullable):
             if column not in self.columns:
                 raise missing_column("Row 0", self.name, column, self.columns)
-        self.rows([0])
 
 
 def _similar(name: str, known: Iterable[str]) -> str:

@@ -31,8 +31,7 @@ class PromptSource(ABC):
     def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
         """ValueError that names the first row without one of these columns, and the column.
 
-        A null counts as missing in `needed`, not in `nullable`. A reasoning-gym source checks its
-        task and parameters here too: this is the one call that proves a source fit for a run.
+        A null counts as missing in `needed`, not in `nullable`.
         """
 
     def _in_range(self, indices: Sequence[int]) -> None:

@@ -1,9 +1,130 @@
-"""Placeholder until the storage branch lands."""
+"""What is removed from a run's store, and what never is.
+
+Kept: the newest policy versions, those of kept snapshots, those that the last commit names, tagged
+ones; the newest snapshots; the batches of the newest steps and of every step after the oldest kept
+snapshot, which are needed to rebuild the trainer's state. Every commit.json stays. Nothing newer
+than HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
+from storage import commits, documents, snapshots
+from storage.errors import ObjectMissing
 from storage.runs import RunStore
+from storage.snapshots import MARKER, Snapshot
+from storage.weights import MANIFEST
+
+FORMAT = "refrain.retention/1"
+VERSION_FOLDER = re.compile(r"v(\d+)")
 
 
-def sweep(files: RunStore, **keep: object) -> list[str]:
-    return []
+def sweep(
+    run: RunStore,
+    keep_versions: int,
+    keep_steps: int | None,
+    keep_snapshots: int,
+    tagged: Collection[int] = (),
+) -> list[str]:
+    """Remove what is no longer needed; returns the keys removed, in that order.
+
+    keep_versions: policy versions; keep_steps: steps whose batches stay, None for all;
+    keep_snapshots: of the trainer's state; tagged: versions that always stay. It may be stopped
+    and run again at any time. Run it only under the run's lease.
+    """
+    head = commits.head(run)
+    if head is None:
+        return []
+    marked = [step for step in snapshots.snapshots(run) if step <= head]
+    kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
+    removed = _sweep_snapshots(run, kept)
+    removed += _sweep_versions(run, head, kept, keep_versions, tagged)
+    if keep_steps is not None:
+        oldest = kept[0].step if kept else 0
+        removed += _sweep_batches(run, head, first_kept=min(head - keep_steps, oldest) + 1)
+    return removed
+
+
+def _sweep_snapshots(run: RunStore, kept: list[Snapshot]) -> list[str]:
+    """Snapshots older than the kept ones, and unfinished ones older than the newest of them."""
+    if not kept:
+        return []
+    stay = {snapshot.step for snapshot in kept}
+    folder = f"{run.run}/state"
+    removed = []
+    for name in run.store.children(folder):
+        if name.isdigit() and int(name) not in stay and int(name) < kept[-1].step:
+            removed += _remove(run, run.store.list(f"{folder}/{name}"), MARKER)
+    return removed
+
+
+def _sweep_versions(
+    run: RunStore,
+    head: int,
+    kept: list[Snapshot],
+    keep_versions: int,
+    tagged: Collection[int],
+) -> list[str]:
+    last = commits.read_commit(run, head)
+    named = [last.version_in, last.version_out]
+    named += [commits.read_commit(run, snapshot.step).version_out for snapshot in kept]
+    stay = {ref.version for ref in named} | set(tagged)
+    folder = f"{run.run}/weights"
+    found = [VERSION_FOLDER.fullmatch(name) for name in run.store.children(folder)]
+    versions = sorted(int(match[1]) for match in found if match)
+    published = [version for version in versions if version <= last.version_out.version]
+    stay.update(published[-keep_versions:])
+    removed = []
+    for version in published:
+        if version not in stay:
+            removed += _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
+    return removed
+
+
+def _sweep_batches(run: RunStore, head: int, first_kept: int) -> list[str]:
+    """The stage results of the steps before `first_kept` that no kept commit names."""
+    done = _swept(run)
+    old = [step for step in _steps(run) if done <= step < first_kept]
+    if not old:
+        return []
+    needed: set[str] = set()
+    for step in range(first_kept, head + 1):
+        needed |= commits.read_commit(run, step).objects
+    removed = []
+    spared = False
+    for step in old:
+        keys = run.store.list(run.step_key(step))
+        data = [key for key in keys if key != run.commit_key(step)]
+        spared = spared or not needed.isdisjoint(data)
+        removed += _remove(run, [key for key in data if key not in needed], ".json")
+    if not spared:  # else these steps are looked at again once the commits in need of them are old
+        run.store.write(_swept_key(run), documents.encode(FORMAT, {"steps_below": first_kept}))
+    return removed
+
+
+def _steps(run: RunStore) -> list[int]:
+    return [int(name) for name in run.store.children(f"{run.run}/steps") if name.isdigit()]
+
+
+def _swept_key(run: RunStore) -> str:
+    return f"{run.run}/retention.json"
+
+
+def _swept(run: RunStore) -> int:
+    """Batches of the steps before this one are gone already; saves listing them again."""
+    try:
+        below = documents.read(run.store, _swept_key(run), FORMAT)["steps_below"]
+    except ObjectMissing:
+        return 0
+    return below if isinstance(below, int) else 0
+
+
+def _remove(run: RunStore, keys: list[str], marker: str) -> list[str]:
+    """Delete the keys, those that end like a marker first."""
+    markers = [key for key in keys if key.endswith(marker)]
+    others = [key for key in keys if not key.endswith(marker)]
+    run.store.delete(markers)
+    run.store.delete(others)
+    return markers + others

@@ -1,20 +1,112 @@
-"""Which trainer snapshots a run has. A snapshot counts once its marker is there, written last."""
+"""Snapshots of the trainer's state: folders that torch.distributed.checkpoint writes, and markers.
+
+The engines write the files below `folder(run, step)` (see `address` for where that is); `mark`
+then lists them in marker.json, the last file. A snapshot without a marker does not exist.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
 from storage import documents
-from storage.runs import RunStore
+from storage.digests import Digester
+from storage.errors import ObjectDamaged, StoreError
+from storage.weights import WeightsRef
+
+if TYPE_CHECKING:
+    from storage.runs import RunStore
 
 FORMAT = "refrain.snapshot/1"
+MARKER = "marker.json"
+WINDOW_BYTES = 64 * 2**20  # read at once to make digests
 
 
-def snapshots(files: RunStore) -> list[int]:
-    """Steps after which a whole snapshot was stored, ascending."""
-    keys = files.store.list(f"{files.run}/state/")
-    return sorted(int(key.split("/")[-2]) for key in keys if key.endswith("/marker.json"))
+class StateFile(BaseModel):
+    """One file of a snapshot."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    nbytes: int
+    digest: str | None  # None where it was not made
 
 
-def mark_snapshot(files: RunStore, step: int, record: dict[str, object]) -> None:
-    """Make a snapshot count, after all its data are written."""
-    key = f"{files.state_key(step)}/marker.json"
-    files.store.write(key, documents.encode(FORMAT, record))
+class Snapshot(BaseModel):
+    """The marker of a snapshot: the trainer's state after `step`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int
+    key: str  # folder, relative to the store
+    policy: WeightsRef | None  # the version that the state makes, where the writer knows it
+    files: dict[str, StateFile]  # by path below the folder
+
+
+def address(run: RunStore, step: int) -> str:
+    """Where torch.distributed.checkpoint writes: a path for local stores, an fsspec URL for others
+    (whose file system takes `run.store.options`).
+    """
+    return run.store.url(run.state_key(step)).removeprefix("file://")
+
+
+def mark(
+    run: RunStore, step: int, policy: WeightsRef | None = None, digests: bool = True
+) -> Snapshot:
+    """List the files that were written and make the snapshot count. The first mark stands.
+
+    With `digests` every file is read back once, so that `check` can find damage later; without,
+    only missing and truncated files. Raises StoreError when there are no files.
+    """
+    key = run.state_key(step)
+    files = {}
+    for path in run.store.list(key):
+        name = path.removeprefix(f"{key}/")
+        if name != MARKER:
+            nbytes = run.store.size(path)
+            made = _digest(run, path, nbytes) if digests else None
+            files[name] = StateFile(nbytes=nbytes, digest=made)
+    if not files:
+        raise StoreError(f"There is nothing below {run.store.url(key)} to mark as a snapshot.")
+    snapshot = Snapshot(step=step, key=key, policy=policy, files=files)
+    data = documents.encode(FORMAT, snapshot.model_dump(mode="json"))
+    if run.store.create(f"{key}/{MARKER}", data):
+        return snapshot
+    return read(run, step)
+
+
+def _digest(run: RunStore, key: str, nbytes: int) -> str:
+    total = Digester()
+    for start in range(0, nbytes, WINDOW_BYTES):
+        total.update(run.store.read_ranges([(key, start, min(start + WINDOW_BYTES, nbytes))])[0])
+    return total.digest()
+
+
+def read(run: RunStore, step: int) -> Snapshot:
+    """The marker of a snapshot. Raises ObjectMissing, ObjectDamaged."""
+    body = documents.read(run.store, f"{run.state_key(step)}/{MARKER}", FORMAT)
+    return Snapshot.model_validate(body)
+
+
+def snapshots(run: RunStore) -> list[int]:
+    """Steps that have a marked snapshot, ascending."""
+    folder = f"{run.run}/state"
+    names = [name for name in run.store.children(folder) if name.isdigit()]
+    return sorted(int(n) for n in names if run.store.exists(f"{folder}/{n}/{MARKER}"))
+
+
+def latest(run: RunStore, up_to: int) -> Snapshot | None:
+    """The newest snapshot whose step is at most `up_to`; None when there is none."""
+    found = [step for step in snapshots(run) if step <= up_to]
+    return read(run, found[-1]) if found else None
+
+
+def check(run: RunStore, snapshot: Snapshot) -> None:
+    """Compare every file with the marker. Raises ObjectMissing, ObjectDamaged naming the file."""
+    for name, file in snapshot.files.items():
+        key = f"{snapshot.key}/{name}"
+        found = run.store.size(key)
+        if found != file.nbytes:
+            raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {file.nbytes}.")
+        if file.digest is not None and _digest(run, key, file.nbytes) != file.digest:
+            raise ObjectDamaged(f"Object {key} is damaged: its digest does not match.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,12 +43,16 @@ def code_of(dtype: torch.dtype) -> str:
     return CODES[name]
 
 
+@cache
 def dtype_of(code: str) -> torch.dtype:
+    """The torch dtype of a safetensors code."""
     import torch
 
-    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}[
-        NAMES[code]
-    ]
+    return next(
+        value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype) and name == NAMES[code]
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
@@ -132,11 +137,15 @@ def to_tensordict(rows: int, columns: dict[str, ReadColumn]) -> TensorDict:
     torch refuses arithmetic between nested tensors that do not.
     """
     import torch
-    from tensordict import NonTensorStack, TensorDict
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     shared: dict[bytes, torch.Tensor] = {}
     found: dict[str, object] = {}
     for name, column in columns.items():
+        if column.kind == "json" and rows:
+            # Each row is wrapped, for a row that is a list would be taken for a stack of its own.
+            found[name] = NonTensorStack(*map(NonTensorData, column.rows()))
+            continue
         if column.kind in ("str", "json"):
             found[name] = NonTensorStack.from_list(column.rows())  # type: ignore[arg-type]
             continue

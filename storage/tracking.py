@@ -187,9 +187,9 @@ class Tracker:
             ):
                 if {**known.tags, **tags} == known.tags:
                     return str(known.version)
-            # A server refuses the path of a file that it cannot check to be the run's own.
-            local = uri.startswith(("file:", "/")) and self._database is None
-            source = f"refrain+{uri}" if local else uri
+            # A server refuses a local path outside of the run's own artifacts: hide that it is one.
+            remote = self._database is None
+            source = f"refrain-{uri}" if remote and uri.startswith("file:") else uri
             made = client.create_model_version(name, source, self.run_id, tags=tags)
             return str(made.version)
 
@@ -220,7 +220,8 @@ class Tracker:
         return self._client
 
     def _connect(self) -> MlflowClient:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
+        for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
+            os.environ.setdefault(name, "true")  # MLflow has no other switch; read at its import
         from mlflow import MlflowClient
 
         for name in ("mlflow", "alembic"):

@@ -116,24 +116,35 @@ def publish(
     for number, shard in enumerate(_shards(named, dtype, shard_bytes), 1):
         name = f"model-{number:05d}-{token}.safetensors"
         written[name] = _write_shard(store, f"{key}/{name}", name, shard, dtype, entries)
+    others = {**files, INDEX: _index(entries)}
     manifest = Manifest(
         version=version,
         digest=weights_digest((n, e.dtype, e.shape, e.digest) for n, e in entries.items()),
         nbytes=sum(entry.stop - entry.start for entry in entries.values()),
         tensors=entries,
         files=written
-        | {
-            name: FileEntry(nbytes=len(data), digest=digest(data))
-            for name, data in (*files.items(), (INDEX, _index(entries)))
-        },
+        | {n: FileEntry(nbytes=len(data), digest=digest(data)) for n, data in others.items()},
     )
-    for name, data in (*files.items(), (INDEX, _index(entries))):
-        store.write(f"{key}/{name}", data)
-    data = documents.encode(FORMAT, manifest.model_dump(mode="json"))
-    if not store.create(f"{key}/{MANIFEST}", data):
+    if not _finish(store, key, manifest, others):
         store.delete([f"{key}/{name}" for name in written])
         return _same(open_manifest_at(store, key), key, manifest.digest)
     return _ref(manifest, key)
+
+
+def _finish(store: Store, key: str, manifest: Manifest, others: Mapping[str, bytes]) -> bool:
+    """Write the small files and then the manifest; False when another writer has one there."""
+    if _manifest(store, key) is not None:
+        return False
+    for name, data in others.items():
+        store.write(f"{key}/{name}", data)
+    data = documents.encode(FORMAT, manifest.model_dump(mode="json"))
+    if store.create(f"{key}/{MANIFEST}", data):
+        known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
+        store.delete([left for left in store.list(key) if left not in known])  # of dead writers
+        return True
+    # Its index may have been replaced by ours a moment ago.
+    store.write(f"{key}/{INDEX}", _index(open_manifest_at(store, key).tensors))
+    return False
 
 
 def _distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -273,26 +284,37 @@ def stream(
     is checked. Raises ObjectMissing, and ObjectDamaged naming the tensor.
     """
     manifest = open_manifest(store, ref)
+    for names, views in _read_ahead(store, ref.key, manifest):
+        for name in names:
+            yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name), verify)
+
+
+def _read_ahead(
+    store: Store, key: str, manifest: Manifest
+) -> Iterator[tuple[list[str], dict[str, memoryview]]]:
+    """The names and bytes of each window; of a remote store the next one is already coming."""
     windows = _windows(manifest)
+    if not store.backend.remote:  # mapping costs nothing
+        for window in windows:
+            yield window, _read(store, key, manifest, window)
+        return
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        coming = [pool.submit(_read, store, ref.key, manifest, window) for window in windows[:1]]
+        coming = [pool.submit(_read, store, key, manifest, window) for window in windows[:1]]
         for number, window in enumerate(windows):
             views = coming.pop().result()
-            if number + 1 < len(windows):
-                following = windows[number + 1]
-                coming.append(pool.submit(_read, store, ref.key, manifest, following))
-            for name in window:
-                yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name), verify)
+            for following in windows[number + 1 : number + 2]:
+                coming.append(pool.submit(_read, store, key, manifest, following))
+            yield window, views
 
 
 def _windows(manifest: Manifest) -> list[list[str]]:
-    """Names in order, gathered to about WINDOW_BYTES."""
+    """Names in order, gathered to about WINDOW_BYTES of one file."""
     windows: list[list[str]] = []
-    held = WINDOW_BYTES
+    held, file = WINDOW_BYTES, ""
     for name, entry in manifest.tensors.items():
-        if held >= WINDOW_BYTES:
+        if held >= WINDOW_BYTES or entry.file != file:
             windows.append([])
-            held = 0
+            held, file = 0, entry.file
         windows[-1].append(name)
         held += entry.stop - entry.start
     return windows

@@ -67,6 +67,8 @@ def lineage(run: Run, commit: Commit) -> str:
         "|---|---|---|---|",
     ]
     for name, weights in (("sampled with", commit.version_in), ("gave", commit.version_out)):
+        if weights is None:
+            continue
         lines.append(
             f"| {name} | {weights.version} | `{weights.digest}` | `{run.store.url(weights.key)}` |"
         )
@@ -83,13 +85,13 @@ def lineage(run: Run, commit: Commit) -> str:
         f"Prompts so far: {ledger.drawn} drawn = {ledger.trained} trained + {ledger.filtered} "
         f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
     ]
-    failures = [attempt for attempt in commit.attempts if attempt["error"]]
+    failures = [attempt for attempt in run.attempts_of(commit.step) if attempt.error]
     if failures:
         lines += ["", "| failed attempt | worker | seconds | cause |", "|---|---|---|---|"]
         lines += [
-            f"| {escaped(a['stage'])} {a['shard'] or ''} | {escaped(a['worker'])} "
-            f"| {a['seconds']:.1f} | {escaped(a['error'])[:300]} |"
-            for a in failures
+            f"| {attempt.stage} {attempt.shard or ''} | {escaped(attempt.assignment.worker)} "
+            f"| {attempt.ended - attempt.started:.1f} | {escaped(attempt.error)[:300]} |"
+            for attempt in failures
         ]
     return "\n".join(lines)
 

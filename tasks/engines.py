@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.rollout import RolloutSpec, engine_class, worker_environment
-from engines.train_spec import TrainSpec
-
+from configs.grpo import GRPOConfig
 from engines.cluster import Cluster, open_cluster
 from engines.gang import Gang
 from engines.pool import EnginePool
 from engines.remote import EngineSpec
+from engines.rollout import RolloutSpec, engine_class, worker_environment
 from engines.rollout_pool import RolloutPool
 from engines.scoring import ScoringSpec
+from engines.train_spec import TrainSpec
 from engines.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
-        self.roles = ["reward", "actor", "rollout"] + (["ref"] if run.needs_ref else [])
+        self.roles = ["reward", "actor", "rollout"] + (
+            ["ref"] if needs_reference(run.config) else []
+        )
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once."""
@@ -57,7 +59,9 @@ class Engines:
     def workers(self) -> dict[str, list[str]]:
         """Pool -> names of its live workers; waits for them."""
         cluster = self._made().cluster
-        return {pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run))}
+        return {
+            pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))
+        }
 
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""
@@ -83,16 +87,16 @@ class Engines:
         self._run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
 
     def _open(self) -> Handles:
-        run, config = self._run, self._run.config
+        config = self._run.config
         pools = {
-            name: pool for name, pool in config.cluster.pools.items() if name in used_pools(run)
+            name: pool for name, pool in config.cluster.pools.items() if name in used_pools(config)
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
         cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
         return Handles(
             cluster=cluster,
             actor=self._trainer(cluster, "actor"),
-            ref=self._trainer(cluster, "ref") if run.needs_ref else None,
+            ref=self._trainer(cluster, "ref") if needs_reference(config) else None,
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
         )
@@ -107,6 +111,7 @@ class Engines:
             role=role,
             store_uri=run.store.uri,
             store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
             run=run.name,
             threads=config.cluster.pools[pool].threads,
             seed=config.seed,
@@ -163,6 +168,7 @@ class Engines:
             max_new_tokens=config.rollout.max_new_tokens,
             store_uri=run.store.uri,
             store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
         )
         return EnginePool(
             cluster,
@@ -205,7 +211,13 @@ class Engines:
                 self._handles.result().cluster.close()
 
 
-def used_pools(run: Run) -> set[str]:
+def used_pools(config: GRPOConfig) -> set[str]:
     """Pools on which some role of the run lives; others are not started."""
-    roles = run.config.cluster.roles
-    return {roles.actor, roles.rollout, roles.reward} | ({roles.ref} if run.needs_ref else set())
+    roles = config.cluster.roles
+    used = {roles.actor, roles.rollout, roles.reward}
+    return used | {roles.ref} if needs_reference(config) else used
+
+
+def needs_reference(config: GRPOConfig) -> bool:
+    """Whether the algorithm compares with the frozen reference."""
+    return config.algorithm.kl.coefficient > 0

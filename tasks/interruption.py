@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import signal
 import threading
 from collections.abc import Iterator
@@ -56,7 +57,9 @@ def dashboard_ends(waits: threading.Event, flow_run_id: UUID | None) -> Iterator
                         waits.set()
                         return
 
-    threading.Thread(target=watch, name="dashboard-cancel", daemon=True).start()
+    # The server's address stands in a context variable, which a new thread does not inherit.
+    run = contextvars.copy_context().run
+    threading.Thread(target=run, args=(watch,), name="dashboard-cancel", daemon=True).start()
     try:
         yield
     finally:

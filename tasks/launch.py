@@ -9,7 +9,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from prefect.logging.configuration import setup_logging
 
 from configs import recipes
 from configs.grpo import GRPOConfig
@@ -79,8 +81,9 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
 
 def quiet_libraries() -> None:
     """Keep warnings of Prefect and others off the terminal; Prefect's server still gets its logs."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    setup_logging()  # Prefect read the environment when it was imported
     for name in ("distributed", "alembic", "mlflow", "httpx", "fsspec", "botocore"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -104,7 +107,7 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
             f"There is no run {arguments.resume} in {uri}. Give --resume the name of a run of that "
             "store, or add store.uri=… of another."
         )
-    return recipes.change(model, written["config"], words)
+    return recipes.change(model, cast(dict[str, Any], written["config"]), words)
 
 
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from engines.models import check_model
-
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
-from engines.placement import check_placement
+from engines.models import check_model
+from engines.placement import place_local
 from engines.rewards import check_rewards
 from storage.prompts import open_source
 from storage.store import Store, StoreError
+from tasks.engines import used_pools
 
 
 class PreflightError(ConfigError):
@@ -26,7 +26,8 @@ def check(config: GRPOConfig) -> None:
         source = open_source(config.data.source)
         source.check_columns([config.data.prompt_column])
         check_rewards(config.rewards, config.data, source)
-        check_placement(config.cluster)
+        if config.cluster.kind == "local":
+            place_local({name: config.cluster.pools[name] for name in used_pools(config)})
         Store(config.store.uri, config.store.options).check_writable()
     except (ValueError, StoreError) as error:
         raise PreflightError(str(error)) from error

@@ -50,11 +50,11 @@ class Progress:
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"reward {metrics.get('reward/mean', float('nan')):.3f}",
-            f"loss {metrics.get('loss', float('nan')):+.4f}",
+            f"loss {metrics.get('train/loss', float('nan')):+.4f}",
             f"tokens {metrics.get('response/tokens_mean', float('nan')):.0f}",
         ]
-        if metrics.get("kl/ref"):
-            parts.append(f"kl {metrics['kl/ref']:.4f}")
+        if "train/kl_ref" in metrics:
+            parts.append(f"kl {metrics['train/kl_ref']:.4f}")
         times = ", ".join(
             f"{name} {metrics[f'time/{name}']:.1f}"
             for name in ("rollout", "reward", "logprob", "update", "weight_sync")

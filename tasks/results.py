@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from prefect.futures import PrefectFuture
 
 from engines.rollout import ShardStats
-
 from storage.cursor import Cursor
 from storage.refs import BatchRef
 from storage.weights import WeightsRef
@@ -91,3 +93,17 @@ class RunSummary:
     tracking: str  # URL or command that shows the MLflow run
     plot: str  # path or URL of the curves
     metrics: Metrics = field(default_factory=dict)
+
+
+Result = TypeVar("Result")
+
+
+def result_of(last: PrefectFuture[Result], *before: PrefectFuture[Any]) -> Result:
+    """The result of a step's last task, or the failure of the first task that failed.
+
+    Prefect's own error in that case says only that the last task is not ready.
+    """
+    last.wait()
+    for future in before:
+        future.result()
+    return last.result()

@@ -33,5 +33,8 @@ def start_engines(run: Run) -> Synced:
     """Start every role's engines and give the rollout engines their weights."""
     run.tracker.start()
     workers = start_workers.submit(run)
-    started = [start_engine.submit(run, role, workers) for role in run.engines.roles]
+    started = [
+        start_engine.submit(run, role, workers)  # type: ignore[call-overload]
+        for role in run.engines.roles
+    ]
     return first_sync.submit(run, run.head, started).result()

@@ -20,6 +20,7 @@ class Payload:
     """Argument of the dummy engines."""
 
     tag: str = ""  # to tell specs apart
+    build_seconds: float = 0.0  # how long the engine takes to build
 
 
 class NotYet(InfrastructureError):
@@ -41,11 +42,14 @@ class Dummy(Engine):
         "environ": Call(),
         "spawn": Call(),
         "loaded": Call(),
+        "note": Call(),
+        "say": Call(),
     }
 
     def __init__(self, payload: Payload) -> None:
-        self.tag = payload.tag
+        time.sleep(payload.build_seconds)
         self.counter = 0
+        self.closed = False
         self.lock = threading.Lock()
 
     def count(self) -> int:
@@ -59,8 +63,18 @@ class Dummy(Engine):
         time.sleep(seconds)
         return self.count()
 
-    def fail(self, text: str) -> None:
+    def close(self) -> None:
+        """Remember it."""
+        self.closed = True
+
+    def note(self, path: str) -> None:
+        """Leave a line in a file."""
+        with open(path, "a") as file:
+            file.write("called\n")
+
+    def fail(self, text: str, seconds: float = 0.0) -> None:
         """The user's mistake."""
+        time.sleep(seconds)
         raise ValueError(text)
 
     def fail_softly(self) -> None:
@@ -81,6 +95,10 @@ class Dummy(Engine):
         """Pid of a child that outlives this process unless somebody ends it."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
+    def say(self, text: str) -> None:
+        """Print."""
+        print(text)
+
     def loaded(self, module: str) -> bool:
         """Whether a module has been imported on the worker."""
         return module in sys.modules
@@ -91,17 +109,12 @@ class Summing(Ranked):
 
     REMOTE: ClassVar = {
         "total": Call(split="rows", collect="all"),
-        "total_of_rank_0": Call(split="rows", collect="first"),
-        "joined": Call(split="rows", collect="concat"),
-        "mean": Call(split="rows", collect="reduce"),
-        "fail_on": Call(collect="all"),
         "nap_on": Call(collect="all"),
         "pid": Call(collect="all"),
     }
 
     def __init__(self, payload: Payload) -> None:
         self.rank = 0
-        self.world = 1
 
     def join(
         self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
@@ -110,7 +123,7 @@ class Summing(Ranked):
         import torch.distributed as dist
 
         self.leave()
-        self.rank, self.world = rank, world
+        self.rank = rank
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://{host}:{port}",
@@ -118,7 +131,7 @@ class Summing(Ranked):
             world_size=world,
             timeout=timedelta(seconds=timeout),
         )
-        return f"rank {rank} of generation {generation}"
+        return f"rank {rank} of {world}, generation {generation}"
 
     def leave(self) -> None:
         """Destroy the process group, if any."""
@@ -136,24 +149,6 @@ class Summing(Ranked):
         dist.all_reduce(tensor)
         return float(tensor.item())
 
-    def total_of_rank_0(self, value: float) -> float:
-        """The same, collected otherwise."""
-        return self.total(value)
-
-    def joined(self, rows: list[int]) -> list[int]:
-        """Rows that went through this rank."""
-        return [10 * row for row in rows]
-
-    def mean(self, value: float) -> float:
-        """A number to be averaged over the ranks."""
-        return value
-
-    def fail_on(self, rank: int, text: str) -> None:
-        """One rank makes a mistake, the others wait for it in a collective."""
-        if rank == self.rank:
-            raise ValueError(text)
-        self.total(0.0)
-
     def nap_on(self, rank: int, seconds: float) -> float:
         """One rank comes late to a collective."""
         if rank == self.rank:
@@ -164,10 +159,65 @@ class Summing(Ranked):
         """Process id of the rank."""
         return os.getpid()
 
+
+class Lone(Ranked):
+    """Ranks that only pretend to meet; quick, since they need no torch."""
+
+    REMOTE: ClassVar = {
+        "rows": Call(split="rows", collect="concat"),
+        "mean": Call(split="rows", collect="reduce"),
+        "lead": Call(split="rows", collect="first"),
+        "each": Call(collect="all"),
+        "fail_on": Call(collect="all"),
+        "nap": Call(collect="all"),
+    }
+
+    def __init__(self, payload: Payload) -> None:
+        self.rank = -1
+        self.counter = 0
+
+    def join(
+        self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
+    ) -> tuple[str, int]:
+        """Remember the rank."""
+        self.rank = rank
+        return host, port
+
+    def leave(self) -> None:
+        """Forget it."""
+        self.rank = -1
+
+    def rows(self, rows: list[int]) -> list[int]:
+        """Rows that went through this rank."""
+        return rows
+
+    def mean(self, value: float) -> float:
+        """A number to be averaged over the ranks."""
+        return value
+
+    def lead(self, value: float) -> float:
+        """A number of which rank 0's counts."""
+        return value
+
+    def each(self) -> tuple[int, int]:
+        """Rank, and how often this was called."""
+        self.counter += 1
+        return self.rank, self.counter
+
+    def fail_on(self, rank: int, text: str, machinery: bool = False) -> None:
+        """One rank fails, the others wait for it."""
+        if rank == self.rank:
+            raise NotYet(left=1) if machinery else ValueError(text)
+        time.sleep(60)
+
+    def nap(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
     @staticmethod
-    def concat(method: str, parts: list[list[int]]) -> list[int]:
-        """Rows of all ranks in rank order."""
-        return [row for part in parts for row in part]
+    def concat(method: str, parts: list[list[int]]) -> list[object]:
+        """Parts in rank order, marked."""
+        return ["concat", *parts]
 
     @staticmethod
     def reduce(method: str, parts: list[float]) -> float:
@@ -175,11 +225,17 @@ class Summing(Ranked):
         return sum(parts) / len(parts)
 
 
-def dummy(tag: str = "") -> EngineSpec:
+def dummy(tag: str = "", build_seconds: float = 0.0) -> EngineSpec:
     """A spec of Dummy."""
-    return EngineSpec.of("tests.engines.dummies:Dummy", Payload(tag=tag))
+    payload = Payload(tag=tag, build_seconds=build_seconds)
+    return EngineSpec.of("tests.engines.dummies:Dummy", payload)
 
 
 def summing() -> EngineSpec:
     """A spec of Summing."""
     return EngineSpec.of("tests.engines.dummies:Summing", Payload())
+
+
+def lone() -> EngineSpec:
+    """A spec of Lone."""
+    return EngineSpec.of("tests.engines.dummies:Lone", Payload())

@@ -1,0 +1,160 @@
+"""Attention over packed sequences that may share prompts, as an attention function of transformers.
+
+Tokens of a micro-batch lie in one row, [1, T, H]; a prompt that several responses continue is there
+once. Only attention needs whole sequences: there tokens are copied to slots, one per position of each
+sequence, and the results of the first copies are kept. So linear layers run on each token once and
+no padding, and no [T, T] mask exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+PACKED = "refrain_packed"  # name in transformers' table of attention functions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Sequences of similar length, padded on the right: slots start .. start + sequences x length."""
+
+    start: int
+    sequences: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionLayout:
+    """Where the T tokens of a micro-batch stand in the S slots of its sequences."""
+
+    expand: Tensor  # [S] int64: token in each slot; padding repeats some token
+    collapse: Tensor  # [T] int64: first slot of each token
+    copies: Tensor  # [C, P] int64: all slots of the first P tokens (prompts), then padding slots
+    buckets: tuple[Bucket, ...]  # dense batches for scaled_dot_product_attention; empty: use edges
+    edges: Tensor | None  # [sequences + 1] int32: first slot of each sequence, for varlen_attn
+    longest: int  # positions of the longest sequence
+
+
+class _Expand(torch.autograd.Function):
+    """x[expand]; its backward pass sums copies by gathering, in float32 and in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: AttentionLayout) -> Tensor:
+        ctx.layout = layout
+        return x.index_select(0, layout.expand)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        layout = ctx.layout
+        result = grad.index_select(0, layout.collapse)
+        number, prompts = layout.copies.shape
+        if number > 1:
+            copied = grad.index_select(0, layout.copies.flatten())
+            torch.sum(copied.view(number, prompts, -1), 0, out=result[:prompts])
+        return result, None
+
+
+class _Collapse(torch.autograd.Function):
+    """y[collapse]; its backward pass writes each token's gradient to its first slot."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, layout: AttentionLayout) -> Tensor:
+        ctx.layout, ctx.slots = layout, y.shape[0]
+        return y.index_select(0, layout.collapse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        result = grad.new_zeros(ctx.slots, grad.shape[1])
+        result[ctx.layout.collapse] = grad
+        return result, None
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_layout: AttentionLayout,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal attention of query [1, H, T, D] to key and value [1, G, T, D]; returns [1, T, H, D].
+
+    Raises ValueError for models whose attention is of another kind.
+    """
+    if dropout or softcap is not None or s_aux is not None:
+        raise ValueError(
+            "This model's attention uses dropout, soft-capped scores or sinks, which the packed "
+            "train engine does not compute. Choose another model."
+        )
+    if sliding_window is not None and sliding_window < packed_layout.longest:
+        raise ValueError(
+            f"A sequence of {packed_layout.longest} tokens is longer than the model's attention "
+            f"window of {sliding_window}. Lower rollout.max_new_tokens or filter long prompts."
+        )
+    heads, size = query.shape[1], query.shape[3]
+    q, k, v = (_to_slots(x, packed_layout) for x in (query, key, value))
+    if packed_layout.edges is not None:
+        out = _varlen(q, k, v, packed_layout, scaling)
+    else:
+        out = _dense(q, k, v, packed_layout, scaling)
+    out = _Collapse.apply(out.reshape(-1, heads * size), packed_layout)
+    return out.view(1, -1, heads, size), None
+
+
+def _to_slots(x: Tensor, layout: AttentionLayout) -> Tensor:
+    """[1, H, T, D] -> [S, H, D]."""
+    _, heads, tokens, size = x.shape
+    flat = x.transpose(1, 2).reshape(tokens, heads * size)
+    return _Expand.apply(flat, layout).view(-1, heads, size)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    """By a kernel for sequences of any length, on CUDA."""
+    edges, longest = layout.edges, layout.longest
+    assert edges is not None
+    grouped = q.shape[1] != k.shape[1]
+    out = varlen_attn(
+        *(q, k, v, edges, edges, longest, longest),
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=grouped,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    """Padding stands on the right, so the causal mask alone keeps it from every real token."""
+    parts = []
+    for bucket in layout.buckets:
+        slots = slice(bucket.start, bucket.start + bucket.sequences * bucket.length)
+        query, key, value = (
+            x[slots].view(bucket.sequences, bucket.length, *x.shape[1:]).transpose(1, 2)
+            for x in (q, k, v)
+        )
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        parts.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+AttentionInterface.register(PACKED, packed_attention)

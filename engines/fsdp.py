@@ -1,0 +1,319 @@
+"""The train engine: one rank of a policy (or its frozen reference) sharded by FSDP2.
+
+Every rank gets the same arguments, the whole BatchRef among them, makes the same plan from the
+rows' lengths (engines/packing.py) and reads its own rows only. The loss is in engines/objective.py,
+one optimizer step in engines/update.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from configs.algorithm import AlgorithmConfig
+from engines.models import companion_files, materialize
+from engines.optimizer import Optimizer
+from engines.packed import pack
+from engines.packing import CostModel, plan_logprobs
+from engines.policy import Policy, load_policy, shard
+from engines.remote import Call, Ranked
+from engines.rendezvous import Meeting, meet
+from engines.train_rows import read_lengths, read_micro_batch
+from engines.train_spec import JoinReport, LogprobResult, TrainSpec, UpdateResult
+from engines.trainer_state import load_snapshot, save_snapshot
+from engines.update import Forward, Updater
+from storage.batches import Jagged, write_batch
+from storage.refs import BatchRef
+from storage.runs import RunStore
+from storage.store import Store
+from storage.tensors import code_of
+from storage.weights import WeightsRef, publish, tensor_digest, weights_digest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FSDPEngine(Ranked):
+    """One rank; see the module's docstring."""
+
+    REMOTE: ClassVar[Mapping[str, Call]] = {
+        "logprobs": Call(split="rows", collect="concat"),
+        "update": Call(split="rows", collect="first"),
+        "export_weights": Call(split="none", collect="first"),
+        "save_state": Call(split="none", collect="first"),
+        "load_state": Call(split="none", collect="first"),
+        "score": Call(split="none", collect="first"),
+        "digest": Call(split="none", collect="first"),
+        "status": Call(split="none", collect="all"),
+    }
+
+    def __init__(self, spec: TrainSpec) -> None:
+        self._spec = spec
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._files = RunStore(self._store, spec.run)
+        torch.set_num_threads(spec.threads)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._directory = materialize(spec.model, Path(spec.model_cache))
+        self._policy: Policy | None = load_policy(self._directory)
+        self._optimizer: Optimizer | None = None
+        self._meeting: Meeting | None = None
+
+    # --- the gang -----------------------------------------------------------------------------
+
+    def join(
+        self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
+    ) -> JoinReport:
+        """Meet the other ranks and shard the model, whose weights are then version 0's."""
+        self.leave()
+        self._meeting = meet(
+            rank, world, host, port, self._device, timeout, self._spec.train.deadline
+        )
+        began = time.monotonic()
+        policy = self._policy or load_policy(self._directory)
+        parameters = sum(parameter.numel() for parameter in policy.parameters())
+        self._cost = cost_model(policy)
+        if self._spec.role == "ref":
+            policy.requires_grad_(False)
+        if self._spec.train.gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(policy, self._meeting.group, self._device, self._compute)
+        self._policy = policy.train()
+        if self._spec.role == "actor":
+            self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
+        self.version = 0
+        seconds = {**self._meeting.seconds, "model": time.monotonic() - began}
+        return JoinReport(
+            rank=rank, device=str(self._device), parameters=parameters, seconds=seconds
+        )
+
+    def leave(self) -> None:
+        """Leave the process group and forget the weights; a model that was never sharded stays."""
+        if self._meeting is None:
+            return
+        self._meeting = self._policy = self._optimizer = self.version = None
+        gc.collect()
+
+    def close(self) -> None:
+        """Give memory back."""
+        self.leave()
+        self._policy = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # --- forward passes -----------------------------------------------------------------------
+
+    def logprobs(
+        self,
+        batch: BatchRef,
+        column: Literal["old_logprobs", "ref_logprobs"],
+        out_key: str,
+        temperature: float,
+    ) -> LogprobResult:
+        """Write log-probs of response tokens under the weights held; all rows, in their order.
+
+        Ranks take contiguous rows, so that `concat` gives back the batch's order.
+        """
+        meeting = self._joined()
+        forward = self._forward(temperature)
+        plan = plan_logprobs(
+            read_lengths(self._store, batch),
+            world=meeting.world,
+            budget=self._spec.train.micro_batch_tokens,
+            cost=self._cost,
+        )
+        found: dict[int, np.ndarray] = {}
+        entropy = 0.0
+        for rows in plan.ranks[meeting.rank]:
+            micro = read_micro_batch(self._store, batch, rows, (), self._device)
+            with torch.no_grad():
+                logprobs, entropies = forward(micro.packed)
+            entropy += float((entropies * micro.mask).sum())
+            split = logprobs.float().cpu().split(micro.packed.rows.lengths.tolist())
+            found.update(zip(rows, (row.numpy() for row in split), strict=True))
+        if not found:
+            return LogprobResult(batch=None)
+        if meeting.world > 1:
+            stem, dot, suffix = out_key.rpartition(".")
+            out_key = f"{stem}-{meeting.rank}of{meeting.world}{dot}{suffix}"
+        rows_found = [found[row] for row in sorted(found)]
+        jagged = Jagged(
+            np.concatenate(rows_found), np.cumsum([0, *map(len, rows_found)], dtype=np.int64)
+        )
+        ref = write_batch(self._store, out_key, {column: jagged})
+        tokens = float(sum(map(len, rows_found)))
+        return LogprobResult(batch=ref, metrics={"entropy_sum": entropy, "tokens": tokens})
+
+    @staticmethod
+    def concat(method: str, parts: list[LogprobResult]) -> LogprobResult:
+        """The ranks' rows, in rank order."""
+        assert method == "logprobs", method
+        tokens = sum(part.metrics.get("tokens", 0.0) for part in parts)
+        entropy = sum(part.metrics.get("entropy_sum", 0.0) for part in parts)
+        return LogprobResult(
+            batch=BatchRef.concat([part.batch for part in parts if part.batch is not None]),
+            metrics={"tokens": tokens, "entropy": entropy / max(tokens, 1.0)},
+        )
+
+    def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
+        """Log-probs, at temperature 1, of what follows the first prompt_lengths[i] tokens."""
+        self._joined()
+        pairs = list(zip(token_ids, prompt_lengths, strict=True))
+        packed = pack(
+            [np.asarray(ids[:length], dtype=np.int64) for ids, length in pairs],
+            [np.asarray(ids[length:], dtype=np.int64) for ids, length in pairs],
+            self._device,
+        )
+        with torch.no_grad():
+            logprobs, _ = self._forward(1.0)(packed)
+        return [row.tolist() for row in logprobs.float().cpu().split(packed.rows.lengths.tolist())]
+
+    # --- training -----------------------------------------------------------------------------
+
+    def update(
+        self,
+        batch: BatchRef,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        max_new_tokens: int,
+        step: int,
+    ) -> UpdateResult:
+        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps."""
+        meeting = self._joined()
+        if self._optimizer is None:
+            raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
+        torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
+        self.version = None
+        updater = Updater(
+            store=self._store,
+            meeting=meeting,
+            optimizer=self._optimizer,
+            forward=self._forward(temperature),
+            config=self._spec.train,
+            cost=self._cost,
+        )
+        result = updater.run(batch, algorithm, max_new_tokens, step)
+        self.version = step
+        return result
+
+    # --- weights and state --------------------------------------------------------------------
+
+    def export_weights(self, version: int, dtype: str) -> WeightsRef:
+        """Publish the weights held as a policy version; transformers and vLLM can load its folder.
+
+        All ranks gather each tensor in turn, rank 0 writes it. The output head is among the tensors
+        also where it is tied to the embedding.
+        """
+        meeting = self._joined()
+        target = DTYPES[dtype]
+        if meeting.rank == 0:
+            ref = publish(
+                self._store,
+                self._spec.run,
+                version,
+                self._whole_tensors(target),
+                companion_files(self._directory),
+                target,
+            )
+            _share(meeting.group, [ref])
+            return ref
+        for _ in self._whole_tensors(target):
+            pass
+        return _share(meeting.group, [None])
+
+    def digest(self) -> str:
+        """Digest of all weights to the bit, whatever the number of ranks."""
+        self._joined()
+        return weights_digest(
+            (name, code_of(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
+            for name, tensor in self._whole_tensors(None)
+        )
+
+    def save_state(self, step: int) -> None:
+        """Store weights, optimizer and counters as the snapshot after `step`."""
+        meeting = self._joined()
+        optimizer = self._trained()
+        facts = {"step": step, "steps": optimizer.steps, "applied": optimizer.applied}
+        save_snapshot(self._files, step, self._state(), facts, meeting.group)
+
+    def load_state(self, step: int) -> None:
+        """Go back (or on) to the snapshot after `step`."""
+        meeting = self._joined()
+        optimizer = self._trained()
+        self.version = None
+        facts = load_snapshot(self._files, step, self._state(), meeting.group)
+        optimizer.resume(facts["steps"], facts["applied"])
+        self.version = step
+
+    def status(self) -> dict[str, float]:
+        """Memory (bytes) and progress of this rank."""
+        found = {"optimizer_steps": float(self._optimizer.steps if self._optimizer else 0)}
+        if self._device.type == "cuda":
+            found["memory_peak"] = float(torch.cuda.max_memory_allocated())
+        return found
+
+    def _state(self) -> dict[str, Tensor]:
+        optimizer = self._trained()
+        weights = {f"model.{name}": value.detach() for name, value in optimizer.parameters.items()}
+        return {**weights, **optimizer.moments()}
+
+    def _whole_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every weight, cast before it is gathered; a collective."""
+        assert self._policy is not None
+        for name, tensor in self._policy.model.state_dict().items():
+            value = tensor.detach()
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def _forward(self, temperature: float) -> Forward:
+        assert self._policy is not None
+        return Forward(
+            policy=self._policy,
+            temperature=temperature,
+            chunk=self._spec.train.logit_chunk_tokens,
+            dtype=self._compute,
+        )
+
+    @property
+    def _compute(self) -> torch.dtype:
+        return DTYPES[self._spec.train.compute_dtype]
+
+    def _joined(self) -> Meeting:
+        if self._meeting is None:
+            raise RuntimeError("This engine has not joined its process group. Form the gang first.")
+        return self._meeting
+
+    def _trained(self) -> Optimizer:
+        if self._optimizer is None:
+            raise ValueError(f"An engine of role {self._spec.role} has no trainer state.")
+        return self._optimizer
+
+
+def _share(group: dist.ProcessGroup, value: list[WeightsRef | None]) -> WeightsRef:
+    """Rank 0's value on every rank; also the sign that it has been written."""
+    dist.broadcast_object_list(value, group=group, group_src=0)
+    assert value[0] is not None
+    return value[0]
+
+
+def cost_model(policy: Policy) -> CostModel:
+    """FLOPs of a policy's forward pass, from its shapes."""
+    config = policy.model.config.get_text_config()
+    head, embedding = policy.head, policy.model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    tables = embedding.numel() + (0 if head is embedding else head.numel())
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    return CostModel(
+        per_token=2.0 * (parameters - tables),
+        per_response_token=2.0 * head.numel(),
+        per_square=2.0 * config.hidden_size * config.num_hidden_layers,
+    )

@@ -1,0 +1,98 @@
+"""Starting and ending the node process of a local cluster (engines/node.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from engines.failures import ClusterLost
+from engines.node import NodePlan, WorkerPlan
+from engines.parent_death import kill_all, session
+
+END_TIMEOUT = 3.0  # seconds in which the node process ends all below it and itself
+# Python's helper reports what killed workers left to it as leaks, after it has cleaned up.
+NO_LEAK_WARNING = "ignore::UserWarning:multiprocessing.resource_tracker"
+
+
+class NodeProcess:
+    """The node process of this flow process."""
+
+    def __init__(
+        self, workers: Sequence[WorkerPlan], no_workers_timeout: float, start_timeout: float
+    ) -> None:
+        """Start it and wait (at most `start_timeout` seconds) until its scheduler listens.
+
+        The workers follow; see NodePlan for `no_workers_timeout`.
+        """
+        self._scratch = tempfile.mkdtemp(prefix="refrain-")
+        plan = NodePlan(
+            scratch=self._scratch, no_workers_timeout=no_workers_timeout, workers=tuple(workers)
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", NO_LEAK_WARNING, "-m", "engines.node"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
+            env={
+                **os.environ,
+                # What can be imported here can be imported on the workers.
+                "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
+                # The image that workers are forked from must have no thread pools.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            },
+        )
+        try:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it died at once; said below
+                self._process.stdin.write(json.dumps(plan.model_dump()).encode() + b"\n")
+                self._process.stdin.flush()
+            self.address = self._read_address(start_timeout)
+        except BaseException:
+            self.end()
+            raise
+
+    def _read_address(self, timeout: float) -> str:
+        """The line that the node process writes when its scheduler listens."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                raise ClusterLost(f"the Dask scheduler did not start within {timeout:g} s")
+        line = self._process.stdout.readline().decode().strip()
+        if not line:
+            status = self._process.wait(END_TIMEOUT)
+            raise ClusterLost(f"the Dask scheduler did not start (exit status {status})")
+        return line
+
+    @property
+    def pid(self) -> int:
+        """Process id; also that of the session which all workers belong to."""
+        return self._process.pid
+
+    def exit_status(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """End it: it kills all below it when its input closes. Make sure of that."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT)
+        if self._process.returncode != 0:  # it hangs, or was killed itself and could not clean up
+            kill_all(session(self._process.pid))
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""AdamW with a schedule, a global bound on the gradient, and a guard against what is not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from configs.train import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One optimizer step."""
+
+    grad_norm: float  # of the whole model, before it was bounded
+    learning_rate: float
+    skipped: bool  # nothing was changed, because the gradient's norm is not finite
+
+
+class Optimizer:
+    """The optimizer of a model's (sharded) parameters."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, total_steps: int | None) -> None:
+        self.parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.steps = 0  # made so far, skipped ones too: what the schedule goes by
+        self.applied = 0  # made so far, skipped ones not: what AdamW's bias correction goes by
+        self._config = config
+        self._total = total_steps
+        self._adamw = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._make_state()
+
+    def step(self, finite: bool = True) -> StepReport:
+        """Bound the gradients, apply them, forget them; skip all if something is not finite."""
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self._config.max_grad_norm)
+        size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        rate = learning_rate(self._config, self.steps, self._total)
+        skipped = not (finite and math.isfinite(size))
+        if not skipped:
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+            self.applied += 1
+        self.steps += 1
+        self._adamw.zero_grad(set_to_none=True)
+        return StepReport(grad_norm=size, learning_rate=rate, skipped=skipped)
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's two moments of every parameter, by name; the tensors themselves."""
+        return {
+            f"{moment}.{name}": self._adamw.state[parameter][moment]
+            for name, parameter in self.parameters.items()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+
+    def resume(self, steps: int, applied: int) -> None:
+        """Go on after so many steps, once `moments` have been filled."""
+        self.steps, self.applied = steps, applied
+        for parameter in self.parameters.values():
+            self._adamw.state[parameter]["step"].fill_(float(applied))
+
+    def _make_state(self) -> None:
+        """Make AdamW's state now, so that a snapshot can be read into it."""
+        for parameter in self.parameters.values():
+            self._adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def learning_rate(config: TrainConfig, step: int, total: int | None) -> float:
+    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to 0.
+
+    Warm-up step k of W has (k + 1) / W of the peak; a decay reaches 0 after step `total`.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    if total is None:
+        raise ValueError(
+            f"train.schedule = {config.schedule} needs the number of optimizer steps of the run. "
+            "Set train.schedule = constant, or give TrainSpec.total_steps."
+        )
+    done = (step - config.warmup_steps) / max(total - config.warmup_steps, 1)
+    left = 1.0 - min(done, 1.0)
+    if config.schedule == "linear":
+        return config.learning_rate * left
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * (1 - left)))

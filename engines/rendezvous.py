@@ -1,0 +1,161 @@
+"""How the ranks of a gang meet: bounded phases with names, one process group for each process.
+
+Roles that share a pool are several engines in each of its processes, and take turns; they use one
+group, torch's default one. It stays when an engine leaves, because DTensor remembers groups by name,
+and is made anew when some rank does not know it, because its worker was restarted.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from engines.failures import InfrastructureError
+
+T = TypeVar("T")
+
+PROBE_TIMEOUT = 2.0  # seconds to reach this host's own address
+_identity: str | None = None  # of the group that this process is in
+
+
+class RendezvousFailed(InfrastructureError):
+    """A phase of the rendezvous did not end in time, or ended with an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """The ranks have met."""
+
+    group: dist.ProcessGroup
+    rank: int
+    world: int
+    device: torch.device
+    seconds: dict[str, float]  # by phase
+
+
+def meet(
+    rank: int,
+    world: int,
+    host: str,
+    port: int,
+    device: torch.device,
+    timeout: float,
+    call_timeout: float,
+) -> Meeting:
+    """A process group of all ranks; rank 0 listens at host:port.
+
+    Each phase (store, then gloo or nccl) takes at most `timeout` seconds, a collective later on
+    `call_timeout`. Raises RendezvousFailed naming the phase.
+    """
+    seconds: dict[str, float] = {}
+    where = f"rank {rank} of {world} at {host}:{port}"
+    if world > 1:
+        pin_to_loopback(host)
+    store = _bounded(
+        "store", where, timeout, seconds, lambda: _store(rank, world, host, port, timeout)
+    )
+    layer = "nccl" if device.type == "cuda" else "gloo"
+    group = _bounded(
+        layer, where, timeout, seconds, lambda: _group(store, rank, world, device, call_timeout)
+    )
+    return Meeting(group=group, rank=rank, world=world, device=device, seconds=seconds)
+
+
+def pin_to_loopback(host: str) -> bool:
+    """Have Gloo and NCCL use the loopback device where this host cannot reach its own address.
+
+    Only for ranks that are all on this host, which a loopback meeting point shows. True if pinned.
+    """
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        alone = socket.gethostbyname(host).startswith("127.")
+    except OSError:
+        address, alone = "", host.startswith("127.") or host == "localhost"
+    if not alone or (address and _reaches(address)):
+        return False
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    return True
+
+
+def _reaches(address: str) -> bool:
+    try:
+        with (
+            socket.create_server((address, 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=PROBE_TIMEOUT),
+        ):
+            return True
+    except OSError:
+        return False
+
+
+def _bounded(
+    phase: str, where: str, timeout: float, seconds: dict[str, float], run: Callable[[], T]
+) -> T:
+    """Run a phase in a thread of its own, because no library call can be trusted to end."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            results.append(run())
+        except Exception as error:  # handed to the caller below
+            errors.append(error)
+
+    began = time.monotonic()
+    thread = threading.Thread(target=attempt, name=f"rendezvous-{phase}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    seconds[phase] = time.monotonic() - began
+    if errors:
+        raise RendezvousFailed(f"rendezvous failed in phase {phase} ({where}): {errors[0]}") from (
+            errors[0]
+        )
+    if not results:
+        raise RendezvousFailed(
+            f"rendezvous is stuck in phase {phase} ({where}): not done after {timeout:g} s. "
+            "Check that every rank was started and can reach that address."
+        )
+    return results[0]
+
+
+def _store(rank: int, world: int, host: str, port: int, timeout: float) -> dist.Store:
+    if world == 1:
+        return dist.HashStore()
+    return dist.TCPStore(host, port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))
+
+
+def _group(
+    store: dist.Store, rank: int, world: int, device: torch.device, call_timeout: float
+) -> dist.ProcessGroup:
+    global _identity
+    known = _identity if dist.is_initialized() else None
+    store.set(f"known/{rank}", known or "none")
+    agreed = {store.get(f"known/{other}").decode() for other in range(world)}
+    if known is None or agreed != {known}:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if rank == 0:
+            store.set("identity", uuid.uuid4().hex)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=call_timeout),
+        )
+        _identity = store.get("identity").decode()
+    group = dist.group.WORLD
+    assert group is not None
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects every pair
+    return group

@@ -1,0 +1,37 @@
+"""Look at finished runs: the Prefect dashboard over the database that local runs left.
+
+python -m flows.dashboard
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from tasks.launch import HOME
+from tasks.server import EmbeddedServer, ServerError
+
+
+def main() -> int:
+    """Serve the dashboard until Ctrl-C; returns the exit code."""
+    argparse.ArgumentParser(prog="python -m flows.dashboard", description=__doc__).parse_args()
+    server = EmbeddedServer(HOME / "prefect")
+    server.launch()
+    try:
+        server.wait()
+        print(f"Prefect  {server.address}/runs    (Ctrl-C ends it)", flush=True)
+        print("MLflow   mlflow ui --backend-store-uri sqlite:///.refrain/mlflow.db", flush=True)
+        signal.pause()
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""One Prefect server for all flow tests, and runs of `python -m flows.grpo` against it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.commits import Commit, head, read_commit
+from storage.runs import RunStore
+from storage.store import Store
+from tasks.server import EmbeddedServer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a real Prefect server's API."""
+    server = EmbeddedServer(tmp_path_factory.mktemp("prefect"))
+    server.launch()
+    try:
+        server.wait()
+        yield f"{server.address}/api"
+    finally:
+        server.stop()
+
+
+@dataclass
+class Launched:
+    """A run in a folder of its own."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    store_uri: str
+
+    def end(self, timeout: float = 240) -> tuple[int, str]:
+        """Exit code and everything printed."""
+        out, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, out
+
+    @property
+    def files(self) -> RunStore:
+        """The only run in the store."""
+        store = Store(self.store_uri)
+        (name,) = store.children()
+        return RunStore(store, name)
+
+    def commits(self) -> list[Commit]:
+        """Every committed step."""
+        return [read_commit(self.files, step) for step in range(1, (head(self.files) or 0) + 1)]
+
+    def children(self) -> list[psutil.Process]:
+        """Processes that the run started, whoever their parent is by now."""
+        mark = str(self.folder)
+        found = []
+        for process in psutil.process_iter(["pid", "cwd"]):
+            if process.info["cwd"] == mark and process.pid != self.process.pid:
+                found.append(process)
+        return found
+
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def launch(prefect_api: str, tmp_path: Path) -> Iterator[Launch]:
+    """Start `python -m flows.grpo WORDS` in an empty folder."""
+    started: list[Launched] = []
+
+    def start(*words: str, embedded: bool = False) -> Launched:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment.pop("PREFECT_API_URL", None)
+        if not embedded:
+            environment["PREFECT_API_URL"] = prefect_api
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.grpo", *words],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        run = Launched(tmp_path, process, f"file://{tmp_path}/.refrain/store")
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            run.process.kill()
+            run.process.wait()

@@ -1,0 +1,150 @@
+"""The main job, end to end, on the tiny recipe: real engines, workers, Prefect and MLflow."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from storage.commits import head
+from tests.flows.conftest import Launch, Launched
+
+pytestmark = pytest.mark.cluster
+
+
+def flow_runs(api: str, run: str) -> list[dict]:
+    """The step flow runs of a run's newest flow run."""
+    (parent,) = httpx.post(
+        f"{api}/flow_runs/filter",
+        json={"flow_runs": {"name": {"any_": [run]}}, "sort": "START_TIME_DESC", "limit": 1},
+    ).json()
+    return httpx.post(
+        f"{api}/flow_runs/filter",
+        json={"flow_runs": {"parent_flow_run_id": {"any_": [parent["id"]]}}, "sort": "START_TIME_ASC"},
+    ).json()
+
+
+def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
+    launch: Launch, prefect_api: str
+) -> None:
+    run = launch("tiny", "name=whole", "algorithm.kl.coefficient=0.01")
+    code, out = run.end()
+    assert code == 0, out
+    assert len(re.findall(r"^step \d/3  reward ", out, re.MULTILINE)) == 3, out
+    assert "Traceback" not in out
+    assert "WARN" not in out.upper(), out
+
+    commits = run.commits()
+    assert [commit.step for commit in commits] == [1, 2, 3]
+    for commit in commits:
+        assert commit.version_in.version == commit.step - 1
+        assert commit.version_out.version == commit.step
+        assert len(commit.refs["samples"]) == 16
+        for ref in commit.refs.values():
+            ref.verify(run.files.store)
+        data = commit.refs["batch"].fetch(run.files.store)
+        spans = data["weight_spans"].unbind()
+        assert all(span.tolist()[0::3] == [commit.step - 1] for span in spans)
+        assert set(data["weights_digest"].tolist()) == {commit.version_in.digest}
+        assert commit.metrics["train/kl_ref"] == pytest.approx(0, abs=0.2)
+    assert commits[-1].ledger.drawn == commits[-1].ledger.trained == 12
+
+    from transformers import AutoModelForCausalLM
+
+    folder = run.files.store.url(commits[-1].version_out.key).removeprefix("file://")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.num_hidden_layers == 2
+    assert (run.folder / ".refrain/store" / run.files.run / "progress.png").stat().st_size > 10_000
+
+    steps = flow_runs(prefect_api, "whole")
+    assert [step["name"] for step in steps] == ["step 1", "step 2", "step 3"]
+    assert {step["state_type"] for step in steps} == {"COMPLETED"}
+    names = {
+        task["name"]
+        for task in httpx.post(
+            f"{prefect_api}/task_runs/filter",
+            json={"flow_runs": {"id": {"any_": [steps[1]["id"]]}}, "limit": 100},
+        ).json()
+    }
+    assert {"rollout 1/2", "rollout 2/2", "reward 1/2", "reward 2/2"} <= names
+    artifacts = httpx.post(
+        f"{prefect_api}/artifacts/filter",
+        json={"flow_runs": {"id": {"any_": [steps[1]["id"]]}}},
+    ).json()
+    assert {artifact["type"] for artifact in artifacts} == {"table", "markdown"}
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
+    (page,) = client.search_runs([client.get_experiment_by_name("refrain").experiment_id])
+    assert page.info.status == "FINISHED"
+    history = client.get_metric_history(page.info.run_id, "reward/mean")
+    assert [point.step for point in history] == [1, 2, 3]
+    assert client.get_model_version_by_alias("whole", "latest").tags["refrain.version"] == "3"
+    assert run.children() == []
+
+
+def wait_for_step(run: Launched, step: int, timeout: float = 180) -> None:
+    """Return when a step is committed."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if run.process.poll() is not None:
+            raise AssertionError(run.end()[1])
+        if any(Path(run.folder, ".refrain/store").glob("*/HEAD")) and (head(run.files) or 0) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} was not committed in {timeout} s")
+
+
+def gone(run: Launched, seconds: float) -> bool:
+    """Whether every process of the run ends within some seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not run.children():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_an_interrupt(launch: Launch, number: signal.Signals) -> None:
+    run = launch("tiny", "steps=1000", embedded=number is signal.SIGKILL)
+    wait_for_step(run, 1)
+    assert len(run.children()) >= 4
+    run.process.send_signal(number)
+    assert gone(run, 5), run.children()
+    code, out = run.end(timeout=20)
+    if number is not signal.SIGKILL:
+        assert code == 130, out
+        assert f"--resume {run.files.run}" in out
+        assert "Traceback" not in out, out
+
+
+def test_a_killed_rollout_worker_costs_time_only(launch: Launch) -> None:
+    run = launch(
+        "tiny", "steps=4", "rollout.max_new_tokens=100", "cluster.pools.rollout.workers=2"
+    )
+    wait_for_step(run, 1)
+    for process in run.children():
+        if "rollout-0" in " ".join(process.environ().get(k, "") for k in ("DASK_NAME", "REFRAIN_WORKER")):
+            process.kill()
+    code, out = run.end()
+    assert code == 0, out
+    assert [commit.step for commit in run.commits()] == [1, 2, 3, 4]
+
+
+def test_roles_share_a_pool(launch: Launch) -> None:
+    run = launch(
+        "tiny",
+        "steps=2",
+        "cluster.pools.train.slots=6",
+        "cluster.roles.rollout=train",
+        "cluster.roles.reward=train",
+    )
+    code, out = run.end()
+    assert code == 0, out
+    assert len(run.commits()) == 2
