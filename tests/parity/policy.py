@@ -86,7 +86,9 @@ def bypass_mode(case: Case) -> Answer:
     return answer
 
 
-def _bounds(params: dict[str, Any], names: tuple[str, str] = ("clip_low", "clip_high")):
+def _bounds(
+    params: dict[str, Any], names: tuple[str, str] = ("clip_low", "clip_high")
+) -> dict[str, Any]:
     default = params.get("clip_ratio", 0.2)
     given = (params.get("clip_ratio_low"), params.get("clip_ratio_high"))
     return {n: default if v is None else v for n, v in zip(names, given, strict=True)}

@@ -65,7 +65,9 @@ def controller_case(case: Case) -> Answer:
     return {"value_after_each_update": torch.tensor(after, dtype=torch.float64)}
 
 
-def penalised(case: Case, mask: torch.Tensor, estimator: str, coefficient: float):
+def penalised(
+    case: Case, mask: torch.Tensor, estimator: str, coefficient: float
+) -> tuple[torch.Tensor, float]:
     """Our penalised rewards, metrics."""
     count, width = torch.tensor(case.inputs["token_level_scores"]).shape
     batch = AdvantageBatch(
