@@ -12,6 +12,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 if TYPE_CHECKING:
     from storage.commits import Commit
     from tasks.results import Scored
+    from tasks.retries import Attempt
     from tasks.run import Run
 
 
@@ -25,23 +26,21 @@ def escaped(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(str(text)))
 
 
-def show_step(run: Run, commit: Commit, scored: list[Scored]) -> None:
+def show_step(run: Run, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """The step's table of shards and its lineage note."""
     create_table_artifact(
         key=key(run.name, "shards"),
-        table=[
-            shard_row(run, commit.step, number, shard) for number, shard in enumerate(scored, 1)
-        ],
+        table=[shard_row(number, shard) for number, shard in enumerate(scored, 1)],
         description=f"Shards of step {commit.step}: where each was sampled, and how.",
     )
     create_markdown_artifact(
         key=key(run.name, "lineage"),
-        markdown=lineage(run, commit),
+        markdown=lineage(run, commit, attempts),
         description=f"What went into and came out of step {commit.step}.",
     )
 
 
-def shard_row(run: Run, step: int, number: int, shard: Scored) -> dict[str, str | int | float]:
+def shard_row(number: int, shard: Scored) -> dict[str, str | int | float]:
     """One line of the table of shards."""
     stats = shard.sampled.stats
     return {
@@ -58,7 +57,7 @@ def shard_row(run: Run, step: int, number: int, shard: Scored) -> dict[str, str 
     }
 
 
-def lineage(run: Run, commit: Commit) -> str:
+def lineage(run: Run, commit: Commit, attempts: list[Attempt]) -> str:
     """Markdown: versions, refs, counts and retries of a committed step."""
     lines = [
         f"### Step {commit.step} of {escaped(run.name)}",
@@ -85,7 +84,7 @@ def lineage(run: Run, commit: Commit) -> str:
         f"Prompts so far: {ledger.drawn} drawn = {ledger.trained} trained + {ledger.filtered} "
         f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
     ]
-    failures = [attempt for attempt in run.attempts_of(commit.step) if attempt.error]
+    failures = [attempt for attempt in attempts if attempt.error]
     if failures:
         lines += ["", "| failed attempt | worker | seconds | cause |", "|---|---|---|---|"]
         lines += [

@@ -10,7 +10,7 @@ from storage.refs import BatchRef
 from tasks.artifacts import show_step
 from tasks.metrics import step_metrics
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
-from tasks.retries import OPTIONS, attempted
+from tasks.retries import OPTIONS, Attempt, attempted
 from tasks.run import Run
 
 
@@ -35,7 +35,7 @@ def commit(
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
     Before this nothing of the step counts, after it nothing of it can be lost. What is only shown
-    (MLflow, artifacts, the terminal's line) follows the commit.
+    (MLflow, artifacts) follows in the background, while the next step samples.
     """
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
     samples = BatchRef.concat([shard.ref for shard in scored])
@@ -53,9 +53,10 @@ def commit(
         algorithm=run.config.algorithm.model_dump(mode="json"),
     )
     record = write_commit(run.files, record, run.held)
+    attempts = run.attempts_of(step)
     run.advance(record)
-    show(run, record, scored)
-    run.tidy()
+    run.progress.step_done(step, metrics)
+    run.background.add(lambda: show(run, record, scored, attempts))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
@@ -71,11 +72,11 @@ def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
     )
 
 
-def show(run: Run, record: Commit, scored: list[Scored]) -> None:
-    """Tell people of a committed step: MLflow, the dashboard, the terminal."""
+def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
+    """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
     figures = {name: value for name, value in record.metrics.items() if value is not None}
     run.tracker.step(record.step, figures)
     if run.snapshot_due(record.step) and record.version_out is not None:
         run.tracker.register(record.step, record.version_out)
-    show_step(run, record, scored)
-    run.progress.step_done(record.step, figures)
+    show_step(run, record, scored, attempts)
+    run.tidy()

@@ -24,6 +24,7 @@ from storage.runs import RunStore
 from storage.store import Store
 from storage.weights import WeightsRef
 from tasks.artifacts import show_curves
+from tasks.background import Background
 from tasks.engines import Engines, needs_reference
 from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.interruption import dashboard_ends, signals_end
@@ -68,6 +69,7 @@ class Run:
         self.attempts: list[Attempt] = []
         self.progress = Progress(terminal, config.steps)
         self._probe: tuple[list[list[int]], list[int]] | None = None
+        self.background = Background()
         self.tracker = RunTracker(self)
         self.engines = Engines(self)
 
@@ -122,7 +124,7 @@ class Run:
         self.head = record.step
         self.last = record
         self.cursor = Cursor.from_json(record.cursor)
-        self.attempts = [attempt for attempt in self.attempts if attempt.step >= record.step]
+        self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
 
     def tidy(self) -> None:
         """Remove policy versions, batches and snapshots that the settings do not keep."""
@@ -142,11 +144,13 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.callback(self.held.release)
             stack.callback(self.tracker.finish, error)
+            stack.callback(self.background.stop)
             stack.callback(self.engines.close)
             self.cancelled.set()
 
     def summary(self) -> RunSummary:
         """Where everything is; also leaves the curves in MLflow and on the dashboard."""
+        self.background.drain()
         image = self.tracker.plot()
         if image is not None:
             show_curves(self, image)
