@@ -10,11 +10,11 @@ log-probs and entropy in chunks and in the plain form.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
@@ -34,16 +34,20 @@ from engines.policy_batch import PolicyBatch
 REPEATS = 3
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Least time of a few runs, in seconds."""
-    times = []
+def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Least wall time and least processor time of a few runs, in seconds.
+
+    On a machine with other work the processor time, shared by the threads, tells more.
+    """
+    walls, processors = [], []
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        wall, processor = time.perf_counter(), time.process_time()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+        walls.append(time.perf_counter() - wall)
+        processors.append(time.process_time() - processor)
+    return min(walls), min(processors)
 
 
 def large_batch(samples: int, longest: int, device: torch.device) -> AdvantageBatch:
@@ -77,7 +81,8 @@ def estimators(samples: int, longest: int, device: torch.device) -> None:
     for kind, estimator in ADVANTAGES.items():
         choice = TypeAdapter(Advantage).validate_python({"kind": kind})
         options = choice.arguments()
-        print(f"  {kind:36} {seconds(lambda f=estimator, o=options: f(batch, **o), device):7.3f} s")
+        wall, processor = seconds(lambda f=estimator, o=options: f(batch, **o), device)
+        print(f"  {kind:36} {wall:7.3f} s   processor {processor:7.3f} s")
 
 
 def losses(tokens: int, hidden: int, words: int, device: torch.device) -> None:
@@ -92,9 +97,10 @@ def losses(tokens: int, hidden: int, words: int, device: torch.device) -> None:
     def logprobs() -> Tensor:
         return token_statistics(states, head, labels, chunk=1024).logprobs
 
-    base = seconds(lambda: logprobs().sum().backward(), device)
+    base, processor = seconds(lambda: logprobs().sum().backward(), device)
     print(
-        f"\n{tokens} tokens, {words} words: log-probs forward and backward {base:.3f} s, {device}"
+        f"\n{tokens} tokens, {words} words, {device}: log-probs forward and backward {base:.3f} s "
+        f"(processor {processor:.3f} s)"
     )
     old = logprobs().detach()
     noise = 0.1 * torch.randn_like(old)
@@ -118,7 +124,7 @@ def losses(tokens: int, hidden: int, words: int, device: torch.device) -> None:
             )
             objective(batch, normaliser)[0].backward()
 
-        took = seconds(work, device)
+        took, _ = seconds(work, device)
         print(f"  {kind:36} {1000 * took:7.2f} ms  {100 * took / base:6.2f} %")
 
 
@@ -142,23 +148,28 @@ def memory_of(form: str, tokens: int, hidden: int, words: int, device: torch.dev
     head = torch.randn(words, hidden, device=device, dtype=kind, requires_grad=True)
     labels = torch.randint(0, words, (tokens,), device=device)
     function = {"plain": plain_statistics, "chunked": chunked_statistics}[form]
-    # Load the libraries' own buffers first.
-    chunked_statistics(states[:8], head[:64], labels[:8] % 64).backward()
-    states.grad = head.grad = None
-    before = peak_bytes(device)
-    start = time.perf_counter()
+    # Load the libraries' own buffers, and make the gradients of the inputs, first.
+    chunked_statistics(states[:8], head, labels[:8]).backward()
+    before = peak_bytes(device, reset=True)
+    wall, processor = time.perf_counter(), time.process_time()
     function(states, head, labels).backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    took = time.perf_counter() - start
-    print(f"  {form:8} {(peak_bytes(device) - before) / 2**30:7.2f} GiB  {took:7.2f} s")
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    size = (peak_bytes(device) - before) / 2**30
+    print(f"  {form:8} {size:7.2f} GiB  {wall:7.2f} s   processor {processor:7.2f} s", flush=True)
 
 
-def peak_bytes(device: torch.device) -> int:
-    """Highest memory so far, in bytes: of the process, or of the device's tensors."""
+def peak_bytes(device: torch.device, *, reset: bool = False) -> int:
+    """Highest memory since the last reset, in bytes: of the process, or of the device's tensors."""
     if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts anew
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 
 def main() -> None:
@@ -168,7 +179,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--longest", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of losses and log-probs")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of losses and log-probs")
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--words", type=int, default=49152)
     parser.add_argument("--form", choices=["plain", "chunked"], help="only this form's memory")
@@ -181,7 +192,7 @@ def main() -> None:
         return
     estimators(options.samples, options.longest, device)
     losses(*sizes, device)
-    print(f"\npeak memory beyond the inputs, forward and backward: {sizes} tokens, hidden, words")
+    print(f"\npeak memory beyond inputs and gradients: {sizes} tokens, hidden, words", flush=True)
     for form in ("plain", "chunked"):
         command = [sys.executable, "-m", "benchmarks.maths", *sys.argv[1:], "--form", form]
         subprocess.run(command, check=True)

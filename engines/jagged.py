@@ -97,11 +97,34 @@ class Rows:
         """Position of each token in its row, from 0 [T]."""
         return torch.arange(self.ids.numel(), device=self.ids.device) - self.offsets[self.ids]
 
-    def kept(self, mask: Tensor) -> Rows:
-        """The rows with only the tokens of mask 1, for values[mask]; rows may become empty."""
+    def kept(self, mask: Tensor) -> Kept:
+        """The tokens with mask 1 as rows of their own, which may become empty."""
+        if bool(mask.all()):
+            return Kept(rows=self, index=None, total=mask.numel())
+        index = mask.nonzero().squeeze(-1)
         lengths = self.sum(mask.to(torch.float32)).to(torch.int64)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return Rows(offsets=offsets, ids=torch.masked_select(self.ids, mask))
+        rows = Rows(offsets=offsets, ids=self.ids.index_select(0, index))
+        return Kept(rows=rows, index=index, total=mask.numel())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Some tokens of a batch, and their way there and back."""
+
+    rows: Rows  # of the tokens kept
+    index: Tensor | None  # int64 [kept]; their places among all; None: all are kept
+    total: int  # T, all tokens
+
+    def take(self, values: Tensor) -> Tensor:
+        """[T] -> [kept]."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def put(self, values: Tensor) -> Tensor:
+        """[kept] -> [T], 0 elsewhere."""
+        if self.index is None:
+            return values
+        return values.new_zeros(self.total).index_copy_(0, self.index, values)
 
 
 class _RowSum(torch.autograd.Function):

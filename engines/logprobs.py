@@ -103,7 +103,9 @@ class _TokenStatistics(torch.autograd.Function):
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and grad_weight.dtype == grad.dtype:
+                grad_weight.addmm_(grad.t(), hidden[part])
+            elif grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None

@@ -23,15 +23,15 @@ def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Adv
     whitening. whiten scales A over all tokens to mean 0, variance 1. arXiv:1506.02438.
     """
     assert batch.values is not None, "gae needs the critic's values"
-    rows = batch.rows.kept(batch.mask)
-    values = torch.masked_select(batch.values, batch.mask)
-    delta = batch.dense_kept(rows) - values
-    delta[:-1] += gamma * _inside(values[1:], rows)
-    advantages = discounted_sums(delta, rows, gamma * lam)
+    kept = batch.rows.kept(batch.mask)
+    values = kept.take(batch.values)
+    delta = batch.dense_kept(kept) - values
+    delta[:-1] += gamma * _inside(values[1:], kept.rows)
+    advantages = discounted_sums(delta, kept.rows, gamma * lam)
     returns = advantages + values
     if whiten:
         advantages = whitened(advantages)
-    return Advantages(advantages=batch.scattered(advantages), returns=batch.scattered(returns))
+    return Advantages(advantages=kept.put(advantages), returns=kept.put(returns))
 
 
 def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
@@ -39,15 +39,15 @@ def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
 
     R_t = r_t + gamma R_{t+1}; A = whiten(R).
     """
-    returns = _returns(batch, gamma)
-    return Advantages(
-        advantages=batch.scattered(whitened(returns)), returns=batch.scattered(returns)
-    )
+    kept = batch.rows.kept(batch.mask)
+    returns = discounted_sums(batch.dense_kept(kept), kept.rows, gamma)
+    return Advantages(advantages=kept.put(whitened(returns)), returns=kept.put(returns))
 
 
 def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:
     """No baseline: A_t = R_t = r_t + gamma R_{t+1}. Williams 1992, doi:10.1007/BF00992696."""
-    returns = batch.scattered(_returns(batch, gamma))
+    kept = batch.rows.kept(batch.mask)
+    returns = kept.put(discounted_sums(batch.dense_kept(kept), kept.rows, gamma))
     return Advantages(advantages=returns, returns=returns)
 
 
@@ -74,9 +74,10 @@ def gigpo(
     state that was met once gives 0. arXiv:2505.10978.
     """
     assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
-    rows = batch.rows.kept(batch.mask)
-    turns, first = _turns(rows, torch.masked_select(batch.steps, batch.mask))
-    rewards = turns.sum(batch.dense_kept(rows))
+    kept = batch.rows.kept(batch.mask)
+    rows = kept.rows
+    turns, first = _turns(rows, kept.take(batch.steps))
+    rewards = turns.sum(batch.dense_kept(kept))
     row = rows.ids[first]
     episode = Rows.of_lengths(torch.bincount(row, minlength=rows.count))
     returns = discounted_sums(rewards, episode, gamma)
@@ -94,7 +95,7 @@ def gigpo(
     options = {"baseline": "group", "leave_one_out": False, "epsilon": epsilon}
     per_turn = grpo(of_turns, normalize=kind, lone="zero", **options)  # type: ignore[arg-type]
     per_episode = grpo(batch, normalize=kind, lone="reward", **options)  # type: ignore[arg-type]
-    total = per_episode.advantages + step_weight * batch.scattered(per_turn.advantages)
+    total = per_episode.advantages + step_weight * kept.put(per_turn.advantages)
     return Advantages(advantages=total, returns=total)
 
 
@@ -111,12 +112,6 @@ def rewards_to_go(batch: AdvantageBatch) -> Tensor:
     if batch.token_rewards is None:
         return batch.at_tokens(batch.rewards)
     return discounted_sums(batch.dense(), batch.rows, 1.0)
-
-
-def _returns(batch: AdvantageBatch, gamma: float) -> Tensor:
-    """Discounted return of each token with mask 1."""
-    rows = batch.rows.kept(batch.mask)
-    return discounted_sums(batch.dense_kept(rows), rows, gamma)
 
 
 def _inside(following: Tensor, rows: Rows) -> Tensor:

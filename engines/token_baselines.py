@@ -38,20 +38,19 @@ def multi_turn_optimal_token_baseline(
     returns = rewards_to_go(batch)
     groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
 
-    def kept(values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.masked_select(values, batch.mask)
-
+    kept = batch.rows.kept(batch.mask)
+    weights = batch.correction_weights
     packed = dataclasses.replace(
         batch,
-        rows=batch.rows.kept(batch.mask),
-        mask=torch.masked_select(batch.mask, batch.mask),
-        logprobs=kept(batch.logprobs),
-        sum_pi_squared=kept(batch.sum_pi_squared),
-        correction_weights=kept(batch.correction_weights),
+        rows=kept.rows,
+        mask=kept.take(batch.mask),
+        logprobs=None if batch.logprobs is None else kept.take(batch.logprobs),
+        sum_pi_squared=None if batch.sum_pi_squared is None else kept.take(batch.sum_pi_squared),
+        correction_weights=None if weights is None else kept.take(weights),
     )
-    own = torch.masked_select(returns, batch.mask)
+    own = kept.take(returns)
     baseline = _baseline(packed, groups, own, zero_tail, epsilon)
-    return Advantages(advantages=batch.scattered(own - baseline), returns=returns)
+    return Advantages(advantages=kept.put(own - baseline), returns=returns)
 
 
 def _baseline(
@@ -62,25 +61,27 @@ def _baseline(
     weight = cumulative_sums(_energy(batch), rows).mul_(batch.mask)
     width = int(rows.lengths.max()) if rows.count else 0
     # One slot for each position of each group: the row's first, and on from there.
+    slots = groups.sizes.numel() * width
+    small = torch.int32 if max(slots, rows.ids.numel()) < 2**31 else torch.int64
     first = groups.member * width
-    slot = (first - rows.offsets[:-1])[rows.ids]
-    slot += torch.arange(slot.numel(), device=slot.device)
-    denominator = returns.new_zeros(groups.sizes.numel() * width)
+    slot = (first - rows.offsets[:-1]).to(small).index_select(0, rows.ids)
+    slot += torch.arange(slot.numel(), device=slot.device, dtype=small)
+    denominator = returns.new_zeros(slots)
     numerator = torch.zeros_like(denominator).index_add_(0, slot, weight * returns)
     denominator.index_add_(0, slot, weight)
-    baseline = divide(numerator, denominator + epsilon)[slot]
+    baseline = divide(numerator, denominator + epsilon).index_select(0, slot)
     start = _tail_start(groups, rows.tokens(batch.mask, torch.float64), zero_tail)
-    limit = first + start.clamp(max=width).long()
-    return baseline.mul_(slot < limit[rows.ids])
+    limit = (first + start.clamp(max=width).long()).to(small)
+    return baseline.mul_(slot < limit.index_select(0, rows.ids))
 
 
 def _energy(batch: AdvantageBatch) -> Tensor:
     """What each token adds to W [T], 0 where masked."""
     assert batch.logprobs is not None, "the optimal token baseline needs logprobs"
     assert batch.sum_pi_squared is not None, "the optimal token baseline needs sum_pi_squared"
-    energy = 1 - 2 * batch.logprobs.exp() + batch.sum_pi_squared
+    energy = batch.logprobs.exp().mul_(-2).add_(batch.sum_pi_squared).add_(1)
     if batch.correction_weights is not None:
-        energy = energy * batch.correction_weights.square()
+        energy *= batch.correction_weights.square()
     return torch.where(batch.mask, energy, 0.0)
 
 

@@ -33,9 +33,12 @@ def test_sums_means_and_extremes_of_rows():
     assert rows.masked_mean(values, mask).tolist() == [1.5, 0, 0, 6, 0]
     assert rows.masked_max(values, mask, empty=-1.0).tolist() == [2, -1, -1, 7, -1]
     assert rows.masked_min(values, mask, empty=-1.0).tolist() == [1, -1, -1, 5, -1]
-    assert [found.tolist() for found in rows.kept(mask).ends()] == [[0, 3], [1, 4]]
-    assert rows.kept(mask).lengths.tolist() == [2, 0, 0, 3, 0]
-    assert rows.kept(mask).ids.tolist() == [0, 0, 3, 3, 3]
+    assert [found.tolist() for found in rows.kept(mask).rows.ends()] == [[0, 3], [1, 4]]
+    assert rows.kept(mask).rows.lengths.tolist() == [2, 0, 0, 3, 0]
+    assert rows.kept(mask).rows.ids.tolist() == [0, 0, 3, 3, 3]
+    kept = rows.kept(mask)
+    assert kept.take(values).tolist() == [1, 2, 5, 6, 7]
+    assert kept.put(torch.arange(1.0, 6.0)).tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
 
 
 def test_running_sums_start_anew_in_each_row():
@@ -50,7 +53,7 @@ def test_no_rows_and_no_tokens():
         nothing, mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
         assert rows.sum(nothing).tolist() == [0.0] * len(lengths)
         assert rows.masked_mean(nothing, mask).tolist() == [0.0] * len(lengths)
-        assert rows.kept(mask).ends()[1].numel() == 0
+        assert rows.kept(mask).rows.ends()[1].numel() == 0
         assert discounted_sums(nothing, rows, 0.9).numel() == 0
 
 
