@@ -1,12 +1,15 @@
-"""Log-probs and entropy of tokens from hidden states, in chunks: no [T, V] tensor is ever held."""
+"""Log-probs and entropy of tokens from hidden states; no [T, V] tensor is ever held."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+CACHED_LOGITS = 2**22  # at most held at once on a CPU: 16 MiB, which its cache holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +35,9 @@ def token_statistics(
 ) -> TokenStatistics:
     """Log-probs [T] of labels [T] under softmax(hidden [T, H] weight^T [V, H] / temperature).
 
-    The product runs in hidden's dtype, everything after in float32 (float64 stays float64). At most
-    `chunk` x V logits exist at once, in the backward pass too, which computes them anew.
+    The product runs in hidden's dtype (weight is cast, block by block), everything after in float32
+    (float64 stays float64). At most `chunk` x V logits exist at once, in the backward pass too, which
+    computes them anew.
     """
     logprobs, entropy, squares = _TokenStatistics.apply(
         hidden, weight, labels, temperature, chunk, entropy_gradient, squared
@@ -44,8 +48,9 @@ def token_statistics(
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """With z the logits less their largest, s = log sum exp z, p = exp(z - s): log pi = z_y - s,
-    H = s - sum p z. The largest is kept apart from s, so that large logits cost no digits.
+    """The vocabulary is walked in blocks, all tokens at once, so that each weight is used once a pass
+    and its gradient needs no sum over blocks. Sums are kept relative to the largest logit so far, z:
+    s = sum exp z, t = sum z exp z; then log pi = z_y - log s and H = log s - t / s.
     """
 
     @staticmethod
@@ -60,58 +65,97 @@ class _TokenStatistics(torch.autograd.Function):
         squared: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy, squares, peaks, sums = torch.zeros(
-            5, hidden.shape[0], dtype=kind, device=hidden.device
+        blocks = _Blocks(hidden, weight, labels, temperature, kind, _width(hidden, weight, chunk))
+        sums, products, squares, picked = torch.zeros(
+            4, hidden.shape[0], dtype=kind, device=hidden.device
         ).unbind()
-        for start in range(0, hidden.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, temperature, kind)
-            peaks[part] = logits.amax(-1)
-            logits.sub_(peaks[part, None])
+        peaks = torch.full_like(sums, torch.finfo(kind).min / 4)
+        for start, logits in blocks:
+            higher = torch.maximum(peaks, logits.amax(-1))
+            fall = peaks - higher  # <= 0: what was summed so far shrinks by its exponential
+            peaks = higher
+            rows, columns = blocks.labels_in(start, logits.shape[1])
+            picked[rows] = logits[rows, columns]
+            logits.sub_(peaks[:, None])
             probs = logits.exp()
-            total = probs.sum(-1)
-            sums[part] = total.log()
-            logprobs[part] = logits.gather(-1, labels[part, None]).squeeze(-1) - sums[part]
-            entropy[part] = sums[part] - torch.linalg.vecdot(probs, logits) / total
+            shrink = fall.exp()
+            products.add_(sums * fall).mul_(shrink)
+            sums.mul_(shrink).add_(probs.sum(-1))
             if squared:
-                squares[part] = torch.linalg.vecdot(probs, probs) / total.square()
-        ctx.save_for_backward(hidden, weight, labels, peaks, sums, entropy)
+                squares.mul_(shrink.square()).add_(probs.square().sum(-1))
+            products.add_(logits.mul_(probs).sum(-1))
+        logs = sums.log()
+        logprobs, entropy = picked - peaks - logs, logs - products / sums
+        ctx.save_for_backward(hidden, weight, labels, peaks, logs, entropy)
         ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        squares = squares / sums.square()
         ctx.mark_non_differentiable(*([squares] if entropy_gradient else [squares, entropy]))
         return logprobs, entropy, squares
 
     @staticmethod
-    def backward(
+    def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, peaks, sums, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=sums.dtype)
-        for start in range(0, hidden.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_probs = _logits(hidden[part], weight, ctx.temperature, sums.dtype)
-            log_probs.sub_(peaks[part, None]).sub_(sums[part, None])
-            grad = log_probs.exp()
+        hidden, weight, labels, peaks, logs, entropy = ctx.saved_tensors
+        kind, width = logs.dtype, _width(hidden, weight, ctx.chunk)
+        blocks = _Blocks(hidden, weight, labels, ctx.temperature, kind, width)
+        grad_hidden = torch.zeros_like(hidden, dtype=kind) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        falling = grad_logprobs.neg()[:, None]
+        for start, log_probs in blocks:
+            log_probs.sub_(peaks[:, None]).sub_(logs[:, None])
             if ctx.entropy_gradient:  # dH / dz_j = -p_j (log p_j + H)
-                slope = log_probs.add_(entropy[part, None]).mul_(-grad_entropy[part, None])
-                grad.mul_(slope.sub_(grad_logprobs[part, None]))
+                slope = (log_probs + entropy[:, None]).mul_(-grad_entropy[:, None])
+                grad = log_probs.exp_().mul_(slope.add_(falling))
             else:  # d log pi / dz_j = [j = y] - p_j
-                grad.mul_(-grad_logprobs[part, None])
-            grad.scatter_add_(-1, labels[part, None], grad_logprobs[part, None])
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+                grad = log_probs.exp_().mul_(falling)
+            rows, columns = blocks.labels_in(start, grad.shape[1])
+            grad[rows, columns] += grad_logprobs[rows]
+            if ctx.temperature != 1:
+                grad.div_(ctx.temperature)
+            cast = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ weight
-            if grad_weight is not None and grad_weight.dtype == grad.dtype:
-                grad_weight.addmm_(grad.t(), hidden[part])
-            elif grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+                grad_hidden += cast @ blocks.weight_at(start)
+            if grad_weight is not None:
+                grad_weight[start : start + grad.shape[1]] = cast.t() @ hidden
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float, kind: torch.dtype) -> Tensor:
-    """Logits of a chunk; -inf (a token that cannot be) becomes the least number, whose p is 0."""
-    logits = (hidden @ weight.t()).to(kind).div_(temperature)
-    return logits.clamp_(min=torch.finfo(kind).min / 4)
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Logits of all tokens for one block of the vocabulary after the other."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    temperature: float
+    kind: torch.dtype
+    width: int  # words of a block
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """The first word of each block, and its logits [T, words], which the caller may change."""
+        for start in range(0, self.weight.shape[0], self.width):
+            logits = (self.hidden @ self.weight_at(start).t()).to(self.kind)
+            if self.temperature != 1:
+                logits.div_(self.temperature)
+            # -inf (a word that cannot be) becomes the least number, whose probability is 0.
+            yield start, logits.clamp_(min=torch.finfo(self.kind).min / 4)
+
+    def weight_at(self, start: int) -> Tensor:
+        """The block's rows of the output head, in the dtype of the product."""
+        return self.weight[start : start + self.width].to(self.hidden.dtype)
+
+    def labels_in(self, start: int, words: int) -> tuple[Tensor, Tensor]:
+        """The tokens whose label is in the block, and where in it."""
+        rows = ((self.labels >= start) & (self.labels < start + words)).nonzero().squeeze(-1)
+        return rows, self.labels[rows] - start
+
+
+def _width(hidden: Tensor, weight: Tensor, chunk: int) -> int:
+    """Words of a block: chunk x V logits in all, on a CPU no more than its cache holds."""
+    logits = chunk * weight.shape[0]
+    if hidden.device.type == "cpu":
+        logits = min(logits, CACHED_LOGITS)
+    return max(1, min(weight.shape[0], logits // max(hidden.shape[0], 1)))

@@ -139,7 +139,9 @@ def _group(
     store: dist.Store, rank: int, world: int, device: torch.device, call_timeout: float
 ) -> dist.ProcessGroup:
     global _identity
-    known = _identity if dist.is_initialized() else None
+    known = None
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, world):
+        known = _identity
     store.set(f"known/{rank}", known or "none")
     agreed = {store.get(f"known/{other}").decode() for other in range(world)}
     if known is None or agreed != {known}:

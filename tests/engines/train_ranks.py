@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import socket
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,11 +86,31 @@ def stored(folder: Path, rows: list[Sample], name: str = "batch") -> BatchRef:
     return write_batch(Store(str(folder / "store")), f"run/{name}.safetensors", columns)
 
 
-def in_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """work(rank, world, port, *arguments) in `world` new processes; results in rank order."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(world, maxtasksperchild=1) as pool:
-        pending = [pool.apply_async(work, (rank, world, port, *arguments)) for rank in range(world)]
-        return [result.get(timeout=RANK_TIMEOUT) for result in pending]
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at now."""
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [server.getsockname()[1] for server in servers]
+
+
+class Ranks:
+    """A process for each rank, for several calls: a process takes seconds to import torch."""
+
+    def __init__(self, world: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._processes = [ProcessPoolExecutor(1, mp_context=context) for _ in range(world)]
+
+    def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """work(rank, world, ports, *arguments) in every process; results in rank order."""
+        ports, world = free_ports(4), len(self._processes)
+        pending = [
+            process.submit(work, rank, world, ports, *arguments)
+            for rank, process in enumerate(self._processes)
+        ]
+        return [result.result(timeout=RANK_TIMEOUT) for result in pending]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.shutdown(cancel_futures=True)
