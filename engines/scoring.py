@@ -9,12 +9,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.algorithm import AlgorithmConfig
@@ -22,11 +21,10 @@ from configs.base import Settings
 from configs.data import DataConfig
 from configs.model import Model
 from configs.rewards import RewardsConfig
-from engines.batch_metrics import sample_metrics
 from engines.prompting import prompts_of, tokenize
 from engines.remote import Call, Engine
-from engines.rewards import RewardRunner, resolve_failures
-from storage.batches import Jagged, write_batch
+from engines.rewards import RewardRunner
+from storage.batches import write_batch
 from storage.columns import Status
 from storage.json_values import Row
 from storage.prompts import open_source
@@ -34,9 +32,8 @@ from storage.refs import BatchRef
 from storage.store import Store
 
 if TYPE_CHECKING:
-    import torch
+    from engines.training_batch import TrainingBatch
 
-SCORE = "score/"  # prefix of the columns with each reward function's own score
 PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
 
@@ -48,7 +45,6 @@ class ScoringSpec(Settings):
     model_cache: str = Field(description="Directory for models that are converted or drawn.")
     data: DataConfig = Field(description="Rows and their template.")
     rewards: RewardsConfig = Field(description="Reward functions.")
-    algorithm: AlgorithmConfig = Field(description="Estimator, filters.")
     max_new_tokens: int = Field(description="Longest completion, in tokens.")
     store_uri: str = Field(description="Store of batches.")
     store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
@@ -80,21 +76,6 @@ class Scored:
     failures: tuple[SampleFailure, ...]
     failed: int  # samples
     seconds: float  # in the reward functions
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredBatch:
-    """The samples of a step that train."""
-
-    ref: BatchRef  # the kept samples with advantages
-    trained: int  # groups kept
-    filtered: int  # groups left out by the algorithm's filter
-    dropped: dict[str, int]  # groups left out for a failure, by reason
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-class NothingToTrain(RuntimeError):
-    """No group of a step is left for the update."""
 
 
 class ScoringEngine(Engine):
@@ -154,7 +135,8 @@ class ScoringEngine(Engine):
         repeat = len(samples) // len(prompts)
         found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
         rows = [row for row in found for _ in range(repeat)]
-        ids, offsets = self._jagged(samples, "response_ids")
+        ids, offsets = samples.fetch_numpy(self._store, "response_ids")
+        assert offsets is not None
         completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
         began = time.monotonic()
         scores = self._rewards.score(
@@ -164,7 +146,7 @@ class ScoringEngine(Engine):
             completion_ids,
         )
         seconds = time.monotonic() - began
-        status = self._dense(samples, "status")
+        status, _ = samples.fetch_numpy(self._store, "status")
         columns: dict[str, object] = {
             # A failed sample's reward is not a number, so that no mistake can make it count as 0.
             "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
@@ -172,10 +154,10 @@ class ScoringEngine(Engine):
         }
         for position, name in enumerate(scores.names):
             given = scores.applied[:, position] & ~scores.failed
-            columns[SCORE + name] = np.where(
+            columns[f"score/{name}"] = np.where(
                 given, scores.components[:, position], np.float32("nan")
             )
-        sample_ids = self._dense(samples, "sample_id")
+        sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
         return Scored(
             ref=write_batch(self._store, out_key, columns),
             failures=tuple(
@@ -186,84 +168,18 @@ class ScoringEngine(Engine):
             seconds=seconds,
         )
 
-    def advantages(self, samples: BatchRef, out_key: str) -> ScoredBatch:
+    def advantages(
+        self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str
+    ) -> TrainingBatch:
         """Choose the samples that train, and write their advantages.
 
         Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
         """
-        import torch
+        from engines.training_batch import training_batch
 
-        from engines.advantage_batch import AdvantageBatch
-        from engines.advantages import estimate
-        from engines.jagged import Rows
-
-        rewards = self._dense(samples, "reward")
-        groups = self._dense(samples, "group_id")
-        status = self._dense(samples, "status")
-        failed = status == Status.FAILED
-        names = [name for name in samples.names if name.startswith(SCORE)]
-        components = {name.removeprefix(SCORE): self._dense(samples, name) for name in names}
-        metrics = sample_metrics(
-            rewards=rewards,
-            components=components,
-            failed=failed,
-            truncated=status == Status.TRUNCATED,
-            lengths=samples.lengths(self._store, "response_ids"),
-            groups=groups,
+        return training_batch(
+            self._store, samples, algorithm, self._spec.rewards, self._spec.max_new_tokens, out_key
         )
-        resolution = resolve_failures(groups, failed, self._spec.rewards.on_failure)
-        index = np.flatnonzero(resolution.keep)
-        if not len(index):
-            raise NothingToTrain(
-                f"Scoring failed for {int(failed.sum())} of {len(failed)} samples, and no group is "
-                "left to train on. The traceback is in the log of the reward tasks."
-            )
-        kept = samples.take(index)
-        values, offsets = self._jagged(kept, "response_mask")
-        rows = Rows.of_offsets(torch.from_numpy(np.asarray(offsets)))
-        batch = AdvantageBatch(
-            rows=rows,
-            mask=torch.from_numpy(values.astype(bool)),
-            rewards=torch.from_numpy(rewards[index]),
-            groups=torch.from_numpy(groups[index]),
-            components={
-                name: torch.from_numpy(np.nan_to_num(component[index], nan=0.0))
-                for name, component in components.items()
-            },
-            logprobs=self._tokens(kept, "old_logprobs"),
-            ref_logprobs=self._tokens(kept, "ref_logprobs"),
-        )
-        result = estimate(batch, self._spec.algorithm)
-        columns = {"advantages": Jagged(result.advantages.float().numpy(), offsets)}
-        if result.returns is not None:
-            columns["returns"] = Jagged(result.returns.float().numpy(), offsets)
-        trained = len(np.unique(groups[index]))
-        total = len(np.unique(groups))
-        return ScoredBatch(
-            ref=kept.with_columns(write_batch(self._store, out_key, columns)),
-            trained=trained,
-            filtered=0,
-            dropped={"reward_failed": total - trained} if total > trained else {},
-            metrics=metrics,
-        )
-
-    def _tokens(self, samples: BatchRef, column: str) -> torch.Tensor | None:
-        """A jagged column's values [T], or None where the batch has no such column."""
-        import torch
-
-        if column not in samples.names:
-            return None
-        return torch.from_numpy(np.array(self._jagged(samples, column)[0]))
-
-    def _dense(self, samples: BatchRef, column: str) -> NDArray[Any]:
-        """A column with one number a row, [N]."""
-        return samples.fetch_numpy(self._store, column)[0]
-
-    def _jagged(self, samples: BatchRef, column: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """A jagged column: values [T] and offsets [N + 1]."""
-        values, offsets = samples.fetch_numpy(self._store, column)
-        assert offsets is not None, column
-        return values, offsets
 
     def close(self) -> None:
         """End the reward functions' processes."""

@@ -50,7 +50,7 @@ def commit(
         ledger=(run.last.ledger if run.last else Ledger()).plus(ledger_of(prompts, batch)),
         metrics=metrics,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
-        algorithm=run.config.algorithm.model_dump(mode="json"),
+        algorithm=run.algorithm.model_dump(mode="json"),
     )
     record = write_commit(run.files, record, run.held)
     attempts = run.attempts_of(step)

@@ -130,7 +130,6 @@ class Engines:
             epoch=run.epoch,
             cancel=run.cancelled,
             temperature=config.rollout.temperature,
-            algorithm=config.algorithm,
             max_new_tokens=config.rollout.max_new_tokens,
             on_replay=run.progress.replaying,
         )
@@ -164,7 +163,6 @@ class Engines:
             model_cache=str(MODELS.absolute()),
             data=config.data,
             rewards=config.rewards,
-            algorithm=config.algorithm,
             max_new_tokens=config.rollout.max_new_tokens,
             store_uri=run.store.uri,
             store_options=config.store.options,

@@ -12,8 +12,10 @@ from importlib.metadata import version
 
 from prefect.logging import get_run_logger
 
+from configs.algorithm import AlgorithmConfig
 from configs.environment import user
 from configs.grpo import GRPOConfig
+from engines.kl_control import adapted_coefficient
 from engines.lease import Lease
 from storage.commits import Commit, head, read_commit
 from storage.cursor import Cursor
@@ -80,6 +82,26 @@ class Run:
     def lease(self, step: int, call: str) -> Lease:
         """The right to make a call of a step on this run's behalf."""
         return Lease(run=self.name, epoch=self.epoch, step=step, call=call)
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """The algorithm of the step under way: the recipe's, with the adapted KL coefficient."""
+        recipe = self.config.algorithm
+        if recipe.kl.controller == "fixed" or self.last is None:
+            return recipe
+        before = AlgorithmConfig.model_validate(self.last.algorithm).kl.coefficient
+        measured = self.last.metrics.get("train/kl_ref") or self.last.metrics.get(
+            "advantage/kl_ref"
+        )
+        coefficient = adapted_coefficient(
+            before,
+            measured or 0.0,
+            target=recipe.kl.target,
+            horizon=recipe.kl.horizon,
+            samples=self.config.samples_per_step,
+        )
+        kl = recipe.kl.model_copy(update={"coefficient": coefficient})
+        return recipe.model_copy(update={"kl": kl})
 
     @property
     def needs_logprobs(self) -> bool:

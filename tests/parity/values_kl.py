@@ -6,7 +6,8 @@ import torch
 
 from configs.algorithm import KLConfig
 from engines.advantage_batch import AdvantageBatch
-from engines.kl import KL_ESTIMATORS, adapted_coefficient, penalised_rewards
+from engines.kl import KL_ESTIMATORS, penalised_rewards
+from engines.kl_control import adapted_coefficient
 from engines.value_loss import value_loss
 from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case
