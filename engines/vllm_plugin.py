@@ -62,5 +62,6 @@ def _write_to(log: str) -> None:
     os.dup2(file, 2)
     os.close(file)
     vllm = logging.getLogger("vllm")
-    for logger in (vllm, *vllm.handlers):
-        logger.setLevel(logging.INFO)
+    vllm.setLevel(logging.INFO)
+    for handler in vllm.handlers:
+        handler.setLevel(logging.INFO)
