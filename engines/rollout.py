@@ -185,7 +185,7 @@ class RolloutEngine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Stop decoding; shards in flight keep their place."""
+        """Stop decoding; shards in flight keep their place. Waits for a running sync."""
         ...
 
     def resume(self) -> None:
