@@ -1,6 +1,6 @@
 """Seconds per GRPO step: this project against TRL's GRPOTrainer, on the same machine in one run.
 
-    python -m benchmarks.against_trl --steps 6
+    python -m benchmarks.against_trl --steps 30 --trl-steps 5
 
 Both train SmolLM2-135M-Instruct on reasoning-gym chain_sum: 8 prompts x 8 samples, at most 48 new
 tokens, bf16, one epoch, no reference. Needs the extra `bench`. Each side is a process of its own, so
@@ -120,7 +120,8 @@ def our_steps(steps: int, folder: Path) -> tuple[list[float], list[dict[str, flo
 def main() -> None:
     """Measure both sides in turn and print the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="steps of ours, and of TRL's")
+    parser.add_argument("--trl-steps", type=int, help="steps of TRL's where they are others")
     parser.add_argument("--side", choices=["both", "trl"], default="both")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
@@ -130,9 +131,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         ours, figures = our_steps(arguments.steps, folder)
-        theirs = trl_steps(arguments.steps, folder)
+        theirs = trl_steps(arguments.trl_steps or arguments.steps, folder)
     stages = sorted({name for record in figures for name in record if name.startswith("time/")})
+    rewards = [record["reward/mean"] for record in figures]
     record = {
+        "ours_reward": rewards,
+        "ours_reward_first_and_last_5": [sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5],
         "ours_seconds": ours,
         "trl_seconds": theirs,
         "ours_median": statistics.median(ours[1:]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import task
 
-from tasks.results import Synced
+from tasks.results import Synced, result_of
 from tasks.retries import OPTIONS
 from tasks.run import Run
 from tasks.weight_sync import publish_and_sync
@@ -37,4 +37,5 @@ def start_engines(run: Run) -> Synced:
         start_engine.submit(run, role, workers)  # type: ignore[call-overload]
         for role in run.engines.roles
     ]
-    return first_sync.submit(run, run.head, started).result()
+    synced = first_sync.submit(run, run.head, started)
+    return result_of(synced, workers, *started)
