@@ -54,7 +54,7 @@ def main(socket: int, owner: int) -> None:
         start: Start = connection.recv()
         try:
             answer, ready = _load(start)
-        except Exception as error:  # noqa: BLE001 - sent to the owner, who raises it
+        except Exception as error:
             connection.send(Broken(error=_refusal(start, error)))
             return
         connection.send(ready)
@@ -150,7 +150,7 @@ class FunctionScorer:
             if inspect.isawaitable(result):
                 result = self._loop.run(_finish(result))
             values = [] if result is None else list(result)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        except Exception as error:
             return _failed_call(_describe(error))
         if result is None or len(values) != len(call.completions):
             got = "None" if result is None else f"{len(values)} values"
@@ -182,7 +182,7 @@ class SampleScorer:
                     value = _checked(self._scorer(text, row))
             except SampleTookTooLong:
                 value = f"took longer than {self._seconds:g} s"
-            except Exception as error:  # noqa: BLE001 - recorded as the sample's failure
+            except Exception as error:
                 value = _describe(error)
             if isinstance(value, str):
                 errors[position] = value

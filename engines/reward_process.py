@@ -7,6 +7,7 @@ imports neither torch nor the caller's main module, and dies with its owner.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -100,7 +101,7 @@ class RewardProcess:
             ) from None
         if isinstance(answer, Broken):
             self._end()
-            raise ValueError(answer.error)  # noqa: TRY004
+            raise ValueError(answer.error)
         assert isinstance(answer, Ready)
         self._ready = answer
         return answer
@@ -184,7 +185,5 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill an unreaped process and all that it started in its group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

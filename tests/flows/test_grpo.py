@@ -66,6 +66,7 @@ def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
     steps = flow_runs(prefect_api, "whole")
     assert [step["name"] for step in steps] == ["step 1", "step 2", "step 3"]
     assert {step["state_type"] for step in steps} == {"COMPLETED"}
+    assert [step["tags"] for step in steps] == [["step 1"], ["step 2"], ["step 3"]]
     names = {
         task["name"]
         for task in httpx.post(

@@ -306,7 +306,7 @@ def test_epochs_end() -> None:
     second, cursor = draw(source, cursor, 8, epochs=2)
     last, cursor = draw(source, cursor, 8, epochs=2)
     assert len(last) == 4
-    assert Counter(first + second + last) == Counter({row: 2 for row in range(10)})
+    assert Counter(first + second + last) == Counter(dict.fromkeys(range(10), 2))
     with pytest.raises(Exhausted, match="All 2 epochs of 10 rows"):
         draw(source, cursor, 1, epochs=2)
     assert len(draw(source, cursor, 3, epochs=3)[0]) == 3  # the settings now allow more
