@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # uv does not read pip's settings: hand over the local wheel folder and the index, where pip has one.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_HTTP_TIMEOUT ?= 300
+# Every run starts a dozen Python processes: without bytecode each would compile torch anew.
+export UV_COMPILE_BYTECODE ?= 1
 
 .PHONY: demo test check ui deploy clean
 

@@ -12,6 +12,15 @@ from configs.rollout import RolloutConfig
 from configs.storage import StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
+# What estimators of the catalogue need beyond rewards and log-probs.
+NEEDS_MORE = {
+    "gae": "a critic's values",
+    "remax": "the reward of each prompt's greedy completion",
+    "gigpo": "the states of an agent's turns",
+    "optimal_token_baseline": "sums of squared probabilities",
+    "multi_turn_optimal_token_baseline": "sums of squared probabilities",
+}
+
 
 class GRPOConfig(Settings):
     """Group relative policy optimisation (arXiv:2402.03300) and its relatives."""
@@ -61,6 +70,16 @@ class GRPOConfig(Settings):
             raise ValueError(
                 f"rollout.shards = {self.rollout.shards} is more than prompts_per_step = "
                 f"{self.prompts_per_step}. Set rollout.shards to at most {self.prompts_per_step}."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_has_its_inputs(self) -> "GRPOConfig":
+        kind = self.algorithm.advantage.kind
+        if kind in NEEDS_MORE:
+            raise ValueError(
+                f"algorithm.advantage.kind = {kind} needs {NEEDS_MORE[kind]}, which this flow does "
+                "not make. Set it to grpo, rloo or another estimator that works on rewards alone."
             )
         return self
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engines.jagged import Rows
+from engines.jagged import Kept, Rows
 from engines.metric_sums import MetricSums
 
 
@@ -44,15 +44,21 @@ class AdvantageBatch:
         """Reward of each token [T]: `rewards` stands on the last token with mask 1."""
         if self.token_rewards is not None:
             return self.token_rewards.where(self.mask, 0.0)
-        return torch.where(self.rows.last(self.mask), self.rows.spread(self.rewards), 0.0)
+        kept = self.rows.kept(self.mask)
+        return kept.put(self.dense_kept(kept))
+
+    def dense_kept(self, kept: Kept) -> Tensor:
+        """As dense, of the tokens with mask 1 only; kept: rows.kept(mask)."""
+        if self.token_rewards is not None:
+            return kept.take(self.token_rewards)
+        dense = self.rewards.new_zeros(kept.rows.ids.numel())
+        filled, last = kept.rows.ends()
+        dense[last] = self.rewards[filled]
+        return dense
 
     def at_tokens(self, per_row: Tensor) -> Tensor:
         """A number per sample [N] at each of its tokens [T], 0 where masked, in rewards' dtype."""
         return torch.where(self.mask, self.rows.spread(per_row.to(self.rewards.dtype)), 0.0)
-
-    def scattered(self, values: Tensor) -> Tensor:
-        """values of the tokens with mask 1 at their places [T], 0 where masked."""
-        return torch.zeros_like(self.mask, dtype=values.dtype).masked_scatter_(self.mask, values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,16 +32,18 @@ def select_clip_cov(
 ) -> Tensor:
     """bool [T]: max(ratio T, 1) tokens at random of those with lower < covariance < upper.
 
-    Tokens that the ratio's clip holds back already are no candidates. Random numbers come from
-    torch's default generator; when every candidate fits, the choice is not random.
+    Tokens that the ratio's clip holds back already are no candidates. The choice is drawn from a
+    generator that the candidates seed, so that every rank, and a replay, makes the same.
     """
     candidates = _clip_candidates(batch, clip_low, clip_high, lower, upper)
     allowed = max(int(ratio * int(batch.mask.sum())), 1)
     if int(candidates.sum()) <= allowed:
         return candidates
-    lots = torch.rand(candidates.shape, device=candidates.device).masked_fill(~candidates, -1.0)
+    places = candidates.nonzero().squeeze(-1)
+    generator = torch.Generator().manual_seed(int(places.sum()))
+    drawn = torch.randperm(places.numel(), generator=generator)[:allowed].to(places.device)
     chosen = torch.zeros_like(candidates)
-    chosen[lots.topk(allowed).indices] = True
+    chosen[places[drawn]] = True
     return chosen
 
 

@@ -8,6 +8,7 @@ one optimizer step in engines/update.py.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,9 +58,11 @@ class FSDPEngine(Ranked):
 
     def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options)
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._files = RunStore(self._store, spec.run)
         torch.set_num_threads(spec.threads)
+        # torch 2.13 warns of a renaming in its own checkpointing code.
+        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = materialize(spec.model, Path(spec.model_cache))
         self._policy: Policy | None = load_policy(self._directory)

@@ -14,7 +14,6 @@ from torch import Tensor
 from engines.advantage_batch import AdvantageBatch, Advantages
 from engines.groups import Groups
 from engines.jagged import divide
-from engines.moments import whitened
 
 
 def grpo(
@@ -153,7 +152,11 @@ def reinforce_plus_plus_baseline(batch: AdvantageBatch, *, lone: str) -> Advanta
 
     The whitening counts a sample once per token, so long answers weigh more. arXiv:2501.03262.
     """
-    return _token_whitened(batch, dr_grpo(batch, lone=lone).advantages)
+    rewards = batch.totals()
+    groups = Groups.of(batch.groups, ~rewards.isnan())
+    centred = _centred(groups, rewards, leave_one_out=False)
+    own = rewards.double() if lone == "reward" else torch.zeros_like(centred)
+    return _token_whitened(batch, torch.where(groups.alone(), own, centred), groups.present)
 
 
 def gdpo(
@@ -190,7 +193,7 @@ def gdpo(
         deviation = whole.deviation(total)[whole.member]
         mean = whole.mean(total)[whole.member]
         return _per_sample(batch, whole, divide(total - mean, deviation + epsilon))
-    return _token_whitened(batch, batch.at_tokens(torch.where(present, total, 0.0)))
+    return _token_whitened(batch, total, present)
 
 
 def _centred(groups: Groups, rewards: Tensor, leave_one_out: bool) -> Tensor:
@@ -207,6 +210,12 @@ def _per_sample(batch: AdvantageBatch, groups: Groups, per_row: Tensor) -> Advan
     return Advantages(advantages=advantages, returns=advantages)
 
 
-def _token_whitened(batch: AdvantageBatch, advantages: Tensor) -> Advantages:
-    advantages = torch.where(batch.mask, whitened(advantages, batch.mask), 0.0)
+def _token_whitened(batch: AdvantageBatch, per_row: Tensor, present: Tensor) -> Advantages:
+    """Whitened over all tokens, from one number per sample: a sample counts once per token."""
+    per_row = torch.where(present, per_row, 0.0)
+    tokens = batch.rows.tokens(batch.mask, torch.float64)
+    count = tokens.sum()
+    centred = per_row - divide((tokens * per_row).sum(), count)
+    variance = (tokens * centred.square()).sum() / (count - 1).clamp(min=1)
+    advantages = batch.at_tokens(centred * torch.rsqrt(variance + 1e-8))
     return Advantages(advantages=advantages, returns=advantages)

@@ -135,8 +135,9 @@ class HFEngine(Engine):
         return scores
 
     def pause(self) -> None:
-        """Stop decoding; shards in flight keep their place."""
+        """Stop decoding; shards in flight keep their place. Waits for a running sync."""
         with self._state:
+            self._state.wait_for(lambda: self._sync is None)
             self._check_open()
             self._paused = True
             self._state.wait_for(lambda: not self._busy)

@@ -156,7 +156,7 @@ class Decoding:
         if not self._sampling.stop:
             return False
         reach = max(len(stop) for stop in self._sampling.stop) + _STOP_MARGIN
-        text = self._tokenizer.decode(row.tokens[-reach:])
+        text = self._tokenizer.decode(row.tokens[-reach:], skip_special_tokens=True)
         return any(stop in text for stop in self._sampling.stop)
 
     def _drop_ended(self) -> None:

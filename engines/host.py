@@ -90,7 +90,9 @@ class EngineHost(WorkerPlugin):
         self.records: OrderedDict[CallKey, Outcome] = OrderedDict()
         self.flights: dict[CallKey, Future[Outcome]] = {}
         self.lock = threading.Lock()
-        self.building: dict[str, threading.Lock] = {}
+        # One build at a time, whatever the role: lazy modules (transformers) break when two threads
+        # import from them at once.
+        self.building = threading.Lock()
         self.counter = 0
         self.control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
         for pool in worker.state.total_resources:
@@ -102,9 +104,7 @@ class EngineHost(WorkerPlugin):
 
     def build(self, role: str, spec: EngineSpec) -> BuildReport:
         """Make the engine of a role, unless one of the same digest stands; closes any other."""
-        with self.lock:
-            building = self.building.setdefault(role, threading.Lock())
-        with building:
+        with self.building:
             tenant = self.tenants.get(role)
             fresh = tenant is None or tenant.spec.digest != spec.digest
             if fresh:
@@ -149,9 +149,7 @@ class EngineHost(WorkerPlugin):
 
     def stop(self, role: str) -> bool:
         """Close the engine of a role; False when there is none."""
-        with self.lock:
-            building = self.building.setdefault(role, threading.Lock())
-        with building:
+        with self.building:
             known = role in self.tenants
             self._evict(role)
             return known

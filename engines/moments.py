@@ -20,12 +20,18 @@ def masked_variance(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tens
     return centred.square().sum() / (count - int(unbiased)).clamp(min=1)
 
 
-def whitened(values: Tensor, mask: Tensor, *, shift: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon), figures over mask 1 with divisor n - 1: [T] -> [T].
+def whitened(
+    values: Tensor, mask: Tensor | None = None, *, shift: bool = True, epsilon: float = 1e-8
+) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon), divisor n - 1: [T] -> [T]; no mask: of all values.
 
     shift = false adds the mean again. What stands under mask 0 is transformed too.
     """
-    mean = masked_mean(values, mask)
-    deviation = (masked_variance(values, mask) + epsilon).sqrt()
-    scaled = divide(values - mean, deviation)
+    if mask is None:
+        mean = values.mean() if values.numel() else values.new_zeros(())
+        variance = values.var() if values.numel() > 1 else values.new_zeros(())
+    else:
+        mean, variance = masked_mean(values, mask), masked_variance(values, mask)
+    scale = divide(torch.ones_like(variance), (variance + epsilon).sqrt())
+    scaled = (values - mean).mul_(scale)
     return scaled if shift else scaled + mean

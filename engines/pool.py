@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from engines.calls import build, submit
+from engines.calls import build, stop, submit
 from engines.cluster import Cluster
 from engines.failures import InfrastructureError
 from engines.lease import Lease
@@ -70,10 +70,7 @@ class EnginePool:
         self, method: str, lease: Lease, assignment: Assignment | None = None, **arguments: Any
     ) -> Any:
         """Call a method on one of the pool's engines and wait for its result."""
-        with self._picked() as (name, address):
-            if assignment is not None:
-                assignment.worker = name
-            self.ready(name, address)
+        with self.picked(assignment) as (_, address):
             return self.submit(address, method, lease, arguments)
 
     def submit(self, address: str, method: str, lease: Lease, arguments: Mapping[str, Any]) -> Any:
@@ -91,6 +88,10 @@ class EnginePool:
             )
         except InfrastructureError:
             self.forget(address)
+            # The worker may live on without its engine (vLLM's own process died): a build would
+            # find the dead engine, so it is closed. A worker that is gone has nothing to close.
+            with contextlib.suppress(InfrastructureError, TimeoutError):
+                stop(self.cluster, address, self.role)
             raise
 
     def forget(self, address: str) -> None:
@@ -114,12 +115,16 @@ class EnginePool:
                 self._ready[address] = name
 
     @contextlib.contextmanager
-    def _picked(self) -> Iterator[tuple[str, str]]:
+    def picked(self, assignment: Assignment | None = None) -> Iterator[tuple[str, str]]:
+        """Name and address of the worker with the fewest calls, its engine ready, for the body."""
         workers = self.live()
         with self._lock:
             name = min(sorted(workers), key=lambda worker: self._calls[worker])
             self._calls[name] += 1
+        if assignment is not None:
+            assignment.worker = name
         try:
+            self.ready(name, workers[name])
             yield name, workers[name]
         finally:
             with self._lock:

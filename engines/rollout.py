@@ -72,7 +72,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
-    stop: tuple[str, ...] = ()  # strings that end a completion, kept in it
+    stop: tuple[str, ...] = ()  # end a completion, kept in it; special tokens are no text
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     seed: int | None = None  # None: not reproducible
 
@@ -185,7 +185,7 @@ class RolloutEngine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Stop decoding; shards in flight keep their place."""
+        """Stop decoding; shards in flight keep their place. Waits for a running sync."""
         ...
 
     def resume(self) -> None:
@@ -236,7 +236,11 @@ def worker_environment(config: RolloutConfig) -> dict[str, str]:
     """
     if config.engine != "vllm":
         return {"TOKENIZERS_PARALLELISM": "false"}
+    # Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which
+    # takes seconds and a C++ compiler when the first shard comes.
+    eager = {"TORCHDYNAMO_DISABLE": "1"} if config.enforce_eager else {}
     return {
+        **eager,
         "TOKENIZERS_PARALLELISM": "false",
         # Several workers share the cores: no pinning of threads to cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

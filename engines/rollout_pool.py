@@ -7,6 +7,7 @@ log-probs on a probe against the trainer's.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,7 +88,9 @@ class RolloutPool(EnginePool):
     def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult:
         """Sample a shard on one of the engines."""
         lease = self._lease(request.step, f"generate-{request.shard}-{request.attempt}")
-        return self.call("generate", lease, assignment, request=request)
+        with self.picked(assignment) as (name, address):
+            named = dataclasses.replace(request, worker=name)
+            return self.submit(address, "generate", lease, {"request": named})
 
     def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, Loaded]:
         """Load a version into every live engine; returns worker name -> report.

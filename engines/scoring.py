@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 from pydantic import Field
@@ -21,20 +21,19 @@ from configs.base import Settings
 from configs.data import DataConfig
 from configs.model import Model
 from configs.rewards import RewardsConfig
-from engines.batch_metrics import sample_metrics
 from engines.prompting import prompts_of, tokenize
 from engines.remote import Call, Engine
-from engines.rewards import RewardRunner, resolve_failures
-from storage.batches import Jagged, write_batch
+from engines.rewards import RewardRunner
+from storage.batches import write_batch
 from storage.columns import Status
+from storage.json_values import Row
 from storage.prompts import open_source
 from storage.refs import BatchRef
 from storage.store import Store
 
 if TYPE_CHECKING:
-    import torch
+    from engines.training_batch import TrainingBatch
 
-SCORE = "score/"  # prefix of the columns with each reward function's own score
 PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
 
@@ -46,10 +45,10 @@ class ScoringSpec(Settings):
     model_cache: str = Field(description="Directory for models that are converted or drawn.")
     data: DataConfig = Field(description="Rows and their template.")
     rewards: RewardsConfig = Field(description="Reward functions.")
-    algorithm: AlgorithmConfig = Field(description="Estimator, filters.")
     max_new_tokens: int = Field(description="Longest completion, in tokens.")
     store_uri: str = Field(description="Store of batches.")
     store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,21 +78,6 @@ class Scored:
     seconds: float  # in the reward functions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredBatch:
-    """The samples of a step that train."""
-
-    ref: BatchRef  # the kept samples with advantages
-    trained: int  # groups kept
-    filtered: int  # groups left out by the algorithm's filter
-    dropped: dict[str, int]  # groups left out for a failure, by reason
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-class NothingToTrain(RuntimeError):
-    """No group of a step is left for the update."""
-
-
 class ScoringEngine(Engine):
     """Prompts, rewards and advantages; see the module's docstring."""
 
@@ -108,7 +92,7 @@ class ScoringEngine(Engine):
         from engines.models import materialize, tokenizer
 
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options)
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._tokenizer = tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
         self._rewards = RewardRunner(spec.rewards, spec.data)
@@ -149,8 +133,10 @@ class ScoringEngine(Engine):
     def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> Scored:
         """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
         repeat = len(samples) // len(prompts)
-        rows = [row for row in prompts.fetch_list(self._store, "row") for _ in range(repeat)]
+        found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
+        rows = [row for row in found for _ in range(repeat)]
         ids, offsets = samples.fetch_numpy(self._store, "response_ids")
+        assert offsets is not None
         completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
         began = time.monotonic()
         scores = self._rewards.score(
@@ -168,7 +154,7 @@ class ScoringEngine(Engine):
         }
         for position, name in enumerate(scores.names):
             given = scores.applied[:, position] & ~scores.failed
-            columns[SCORE + name] = np.where(
+            columns[f"score/{name}"] = np.where(
                 given, scores.components[:, position], np.float32("nan")
             )
         sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
@@ -182,76 +168,18 @@ class ScoringEngine(Engine):
             seconds=seconds,
         )
 
-    def advantages(self, samples: BatchRef, out_key: str) -> ScoredBatch:
+    def advantages(
+        self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str
+    ) -> TrainingBatch:
         """Choose the samples that train, and write their advantages.
 
         Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
         """
-        import torch
+        from engines.training_batch import training_batch
 
-        from engines.advantage_batch import AdvantageBatch
-        from engines.advantages import estimate
-        from engines.jagged import Rows
-
-        rewards, _ = samples.fetch_numpy(self._store, "reward")
-        groups, _ = samples.fetch_numpy(self._store, "group_id")
-        status, _ = samples.fetch_numpy(self._store, "status")
-        failed = status == Status.FAILED
-        names = [name for name in samples.names if name.startswith(SCORE)]
-        components = {
-            name.removeprefix(SCORE): samples.fetch_numpy(self._store, name)[0] for name in names
-        }
-        metrics = sample_metrics(
-            rewards=rewards,
-            components=components,
-            failed=failed,
-            truncated=status == Status.TRUNCATED,
-            lengths=samples.lengths(self._store, "response_ids"),
-            groups=groups,
+        return training_batch(
+            self._store, samples, algorithm, self._spec.rewards, self._spec.max_new_tokens, out_key
         )
-        resolution = resolve_failures(groups, failed, self._spec.rewards.on_failure)
-        index = np.flatnonzero(resolution.keep)
-        if not len(index):
-            raise NothingToTrain(
-                f"Scoring failed for {int(failed.sum())} of {len(failed)} samples, and no group is "
-                "left to train on. The traceback is in the log of the reward tasks."
-            )
-        kept = samples.take(index)
-        values, offsets = kept.fetch_numpy(self._store, "response_mask")
-        rows = Rows.of_offsets(torch.from_numpy(np.asarray(offsets)))
-        batch = AdvantageBatch(
-            rows=rows,
-            mask=torch.from_numpy(values.astype(bool)),
-            rewards=torch.from_numpy(rewards[index]),
-            groups=torch.from_numpy(groups[index]),
-            components={
-                name: torch.from_numpy(np.nan_to_num(component[index], nan=0.0))
-                for name, component in components.items()
-            },
-            logprobs=self._tokens(kept, "old_logprobs"),
-            ref_logprobs=self._tokens(kept, "ref_logprobs"),
-        )
-        result = estimate(batch, self._spec.algorithm)
-        columns = {"advantages": Jagged(result.advantages.float().numpy(), offsets)}
-        if result.returns is not None:
-            columns["returns"] = Jagged(result.returns.float().numpy(), offsets)
-        trained = len(np.unique(groups[index]))
-        total = len(np.unique(groups))
-        return ScoredBatch(
-            ref=kept.with_columns(write_batch(self._store, out_key, columns)),
-            trained=trained,
-            filtered=0,
-            dropped={"reward_failed": total - trained} if total > trained else {},
-            metrics=metrics,
-        )
-
-    def _tokens(self, samples: BatchRef, column: str) -> torch.Tensor | None:
-        """A jagged column's values [T], or None where the batch has no such column."""
-        import torch
-
-        if column not in samples.names:
-            return None
-        return torch.from_numpy(np.array(samples.fetch_numpy(self._store, column)[0]))
 
     def close(self) -> None:
         """End the reward functions' processes."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engines.groups import Groups
 from engines.jagged import Rows, divide
+from engines.scans import cumulative_sums
 
 
 def overlong_penalty(
@@ -67,4 +68,4 @@ def without_truncated(mask: Tensor, rows: Rows, truncated: Tensor) -> Tensor:
 def mask_through_end(ids: Tensor, rows: Rows, end_ids: Tensor) -> Tensor:
     """bool [T]: True up to the first of end_ids in each row, itself included."""
     ended = torch.isin(ids, end_ids).to(torch.float64)
-    return rows.cumulative(ended) - ended == 0
+    return cumulative_sums(ended, rows) - ended == 0

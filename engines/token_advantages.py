@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engines.advantage_batch import AdvantageBatch, Advantages
 from engines.group_advantages import grpo
+from engines.groups import Groups
 from engines.jagged import Rows
 from engines.moments import whitened
 from engines.scans import discounted_sums
@@ -22,14 +23,15 @@ def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Adv
     whitening. whiten scales A over all tokens to mean 0, variance 1. arXiv:1506.02438.
     """
     assert batch.values is not None, "gae needs the critic's values"
-    rows = batch.rows.kept(batch.mask)
-    values = batch.values[batch.mask]
-    delta = batch.dense()[batch.mask] + gamma * _following(values, rows) - values
-    advantages = discounted_sums(delta, rows, gamma * lam)
+    kept = batch.rows.kept(batch.mask)
+    values = kept.take(batch.values)
+    delta = batch.dense_kept(kept) - values
+    delta[:-1] += gamma * _inside(values[1:], kept.rows)
+    advantages = discounted_sums(delta, kept.rows, gamma * lam)
     returns = advantages + values
     if whiten:
-        advantages = whitened(advantages, torch.ones_like(advantages, dtype=torch.bool))
-    return Advantages(advantages=batch.scattered(advantages), returns=batch.scattered(returns))
+        advantages = whitened(advantages)
+    return Advantages(advantages=kept.put(advantages), returns=kept.put(returns))
 
 
 def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
@@ -37,14 +39,15 @@ def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
 
     R_t = r_t + gamma R_{t+1}; A = whiten(R).
     """
-    returns = _returns(batch, gamma)
-    scaled = whitened(returns, torch.ones_like(returns, dtype=torch.bool))
-    return Advantages(advantages=batch.scattered(scaled), returns=batch.scattered(returns))
+    kept = batch.rows.kept(batch.mask)
+    returns = discounted_sums(batch.dense_kept(kept), kept.rows, gamma)
+    return Advantages(advantages=kept.put(whitened(returns)), returns=kept.put(returns))
 
 
 def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:
     """No baseline: A_t = R_t = r_t + gamma R_{t+1}. Williams 1992, doi:10.1007/BF00992696."""
-    returns = batch.scattered(_returns(batch, gamma))
+    kept = batch.rows.kept(batch.mask)
+    returns = kept.put(discounted_sums(batch.dense_kept(kept), kept.rows, gamma))
     return Advantages(advantages=returns, returns=returns)
 
 
@@ -71,19 +74,28 @@ def gigpo(
     state that was met once gives 0. arXiv:2505.10978.
     """
     assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
-    rows = batch.rows.kept(batch.mask)
-    turns, first = _turns(rows, batch.steps[batch.mask])
-    rewards = turns.sum(batch.dense()[batch.mask])
-    episode = Rows.of_lengths(torch.bincount(rows.ids[first], minlength=rows.count))
+    kept = batch.rows.kept(batch.mask)
+    rows = kept.rows
+    turns, first = _turns(rows, kept.take(batch.steps))
+    rewards = turns.sum(batch.dense_kept(kept))
+    row = rows.ids[first]
+    episode = Rows.of_lengths(torch.bincount(row, minlength=rows.count))
     returns = discounted_sums(rewards, episode, gamma)
-    state = torch.stack([batch.groups[rows.ids[first]], batch.states[batch.mask][first]], dim=1)
-    _, same = torch.unique(state, dim=0, return_inverse=True)
-    of_turns = AdvantageBatch(rows=turns, mask=batch.mask[batch.mask], rewards=returns, groups=same)
+    state = torch.unique(torch.masked_select(batch.states, batch.mask)[first], return_inverse=True)[
+        1
+    ]
+    same = Groups.of(batch.groups).member[row] * (state.numel() + 1) + state
+    of_turns = AdvantageBatch(
+        rows=turns,
+        mask=torch.ones_like(rows.ids, dtype=torch.bool),
+        rewards=returns,
+        groups=same,
+    )
     kind = "group" if normalize else "none"
     options = {"baseline": "group", "leave_one_out": False, "epsilon": epsilon}
     per_turn = grpo(of_turns, normalize=kind, lone="zero", **options)  # type: ignore[arg-type]
     per_episode = grpo(batch, normalize=kind, lone="reward", **options)  # type: ignore[arg-type]
-    total = per_episode.advantages + step_weight * batch.scattered(per_turn.advantages)
+    total = per_episode.advantages + step_weight * kept.put(per_turn.advantages)
     return Advantages(advantages=total, returns=total)
 
 
@@ -96,17 +108,15 @@ def _turns(rows: Rows, steps: Tensor) -> tuple[Rows, Tensor]:
 
 
 def rewards_to_go(batch: AdvantageBatch) -> Tensor:
-    """Sum of the rewards from each token on [T], at masked tokens too."""
+    """Sum of the rewards from each token on [T]; token rewards: at masked tokens too."""
+    if batch.token_rewards is None:
+        return batch.at_tokens(batch.rewards)
     return discounted_sums(batch.dense(), batch.rows, 1.0)
 
 
-def _returns(batch: AdvantageBatch, gamma: float) -> Tensor:
-    """Discounted return of each token with mask 1."""
-    return discounted_sums(batch.dense()[batch.mask], batch.rows.kept(batch.mask), gamma)
-
-
-def _following(values: Tensor, rows: Rows) -> Tensor:
-    """The value of the next token of the row [T], 0 at its last."""
-    following = torch.zeros_like(values)
-    following[:-1] = torch.where(rows.ids[1:] == rows.ids[:-1], values[1:], 0.0)
+def _inside(following: Tensor, rows: Rows) -> Tensor:
+    """following [T - 1], the value after each token but the last; 0 where that is another row's."""
+    following = following.clone()
+    last = rows.ends()[1]
+    following[last[last < following.numel()]] = 0.0
     return following

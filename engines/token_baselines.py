@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from engines.advantage_batch import AdvantageBatch, Advantages
 from engines.groups import Groups
 from engines.jagged import divide
+from engines.scans import cumulative_sums
 from engines.token_advantages import rewards_to_go
 
 
@@ -19,7 +22,10 @@ def optimal_token_baseline(batch: AdvantageBatch, *, zero_tail: bool, epsilon: f
     the part of the longest response beyond the second longest. arXiv:2602.07078.
     Positions count all tokens of the response; with tool output inside, use the multi-turn form.
     """
-    return _baselined(batch, Groups.of(batch.groups), batch.rows.within(), zero_tail, epsilon)
+    returns = rewards_to_go(batch)
+    baseline = _baseline(batch, Groups.of(batch.groups), returns, zero_tail, epsilon)
+    advantages = torch.where(batch.mask, returns - baseline, 0.0)
+    return Advantages(advantages=advantages, returns=returns)
 
 
 def multi_turn_optimal_token_baseline(
@@ -27,39 +33,56 @@ def multi_turn_optimal_token_baseline(
 ) -> Advantages:
     """As optimal_token_baseline, with positions that count only the tokens with mask 1.
 
-    An empty response is no member of its group.
+    An empty response is no member of its group. arXiv:2602.07078.
     """
-    inner = batch.rows.cumulative(batch.mask.to(batch.rewards.dtype)).long() - 1
-    groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
-    return _baselined(batch, groups, inner.clamp(min=0), zero_tail, epsilon)
-
-
-def _baselined(
-    batch: AdvantageBatch, groups: Groups, position: Tensor, zero_tail: bool, epsilon: float
-) -> Advantages:
     returns = rewards_to_go(batch)
-    weight = torch.where(batch.mask, _path_energy(batch), 0.0)
-    width = int(position.max()) + 1 if position.numel() else 1
-    # One slot for each position of each group.
-    slot = (groups.member * width)[batch.rows.ids] + position
-    numerator = returns.new_zeros(groups.sizes.numel() * width)
-    denominator = torch.zeros_like(numerator)
-    numerator.index_add_(0, slot, weight * returns)
+    groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
+
+    kept = batch.rows.kept(batch.mask)
+    weights = batch.correction_weights
+    packed = dataclasses.replace(
+        batch,
+        rows=kept.rows,
+        mask=kept.take(batch.mask),
+        logprobs=None if batch.logprobs is None else kept.take(batch.logprobs),
+        sum_pi_squared=None if batch.sum_pi_squared is None else kept.take(batch.sum_pi_squared),
+        correction_weights=None if weights is None else kept.take(weights),
+    )
+    own = kept.take(returns)
+    baseline = _baseline(packed, groups, own, zero_tail, epsilon)
+    return Advantages(advantages=kept.put(own - baseline), returns=returns)
+
+
+def _baseline(
+    batch: AdvantageBatch, groups: Groups, returns: Tensor, zero_tail: bool, epsilon: float
+) -> Tensor:
+    """B_t [T]."""
+    rows = batch.rows
+    weight = cumulative_sums(_energy(batch), rows).mul_(batch.mask)
+    width = int(rows.lengths.max()) if rows.count else 0
+    # One slot for each position of each group: the row's first, and on from there.
+    slots = groups.sizes.numel() * width
+    small = torch.int32 if max(slots, rows.ids.numel()) < 2**31 else torch.int64
+    first = groups.member * width
+    slot = (first - rows.offsets[:-1]).to(small).index_select(0, rows.ids)
+    slot += torch.arange(slot.numel(), device=slot.device, dtype=small)
+    denominator = returns.new_zeros(slots)
+    numerator = torch.zeros_like(denominator).index_add_(0, slot, weight * returns)
     denominator.index_add_(0, slot, weight)
-    baseline = divide(numerator, denominator + epsilon)[slot]
-    start = _tail_start(groups, batch.rows.tokens(batch.mask, torch.float64), zero_tail)
-    baseline = torch.where(position < batch.rows.spread(start), baseline, 0.0)
-    return Advantages(advantages=torch.where(batch.mask, returns - baseline, 0.0), returns=returns)
+    baseline = divide(numerator, denominator + epsilon).index_select(0, slot)
+    start = _tail_start(groups, rows.tokens(batch.mask, torch.float64), zero_tail)
+    limit = (first + start.clamp(max=width).long()).to(small)
+    return baseline.mul_(slot < limit.index_select(0, rows.ids))
 
 
-def _path_energy(batch: AdvantageBatch) -> Tensor:
-    """W_t [T]."""
+def _energy(batch: AdvantageBatch) -> Tensor:
+    """What each token adds to W [T], 0 where masked."""
     assert batch.logprobs is not None, "the optimal token baseline needs logprobs"
     assert batch.sum_pi_squared is not None, "the optimal token baseline needs sum_pi_squared"
-    energy = 1 - 2 * batch.logprobs.where(batch.mask, 0.0).exp() + batch.sum_pi_squared
+    energy = batch.logprobs.exp().mul_(-2).add_(batch.sum_pi_squared).add_(1)
     if batch.correction_weights is not None:
-        energy = energy * batch.correction_weights.square()
-    return batch.rows.cumulative(torch.where(batch.mask, energy, 0.0))
+        energy *= batch.correction_weights.square()
+    return torch.where(batch.mask, energy, 0.0)
 
 
 def _tail_start(groups: Groups, lengths: Tensor, zero_tail: bool) -> Tensor:

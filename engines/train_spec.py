@@ -25,6 +25,7 @@ class TrainSpec(Settings):
     store_options: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="Arguments of its file system."
     )
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
     run: str = Field(description="Name of the run, the first part of its keys in the store.")
     threads: int = Field(1, ge=1, description="CPU threads of each rank.")
     seed: int = Field(0, ge=0, description="Seed of the engine's random numbers.")

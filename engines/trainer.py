@@ -24,7 +24,7 @@ from storage.snapshots import snapshots
 from storage.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.fsdp import UpdateResult
+    from engines.train_spec import UpdateResult
 
 
 class Trainer:
@@ -36,7 +36,6 @@ class Trainer:
         files: RunStore,
         *,
         epoch: int,
-        algorithm: AlgorithmConfig,
         temperature: float,
         max_new_tokens: int,
         cancel: threading.Event | None = None,
@@ -47,7 +46,6 @@ class Trainer:
         self._spec = gang.spec
         self._files = files
         self._epoch = epoch
-        self._algorithm = algorithm
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
         self._cancel = cancel
@@ -70,13 +68,15 @@ class Trainer:
                 self._version = base
             for step in range(self._held + 1, version + 1):
                 self._on_replay(step, version)
-                self._update(step, read_commit(self._files, step).refs["batch"])
+                done = read_commit(self._files, step)
+                algorithm = AlgorithmConfig.model_validate(done.algorithm)
+                self._update(step, done.refs["batch"], algorithm)
 
-    def update(self, step: int, batch: BatchRef) -> UpdateResult:
+    def update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         """Apply step's update to version step - 1; the gang then holds version step."""
         with self._lock:
             self.at(step - 1)
-            return self._update(step, batch)
+            return self._update(step, batch, algorithm)
 
     def logprobs(self, version: int, batch: BatchRef, column: str, out_key: str) -> BatchRef:
         """Log-probs of the responses [N, jagged] under a version, as a new column."""
@@ -124,12 +124,12 @@ class Trainer:
         self._gang.form(self._cancel)
         self._version = 0
 
-    def _update(self, step: int, batch: BatchRef) -> UpdateResult:
+    def _update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
         self._version = None
         arguments = {
             "batch": batch,
-            "algorithm": self._algorithm,
+            "algorithm": algorithm,
             "temperature": self._temperature,
             "max_new_tokens": self._max_new_tokens,
             "step": step,

@@ -106,13 +106,11 @@ class VllmEngine(Engine):
         return self._process.run(self._score(token_ids, prompt_lengths))
 
     def pause(self) -> None:
-        """Stop decoding; shards in flight keep their place."""
-        self._paused = True
+        """Stop decoding; shards in flight keep their place. Waits for a running sync."""
         self._process.run(self._pause())
 
     def resume(self) -> None:
         """Go on decoding."""
-        self._paused = False
         self._process.run(self._resume())
 
     def cancel(self) -> int:
@@ -225,6 +223,7 @@ class VllmEngine(Engine):
         raise AssertionError("vLLM ended a request without its last output")
 
     async def _score(self, token_ids: list[list[int]], starts: list[int]) -> list[list[float]]:
+        await self._admitted.wait()
         params = vllm_terms.scoring_params()
         answers = await asyncio.gather(
             *(self._answer({"prompt_token_ids": tokens}, params) for tokens in token_ids)
@@ -234,10 +233,14 @@ class VllmEngine(Engine):
         ]
 
     async def _pause(self) -> None:
-        await self._process.llm.pause_generation(mode="keep", clear_cache=False)
+        async with self._syncing:
+            await self._process.llm.pause_generation(mode="keep", clear_cache=False)
+            self._paused = True
 
     async def _resume(self) -> None:
-        await self._process.llm.resume_generation()
+        async with self._syncing:
+            self._paused = False
+            await self._process.llm.resume_generation()
 
     async def _end_shards(self, error: Exception) -> int:
         """End the shards in flight with `error`; returns how many."""
@@ -266,7 +269,7 @@ class VllmEngine(Engine):
             finally:
                 self._admitted.set()
                 if not self._paused:
-                    await self._resume()
+                    await self._process.llm.resume_generation()
         return SyncReport(
             version=weights.version,
             digest=report["digest"],

@@ -61,4 +61,7 @@ def _write_to(log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    logging.getLogger("vllm").setLevel(logging.INFO)
+    vllm = logging.getLogger("vllm")
+    vllm.setLevel(logging.INFO)
+    for handler in vllm.handlers:
+        handler.setLevel(logging.INFO)

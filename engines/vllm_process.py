@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import logging
 import os
 import re
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from engines.parent_death import is_resource_tracker, kill_all
+from engines.parent_death import descendants, kill_all
 from engines.rollout import EngineDead
 from engines.vllm_plugin import OWNER_VARIABLE
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # vLLM is given so long to end its processes itself, in seconds; then they are killed.
-CLOSE_GRACE = 3.0
+CLOSE_GRACE = 1.0
 
 # The owner's name travels to the children in an environment variable: one start at a time.
 _starting = threading.Lock()
@@ -105,7 +104,8 @@ class VllmProcess:
                 return
             self.closed = True
             atexit.unregister(self.close)
-            self._note_children()
+            below = [one for child in self._children for one in descendants(child.pid)]
+            self._children = list({*self._children, *below})
             if self._llm is not None:
                 self._llm.shutdown(timeout=CLOSE_GRACE)
                 self._llm = None
@@ -136,8 +136,8 @@ class VllmProcess:
     async def _start(self, arguments: Callable[[], AsyncEngineArgs]) -> None:
         """Start vLLM's processes from this thread and watch the engine's core."""
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.utils import CoreEngineProcManager
 
-        before = set(psutil.Process().children(recursive=True))
         with _starting:
             os.environ[OWNER_VARIABLE] = f"{os.getpid()}:{self.log}"
             try:
@@ -147,11 +147,13 @@ class VllmProcess:
                 raise self.dead() from error
             finally:
                 del os.environ[OWNER_VARIABLE]
-                started = set(psutil.Process().children(recursive=True)) - before
-                self._children = [child for child in started if not is_resource_tracker(child)]
         # The children log to a file, and what goes wrong here is raised: no word of vLLM's besides.
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
-        for process in self.llm.engine_core.resources.engine_manager.processes:
+        manager = self.llm.engine_core.resources.engine_manager
+        assert isinstance(manager, CoreEngineProcManager), "the core is a process of this machine"
+        for process in manager.processes:
+            child = psutil.Process(process.pid)
+            self._children += [child, *descendants(child.pid)]
             self._loop.add_reader(process.sentinel, self._on_death, process)
 
     def _on_death(self, process: Any) -> None:
@@ -188,14 +190,6 @@ class VllmProcess:
             raise self.dead()
         finally:
             died.cancel()
-
-    def _note_children(self) -> None:
-        """Add processes that the children started since."""
-        known = set(self._children)
-        for child in list(self._children):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                known.update(child.children(recursive=True))
-        self._children = list(known)
 
     def _last_error(self) -> str:
         """The root error in the engine's log, where vLLM's processes write their tracebacks."""

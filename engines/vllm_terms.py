@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.outputs import RequestOutput
 
-# Tokens that one step of vLLM takes at most; a prompt is never prefilled in parts on CPU.
+# Tokens that one step of vLLM takes at most on CPU, where a prompt is not prefilled in parts.
 _STEP_TOKENS = 4096
 
 
@@ -51,7 +51,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         # A seeded request whose prompt is prefilled in parts ends vLLM 0.32's process on CPU
         # ("CPU Generator does not use offset").
         enable_chunked_prefill=not on_cpu,
-        max_num_batched_tokens=max(spec.max_model_len, _STEP_TOKENS),
+        max_num_batched_tokens=max(spec.max_model_len, _STEP_TOKENS) if on_cpu else None,
         # Engines must not all draw the same noise; a sample's own seed comes with its request.
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
         disable_log_stats=True,

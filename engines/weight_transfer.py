@@ -7,8 +7,9 @@ engine ask what was loaded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,6 +24,9 @@ from vllm.model_executor.model_loader.reload import (
 from engines.weight_loading import LoadedWeights
 from storage.store import Store
 from storage.weights import WeightsRef
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -86,7 +90,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
     def _load(self, ref: WeightsRef) -> None:
         wanted = {name for name, _ in self.model.named_parameters()}
         offered = LoadedWeights(self.store, ref)
-        loaded = self.model.load_weights(iter(offered))
+        loaded = cast(_LoadsWeights, self.model).load_weights(iter(offered))
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
             raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
@@ -97,6 +101,12 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             "tensors": offered.tensors,
             "nbytes": offered.nbytes,
         }
+
+
+class _LoadsWeights(Protocol):
+    """What vLLM's models have in common."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str] | None: ...
 
 
 class WeightsReporter:

@@ -1,6 +1,6 @@
 """Look at finished runs: the Prefect dashboard over the database that local runs left.
 
-    python -m flows.dashboard
+python -m flows.dashboard
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
 from tasks.commit import commit, snapshot
 from tasks.draw import draw
+from tasks.flow_run import untagged_tasks
 from tasks.launch import main
 from tasks.logprob import logprob
 from tasks.results import RunSummary, StepSummary, result_of
@@ -32,7 +33,7 @@ def grpo_step(run: Run, step: int) -> StepSummary:
     """One RL step: the policy of version step - 1 samples, version step comes out."""
     shards = run.config.rollout.shards
     run.begin(step)
-    with tags(f"step {step}"):
+    with untagged_tasks():
         prompts = draw.submit(run, step)
         sampled = [
             rollout.submit(run, step, prompts, shard, shards) for shard in range(1, shards + 1)
@@ -61,7 +62,8 @@ def grpo(config: GRPOConfig, resume: str | None = None) -> RunSummary:
     with open_run(config, resume) as run:
         start_engines(run)
         for step in run.steps_left():
-            grpo_step(run, step)
+            with tags(f"step {step}"):
+                grpo_step(run, step)
         return run.summary()
 
 

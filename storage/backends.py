@@ -13,14 +13,18 @@ import io
 import mmap
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from storage.errors import StoreError
+
 Range = tuple[str, int, int]  # key, first byte, byte after the last
 Keys = list[str]
 Views = list[memoryview | BaseException]
+ABANDONED = 3600.0  # seconds without a write after which a half-written file is nobody's
 LOCAL_TRANSIENT = {errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EREMOTEIO}
 
 
@@ -157,18 +161,22 @@ class LocalBackend:
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
-        for folder in {parent for key in keys for parent in Path(key).parents}:
-            self._remove_lock_files(self.root / folder)
+        for folder in {Path(key).parent for key in keys}:
+            self._remove_leftovers(self.root / folder)
         for folder in sorted({p for key in keys for p in Path(key).parents}, reverse=True):
             with contextlib.suppress(OSError):
                 (self.root / folder).rmdir()
 
     @staticmethod
-    def _remove_lock_files(folder: Path) -> None:
-        """Locks of files that are gone would keep an otherwise empty folder."""
+    def _remove_leftovers(folder: Path) -> None:
+        """Locks of files that are gone, and what killed writers left half written."""
         for lock in folder.glob(".*.lock"):
             if not (folder / lock.name[1 : -len(".lock")]).exists():
                 lock.unlink(missing_ok=True)
+        for half in folder.glob(".*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - half.stat().st_mtime > ABANDONED:
+                    half.unlink()
 
     def transient(self, error: BaseException) -> bool:
         return isinstance(error, OSError) and error.errno in LOCAL_TRANSIENT
@@ -276,7 +284,12 @@ def open_backend(uri: str, options: Mapping[str, object]) -> Backend:
     if protocol in ("s3", "s3a"):
         from storage.s3 import S3Backend
 
-        return S3Backend(path, options)
+        try:
+            return S3Backend(path, options)
+        except ImportError as error:
+            raise StoreError(
+                f"{uri} needs the package s3fs. Install it: pip install 'refrain[s3]'."
+            ) from error
     import fsspec
 
     # fsspec keeps one instance per thread; a store is used from many threads and wants one.

@@ -52,11 +52,9 @@ def _contiguous(weights: Weights, n: int) -> list[Weights]:
             low = middle + 1
     edges = _edges(sums, low, n)
     edges += [rows] * (n + 1 - len(edges))
-    # The bisection fills the first parts; no part may be empty while there are rows for it.
-    for number in range(n, 0, -1):
-        edges[number - 1] = min(edges[number - 1], max(edges[number] - 1, 0))
-    for number in range(min(n, rows)):
-        edges[number + 1] = max(edges[number + 1], edges[number] + 1)
+    if rows >= n:  # the bisection fills the first parts; leave a row for each of the last ones
+        for number in range(n - 1, 0, -1):
+            edges[number] = min(edges[number], edges[number + 1] - 1)
     return [np.arange(a, b) for a, b in pairwise(edges)]
 
 

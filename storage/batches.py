@@ -15,7 +15,8 @@ from storage import tensors
 from storage.batch_format import DTYPES, Encoded, build
 from storage.columns import COLUMNS
 from storage.digests import digest
-from storage.refs import BatchRef, ColumnRef, Source
+from storage.ref_columns import ColumnRef, Source
+from storage.refs import BatchRef
 from storage.rows import RowIndex
 
 if TYPE_CHECKING:

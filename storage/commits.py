@@ -78,8 +78,8 @@ class Commit(Record):
     parent: int = Field(ge=0)  # the step before; 0 for the first of a run
     algorithm: dict[str, JsonValue] = Field(default_factory=dict)  # its settings
     refs: dict[str, BatchRef] = Field(default_factory=dict)  # in and out, by name: prompts, batch…
-    version_in: WeightsRef | None = None  # that sampled
-    version_out: WeightsRef | None = None  # that the update made
+    version_in: WeightsRef  # that sampled
+    version_out: WeightsRef  # that the update made
     cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
     rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
     ledger: Ledger = Field(default_factory=Ledger)

@@ -24,7 +24,7 @@ from storage.digests import digest
 from storage.errors import ObjectDamaged
 
 if TYPE_CHECKING:
-    from storage.refs import ColumnRef, Source
+    from storage.ref_columns import ColumnRef, Source
     from storage.rows import RowIndex
     from storage.store import Store
 

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import CoreSchema, core_schema
 
-from storage import reading
+from storage import reading, ref_columns
 from storage.balance import balanced
 from storage.batch_format import DTYPES
 from storage.columns import TOKENS, Kind
+from storage.ref_columns import ColumnRef, Source
 from storage.rows import RowIndex
 
 if TYPE_CHECKING:
@@ -30,28 +31,6 @@ if TYPE_CHECKING:
 
 FORMAT = "refrain.batch/1"
 KINDS = ("dense", "jagged", "str", "json")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """An object that holds rows."""
-
-    key: str  # relative to the store
-    rows: int
-    head: int  # bytes of the object's head
-    digest: str  # of the head, which vouches for all the rest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnRef:
-    """A column: rows picked from the sources' rows, which are counted through in order."""
-
-    kind: Kind
-    dtype: str  # safetensors code of the values
-    shape: tuple[int, ...]  # of one row (dense), or of one element of a row
-    stored: tuple[str, ...]  # the column's name in each source
-    sources: tuple[Source, ...]
-    index: RowIndex
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -134,7 +113,7 @@ class BatchRef:
         for name, column in self.columns.items():
             view = (id(column.sources), id(column.index))
             if view not in done:
-                done[view] = _prune(column.sources, pick(column.index))
+                done[view] = ref_columns.prune(column.sources, pick(column.index))
             index, used = done[view]
             columns[name] = ColumnRef(
                 kind=column.kind,
@@ -144,7 +123,7 @@ class BatchRef:
                 sources=tuple(column.sources[number] for number in used),
                 index=index,
             )
-        return BatchRef(rows, _shared(columns))
+        return BatchRef(rows, ref_columns.shared(columns))
 
     def with_columns(self, other: BatchRef) -> BatchRef:
         """This batch and the columns of `other`, row by row; a column of both is other's."""
@@ -152,7 +131,7 @@ class BatchRef:
             raise ValueError(
                 f"Columns {', '.join(other.names)} have {other.count} rows, the batch {self.count}."
             )
-        return BatchRef(self.count, _shared({**self.columns, **other.columns}))
+        return BatchRef(self.count, ref_columns.shared({**self.columns, **other.columns}))
 
     @staticmethod
     def concat(refs: Sequence[BatchRef]) -> BatchRef:
@@ -169,15 +148,15 @@ class BatchRef:
         for name in first.names:
             parts = [ref.columns[name] for ref in refs]
             for number, part in enumerate(parts):
-                if _type(part) != _type(parts[0]):
+                if ref_columns.type_of(part) != ref_columns.type_of(parts[0]):
                     raise ValueError(
-                        f"Column {name!r} is {_type(part)} in batch {number}, "
-                        f"{_type(parts[0])} in batch 0."
+                        f"Column {name!r} is {ref_columns.type_of(part)} in batch {number}, "
+                        f"{ref_columns.type_of(parts[0])} in batch 0."
                     )
             renamed = any(stored != name for part in parts for stored in part.stored)
             view = (name if renamed else "", *((id(p.sources), id(p.index)) for p in parts))
             if view not in done:
-                done[view] = _concat(parts)
+                done[view] = ref_columns.concat(parts)
             sources, stored, index = done[view]
             columns[name] = ColumnRef(
                 kind=parts[0].kind,
@@ -187,7 +166,7 @@ class BatchRef:
                 sources=sources,
                 index=index,
             )
-        return BatchRef(sum(ref.count for ref in refs), _shared(columns))
+        return BatchRef(sum(ref.count for ref in refs), ref_columns.shared(columns))
 
     def chunk(
         self,
@@ -315,62 +294,6 @@ class BatchRef:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             shown = json.dumps(value, default=str)[:80]
             raise ValueError(f"Malformed batch reference: {reason} (in {shown}).") from error
-
-
-def _type(column: ColumnRef) -> tuple[str, str, tuple[int, ...]]:
-    return column.kind, column.dtype, column.shape
-
-
-def _prune(sources: tuple[Source, ...], index: RowIndex) -> tuple[RowIndex, list[int]]:
-    """Renumber `index` for the sources that it uses; returns it and their positions."""
-    if len(sources) <= 1:
-        return index, list(range(len(sources)))
-    edges = np.concatenate([[0], np.cumsum([source.rows for source in sources])])
-    rows = index.array()
-    owner = np.searchsorted(edges, rows, side="right") - 1
-    used = np.unique(owner)
-    if len(used) == len(sources):
-        return index, list(range(len(sources)))
-    starts = np.zeros(len(sources), np.int64)
-    starts[used] = np.concatenate([[0], np.cumsum(np.diff(edges)[used])[:-1]])
-    return RowIndex(rows - edges[owner] + starts[owner]), [int(number) for number in used]
-
-
-def _concat(parts: Sequence[ColumnRef]) -> tuple[tuple[Source, ...], tuple[str, ...], RowIndex]:
-    """One row index over the union of the parts' sources."""
-    union: dict[tuple[Source, str], int] = {}
-    total = 0
-    pieces = []
-    for part in parts:
-        edges = np.concatenate([[0], np.cumsum([s.rows for s in part.sources])]).astype(np.int64)
-        starts = np.zeros(max(len(part.sources), 1), np.int64)
-        for number, source in enumerate(zip(part.sources, part.stored, strict=True)):
-            if source not in union:
-                union[source] = total
-                total += source[0].rows
-            starts[number] = union[source]
-        rows = part.index.array()
-        owner = np.searchsorted(edges, rows, side="right") - 1
-        pieces.append(RowIndex(rows - edges[owner] + starts[owner]))
-    sources = tuple(source for source, _ in union)
-    return sources, tuple(stored for _, stored in union), RowIndex.concat(pieces)
-
-
-def _shared(columns: dict[str, ColumnRef]) -> dict[str, ColumnRef]:
-    """The columns, with equal sources and equal row indices made one object."""
-    sources: dict[tuple[Source, ...], tuple[Source, ...]] = {}
-    indices: dict[RowIndex, RowIndex] = {}
-    return {
-        name: ColumnRef(
-            kind=column.kind,
-            dtype=column.dtype,
-            shape=column.shape,
-            stored=column.stored,
-            sources=sources.setdefault(column.sources, column.sources),
-            index=indices.setdefault(column.index, column.index),
-        )
-        for name, column in columns.items()
-    }
 
 
 def _parse(value: object) -> BatchRef:

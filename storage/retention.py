@@ -68,15 +68,13 @@ def _sweep_versions(
     tagged: Collection[int],
 ) -> list[str]:
     last = commits.read_commit(run, head)
-    named = [last.version_in, last.version_out, *(snapshot.policy for snapshot in kept)]
-    stay = {ref.version for ref in named if ref is not None} | set(tagged)
-    newest = last.version_out or last.version_in
-    if newest is None:
-        return []
+    named = [last.version_in, last.version_out]
+    named += [commits.read_commit(run, snapshot.step).version_out for snapshot in kept]
+    stay = {ref.version for ref in named} | set(tagged)
     folder = f"{run.run}/weights"
     found = [VERSION_FOLDER.fullmatch(name) for name in run.store.children(folder)]
     versions = sorted(int(match[1]) for match in found if match)
-    published = [version for version in versions if version <= newest.version]
+    published = [version for version in versions if version <= last.version_out.version]
     stay.update(published[-keep_versions:])
     removed = []
     for version in published:

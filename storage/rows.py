@@ -88,7 +88,10 @@ class RowIndex:
         """Raises ValueError or TypeError when `value` was not made by `to_json`."""
         if isinstance(value, str):
             width, _, text = value.partition(":")
-            raw = zlib.decompress(base64.b85decode(text))
+            try:
+                raw = zlib.decompress(base64.b85decode(text))
+            except zlib.error as error:
+                raise ValueError(f"packed row numbers do not unpack: {error}") from error
             zigzag = np.frombuffer(raw, dtype=f"<u{int(width)}").astype(np.uint64)
             steps = (zigzag >> np.uint64(1)).astype(np.int64) ^ -(zigzag & np.uint64(1)).astype(
                 np.int64

@@ -39,7 +39,7 @@ class Snapshot(BaseModel):
 
     step: int
     key: str  # folder, relative to the store
-    policy: WeightsRef | None  # the version that the state publishes
+    policy: WeightsRef | None  # the version that the state makes, where the writer knows it
     files: dict[str, StateFile]  # by path below the folder
 
 
@@ -50,7 +50,9 @@ def address(run: RunStore, step: int) -> str:
     return run.store.url(run.state_key(step)).removeprefix("file://")
 
 
-def mark(run: RunStore, step: int, policy: WeightsRef | None, digests: bool = True) -> Snapshot:
+def mark(
+    run: RunStore, step: int, policy: WeightsRef | None = None, digests: bool = True
+) -> Snapshot:
     """List the files that were written and make the snapshot count. The first mark stands.
 
     With `digests` every file is read back once, so that `check` can find damage later; without,

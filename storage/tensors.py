@@ -137,11 +137,15 @@ def to_tensordict(rows: int, columns: dict[str, ReadColumn]) -> TensorDict:
     torch refuses arithmetic between nested tensors that do not.
     """
     import torch
-    from tensordict import NonTensorStack, TensorDict
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     shared: dict[bytes, torch.Tensor] = {}
     found: dict[str, object] = {}
     for name, column in columns.items():
+        if column.kind == "json" and rows:
+            # Each row is wrapped, for a row that is a list would be taken for a stack of its own.
+            found[name] = NonTensorStack(*map(NonTensorData, column.rows()))
+            continue
         if column.kind in ("str", "json"):
             found[name] = NonTensorStack.from_list(column.rows())  # type: ignore[arg-type]
             continue

@@ -116,24 +116,35 @@ def publish(
     for number, shard in enumerate(_shards(named, dtype, shard_bytes), 1):
         name = f"model-{number:05d}-{token}.safetensors"
         written[name] = _write_shard(store, f"{key}/{name}", name, shard, dtype, entries)
+    others = {**files, INDEX: _index(entries)}
     manifest = Manifest(
         version=version,
         digest=weights_digest((n, e.dtype, e.shape, e.digest) for n, e in entries.items()),
         nbytes=sum(entry.stop - entry.start for entry in entries.values()),
         tensors=entries,
         files=written
-        | {
-            name: FileEntry(nbytes=len(data), digest=digest(data))
-            for name, data in (*files.items(), (INDEX, _index(entries)))
-        },
+        | {n: FileEntry(nbytes=len(data), digest=digest(data)) for n, data in others.items()},
     )
-    for name, data in (*files.items(), (INDEX, _index(entries))):
-        store.write(f"{key}/{name}", data)
-    data = documents.encode(FORMAT, manifest.model_dump(mode="json"))
-    if not store.create(f"{key}/{MANIFEST}", data):
+    if not _finish(store, key, manifest, others):
         store.delete([f"{key}/{name}" for name in written])
         return _same(open_manifest_at(store, key), key, manifest.digest)
     return _ref(manifest, key)
+
+
+def _finish(store: Store, key: str, manifest: Manifest, others: Mapping[str, bytes]) -> bool:
+    """Write the small files and then the manifest; False when another writer has one there."""
+    if _manifest(store, key) is not None:
+        return False
+    for name, data in others.items():
+        store.write(f"{key}/{name}", data)
+    data = documents.encode(FORMAT, manifest.model_dump(mode="json"))
+    if store.create(f"{key}/{MANIFEST}", data):
+        known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
+        store.delete([left for left in store.list(key) if left not in known])  # of dead writers
+        return True
+    # Its index may have been replaced by ours a moment ago.
+    store.write(f"{key}/{INDEX}", _index(open_manifest_at(store, key).tensors))
+    return False
 
 
 def _distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,7 @@ def advantage(run: Run, step: int, scored: list[Scored], logprobs: BatchRef | No
     if logprobs is not None:
         added = [name for name in ("old_logprobs", "ref_logprobs") if name in logprobs.names]
         samples = samples.with_columns(logprobs[added])
-    key = key_of("advantage", samples.to_json(), run.config.algorithm.model_dump(mode="json"))
+    key = key_of("advantage", samples.to_json(), run.algorithm.model_dump(mode="json"))
     out_key = run.files.stage_key(step, "advantage", 1, key)
     with attempted(run, step, "advantage") as attempt:
         result = run.engines.scorers.call(
@@ -30,6 +30,7 @@ def advantage(run: Run, step: int, scored: list[Scored], logprobs: BatchRef | No
             run.lease(step, f"advantages-{key}"),
             attempt.assignment,
             samples=samples,
+            algorithm=run.algorithm,
             out_key=out_key,
         )
     return TrainBatch(

@@ -12,6 +12,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 if TYPE_CHECKING:
     from storage.commits import Commit
     from tasks.results import Scored
+    from tasks.retries import Attempt
     from tasks.run import Run
 
 
@@ -25,23 +26,21 @@ def escaped(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(str(text)))
 
 
-def show_step(run: Run, commit: Commit, scored: list[Scored]) -> None:
+def show_step(run: Run, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """The step's table of shards and its lineage note."""
     create_table_artifact(
         key=key(run.name, "shards"),
-        table=[
-            shard_row(run, commit.step, number, shard) for number, shard in enumerate(scored, 1)
-        ],
+        table=[shard_row(number, shard) for number, shard in enumerate(scored, 1)],
         description=f"Shards of step {commit.step}: where each was sampled, and how.",
     )
     create_markdown_artifact(
         key=key(run.name, "lineage"),
-        markdown=lineage(run, commit),
+        markdown=lineage(run, commit, attempts),
         description=f"What went into and came out of step {commit.step}.",
     )
 
 
-def shard_row(run: Run, step: int, number: int, shard: Scored) -> dict[str, str | int | float]:
+def shard_row(number: int, shard: Scored) -> dict[str, str | int | float]:
     """One line of the table of shards."""
     stats = shard.sampled.stats
     return {
@@ -58,7 +57,7 @@ def shard_row(run: Run, step: int, number: int, shard: Scored) -> dict[str, str 
     }
 
 
-def lineage(run: Run, commit: Commit) -> str:
+def lineage(run: Run, commit: Commit, attempts: list[Attempt]) -> str:
     """Markdown: versions, refs, counts and retries of a committed step."""
     lines = [
         f"### Step {commit.step} of {escaped(run.name)}",
@@ -67,6 +66,8 @@ def lineage(run: Run, commit: Commit) -> str:
         "|---|---|---|---|",
     ]
     for name, weights in (("sampled with", commit.version_in), ("gave", commit.version_out)):
+        if weights is None:
+            continue
         lines.append(
             f"| {name} | {weights.version} | `{weights.digest}` | `{run.store.url(weights.key)}` |"
         )
@@ -83,13 +84,13 @@ def lineage(run: Run, commit: Commit) -> str:
         f"Prompts so far: {ledger.drawn} drawn = {ledger.trained} trained + {ledger.filtered} "
         f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
     ]
-    failures = [attempt for attempt in commit.attempts if attempt["error"]]
+    failures = [attempt for attempt in attempts if attempt.error]
     if failures:
         lines += ["", "| failed attempt | worker | seconds | cause |", "|---|---|---|---|"]
         lines += [
-            f"| {escaped(a['stage'])} {a['shard'] or ''} | {escaped(a['worker'])} "
-            f"| {a['seconds']:.1f} | {escaped(a['error'])[:300]} |"
-            for a in failures
+            f"| {attempt.stage} {attempt.shard or ''} | {escaped(attempt.assignment.worker)} "
+            f"| {attempt.ended - attempt.started:.1f} | {escaped(attempt.error)[:300]} |"
+            for attempt in failures
         ]
     return "\n".join(lines)
 

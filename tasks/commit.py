@@ -10,7 +10,7 @@ from storage.refs import BatchRef
 from tasks.artifacts import show_step
 from tasks.metrics import step_metrics
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
-from tasks.retries import OPTIONS, attempted
+from tasks.retries import OPTIONS, Attempt, attempted
 from tasks.run import Run
 
 
@@ -35,7 +35,7 @@ def commit(
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
     Before this nothing of the step counts, after it nothing of it can be lost. What is only shown
-    (MLflow, artifacts, the terminal's line) follows the commit.
+    (MLflow, artifacts) follows in the background, while the next step samples.
     """
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
     samples = BatchRef.concat([shard.ref for shard in scored])
@@ -43,42 +43,40 @@ def commit(
         step=step,
         parent=run.head,
         refs={"prompts": prompts.ref, "samples": samples, "batch": batch.ref},
-        version_in=run.weights_in,
+        version_in=run.sampled_with,
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
-        ledger=ledger_after(run.last.ledger if run.last else Ledger(), prompts, batch),
+        rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
+        ledger=(run.last.ledger if run.last else Ledger()).plus(ledger_of(prompts, batch)),
         metrics=metrics,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
-        algorithm=run.config.algorithm.model_dump(mode="json"),
+        algorithm=run.algorithm.model_dump(mode="json"),
     )
-    write_commit(run.files, record)
+    record = write_commit(run.files, record, run.held)
+    attempts = run.attempts_of(step)
     run.advance(record)
-    show(run, record, scored)
-    run.tidy()
+    run.progress.step_done(step, metrics)
+    run.background.add(lambda: show(run, record, scored, attempts))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
 
 
-def ledger_after(before: Ledger, prompts: Prompts, batch: TrainBatch) -> Ledger:
-    """The run's counts of prompts, with a step's added."""
-    dropped = dict(before.dropped)
-    for reasons in (prompts.dropped, batch.dropped):
-        for reason, count in reasons.items():
-            dropped[reason] = dropped.get(reason, 0) + count
+def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
+    """What became of a step's prompts."""
+    dropped = dict(prompts.dropped)
+    for reason, count in batch.dropped.items():
+        dropped[reason] = dropped.get(reason, 0) + count
     return Ledger(
-        drawn=before.drawn + prompts.drawn,
-        trained=before.trained + batch.trained,
-        filtered=before.filtered + batch.filtered,
-        dropped=dropped,
-        in_flight=0,
+        drawn=prompts.drawn, trained=batch.trained, filtered=batch.filtered, dropped=dropped
     )
 
 
-def show(run: Run, record: Commit, scored: list[Scored]) -> None:
-    """Tell people of a committed step: MLflow, the dashboard, the terminal."""
-    run.tracker.step(record.step, record.metrics)
-    if run.snapshot_due(record.step):
+def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
+    """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
+    figures = {name: value for name, value in record.metrics.items() if value is not None}
+    run.tracker.step(record.step, figures)
+    if run.snapshot_due(record.step) and record.version_out is not None:
         run.tracker.register(record.step, record.version_out)
-    show_step(run, record, scored)
-    run.progress.step_done(record.step, record.metrics)
+    show_step(run, record, scored, attempts)
+    run.tidy()

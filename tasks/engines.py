@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.rollout import RolloutSpec, engine_class, worker_environment
-from engines.train_spec import TrainSpec
-
 from configs.grpo import GRPOConfig
 from engines.cluster import Cluster, open_cluster
 from engines.gang import Gang
 from engines.pool import EnginePool
 from engines.remote import EngineSpec
+from engines.rollout import RolloutSpec, engine_class, worker_environment
 from engines.rollout_pool import RolloutPool
 from engines.scoring import ScoringSpec
+from engines.train_spec import TrainSpec
 from engines.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -46,7 +45,9 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
-        self.roles = ["reward", "actor", "rollout"] + (["ref"] if needs_reference(run.config) else [])
+        self.roles = ["reward", "actor", "rollout"] + (
+            ["ref"] if needs_reference(run.config) else []
+        )
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once."""
@@ -58,7 +59,9 @@ class Engines:
     def workers(self) -> dict[str, list[str]]:
         """Pool -> names of its live workers; waits for them."""
         cluster = self._made().cluster
-        return {pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))}
+        return {
+            pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))
+        }
 
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""
@@ -84,7 +87,7 @@ class Engines:
         self._run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
 
     def _open(self) -> Handles:
-        run, config = self._run, self._run.config
+        config = self._run.config
         pools = {
             name: pool for name, pool in config.cluster.pools.items() if name in used_pools(config)
         }
@@ -108,6 +111,7 @@ class Engines:
             role=role,
             store_uri=run.store.uri,
             store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
             run=run.name,
             threads=config.cluster.pools[pool].threads,
             seed=config.seed,
@@ -126,7 +130,6 @@ class Engines:
             epoch=run.epoch,
             cancel=run.cancelled,
             temperature=config.rollout.temperature,
-            algorithm=config.algorithm,
             max_new_tokens=config.rollout.max_new_tokens,
             on_replay=run.progress.replaying,
         )
@@ -160,10 +163,10 @@ class Engines:
             model_cache=str(MODELS.absolute()),
             data=config.data,
             rewards=config.rewards,
-            algorithm=config.algorithm,
             max_new_tokens=config.rollout.max_new_tokens,
             store_uri=run.store.uri,
             store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
         )
         return EnginePool(
             cluster,

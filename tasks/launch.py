@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prefect.logging.configuration import setup_logging
 
@@ -107,7 +107,7 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
             f"There is no run {arguments.resume} in {uri}. Give --resume the name of a run of that "
             "store, or add store.uri=… of another."
         )
-    return recipes.change(model, written["config"], words)
+    return recipes.change(model, cast(dict[str, Any], written["config"]), words)
 
 
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from engines.models import check_model
-
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
+from engines.models import check_model
 from engines.placement import place_local
 from engines.rewards import check_rewards
 from storage.prompts import open_source

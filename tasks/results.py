@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from prefect.futures import PrefectFuture
 
 from engines.rollout import ShardStats
-
 from storage.cursor import Cursor
 from storage.refs import BatchRef
 from storage.weights import WeightsRef

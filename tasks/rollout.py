@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
-from engines.rollout import RolloutRequest, Sampling, ShardStats
 from prefect import task
 
+from engines.rollout import RolloutRequest, Sampling, ShardStats
 from storage.digests import key_of
 from storage.refs import BatchRef
 from tasks.results import Prompts, Sampled
@@ -29,10 +31,7 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> S
     out_key = run.files.stage_key(step, "rollout", shard, key)
     done = run.files.finished(out_key)
     if done is not None:
-        run.progress.shard_done(done["stats"]["tokens"])
-        return Sampled(
-            prompts=part, ref=BatchRef.from_json(done["ref"]), stats=ShardStats(**done["stats"])
-        )
+        return sampled(run, part, done)
     with attempted(run, step, "rollout", shard) as attempt:
         request = RolloutRequest(
             prompts=part,
@@ -43,6 +42,12 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> S
             attempt=attempt.number,
         )
         result = run.engines.rollouts.generate(request, attempt.assignment)
-    run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
-    run.progress.shard_done(result.stats.tokens)
-    return Sampled(prompts=part, ref=result.ref, stats=result.stats)
+    done = run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
+    return sampled(run, part, done)
+
+
+def sampled(run: Run, prompts: BatchRef, record: Mapping[str, Any]) -> Sampled:
+    """A finished shard from its record: of two attempts, the one that finished first."""
+    stats = ShardStats(**record["stats"])
+    run.progress.shard_done(stats.tokens)
+    return Sampled(prompts=prompts, ref=BatchRef.from_json(record["ref"]), stats=stats)

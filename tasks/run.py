@@ -9,23 +9,26 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib.metadata import version
-from uuid import UUID
 
 from prefect.logging import get_run_logger
-from prefect.runtime import flow_run
 
+from configs.algorithm import AlgorithmConfig
+from configs.environment import user
 from configs.grpo import GRPOConfig
+from engines.kl_control import adapted_coefficient
 from engines.lease import Lease
 from storage.commits import Commit, head, read_commit
 from storage.cursor import Cursor
+from storage.leases import RunLease
 from storage.prompts import open_source
 from storage.retention import sweep
 from storage.runs import RunStore
 from storage.store import Store
 from storage.weights import WeightsRef
 from tasks.artifacts import show_curves
+from tasks.background import Background
 from tasks.engines import Engines, needs_reference
-from tasks.holding import Holding
+from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.interruption import dashboard_ends, signals_end
 from tasks.progress import Progress
 from tasks.results import RunSummary
@@ -44,7 +47,9 @@ class Run:
         self.config = config
         self.terminal = terminal
         self.name = resume or new_name(config.name)
-        self.store = Store(config.store.uri, config.store.options)
+        self.store = Store(
+            config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20
+        )
         self.files = RunStore(self.store, self.name)
         self.source = open_source(config.data.source)
         if resume is not None:
@@ -56,14 +61,17 @@ class Run:
             if self.last
             else Cursor.start(config.data, self.source)
         )
-        self.holding = Holding(self.files)
-        self.epoch = self.holding.epoch
+        self.held = RunLease.acquire(self.files, f"{user()}'s flow")
+        self.held.keep()
+        self.epoch = self.held.epoch
         if resume is None:
             self.files.write_run({"config": config.model_dump(mode="json"), "code": code_version()})
+        self.sampled_with: WeightsRef | None = None  # policy version of the step under way
         self.cancelled = threading.Event()
         self.attempts: list[Attempt] = []
         self.progress = Progress(terminal, config.steps)
         self._probe: tuple[list[list[int]], list[int]] | None = None
+        self.background = Background()
         self.tracker = RunTracker(self)
         self.engines = Engines(self)
 
@@ -74,6 +82,26 @@ class Run:
     def lease(self, step: int, call: str) -> Lease:
         """The right to make a call of a step on this run's behalf."""
         return Lease(run=self.name, epoch=self.epoch, step=step, call=call)
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """The algorithm of the step under way: the recipe's, with the adapted KL coefficient."""
+        recipe = self.config.algorithm
+        if recipe.kl.controller == "fixed" or self.last is None:
+            return recipe
+        before = AlgorithmConfig.model_validate(self.last.algorithm).kl.coefficient
+        measured = self.last.metrics.get("train/kl_ref") or self.last.metrics.get(
+            "advantage/kl_ref"
+        )
+        coefficient = adapted_coefficient(
+            before,
+            measured or 0.0,
+            target=recipe.kl.target,
+            horizon=recipe.kl.horizon,
+            samples=self.config.samples_per_step,
+        )
+        kl = recipe.kl.model_copy(update={"coefficient": coefficient})
+        return recipe.model_copy(update={"kl": kl})
 
     @property
     def needs_logprobs(self) -> bool:
@@ -95,7 +123,8 @@ class Run:
         return train.recompute_old_logprobs
 
     def begin(self, step: int) -> None:
-        """A step starts."""
+        """A step starts, with the policy version that the rollout engines hold now."""
+        self.sampled_with = self.engines.rollouts.weights
         self.progress.step(step, self.config.rollout.shards)
 
     def snapshot_due(self, step: int) -> bool:
@@ -119,11 +148,6 @@ class Run:
         self.cursor = Cursor.from_json(record.cursor)
         self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
 
-    @property
-    def weights_in(self) -> WeightsRef:
-        """The policy version that the step under way samples with."""
-        return self.last.version_out if self.last else self.engines.rollouts.weights
-
     def tidy(self) -> None:
         """Remove policy versions, batches and snapshots that the settings do not keep."""
         keep = self.config.store
@@ -140,23 +164,26 @@ class Run:
     def close(self, error: BaseException | None = None) -> None:
         """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.holding.release)
+            stack.callback(self.held.release)
             stack.callback(self.tracker.finish, error)
+            stack.callback(self.background.stop)
             stack.callback(self.engines.close)
             self.cancelled.set()
 
     def summary(self) -> RunSummary:
         """Where everything is; also leaves the curves in MLflow and on the dashboard."""
+        self.background.drain()
         image = self.tracker.plot()
         if image is not None:
             show_curves(self, image)
             self.files.store.write(self.plot_key, image)
         assert self.last is not None
+        assert self.last.version_out is not None
         return RunSummary(
             run=self.name,
             steps=self.head,
             checkpoint=self.store.url(self.last.version_out.key),
-            dashboard=flow_run.ui_url or "",
+            dashboard=flow_run_url() or "",
             tracking=self.tracker.link,
             plot=self.store.url(self.plot_key),
         )
@@ -171,11 +198,6 @@ def new_name(family: str) -> str:
     """A name for a new run: family, UTC time, and four characters against coincidence."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return f"{family}-{now}-{secrets.token_hex(2)}"
-
-
-def flow_run_context_id() -> UUID | None:
-    """Id of the flow run that this is called in."""
-    return UUID(flow_run.id) if flow_run.id else None
 
 
 def code_version() -> str:
@@ -209,5 +231,5 @@ def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
     """The run that `prepared` started for this flow, or else a new one that ends with the body."""
     with contextlib.ExitStack() as stack:
         run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume))
-        stack.enter_context(dashboard_ends(run.cancelled, flow_run_context_id()))
+        stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
         yield run

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import prefect
+from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from engines.parent_death import die_with_parent
@@ -139,6 +140,7 @@ def prefect_server(home: Path) -> Iterator[str]:
         }
         with temporary_settings(settings):
             yield server.address
+            APILogHandler().flush()  # logs on their way would complain of a server that is gone
     finally:
         server.stop()
 

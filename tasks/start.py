@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import task
 
-from tasks.results import Synced
+from tasks.results import Synced, result_of
 from tasks.retries import OPTIONS
 from tasks.run import Run
 from tasks.weight_sync import publish_and_sync
@@ -33,5 +33,9 @@ def start_engines(run: Run) -> Synced:
     """Start every role's engines and give the rollout engines their weights."""
     run.tracker.start()
     workers = start_workers.submit(run)
-    started = [start_engine.submit(run, role, workers) for role in run.engines.roles]
-    return first_sync.submit(run, run.head, started).result()
+    started = [
+        start_engine.submit(run, role, workers)  # type: ignore[call-overload]
+        for role in run.engines.roles
+    ]
+    synced = first_sync.submit(run, run.head, started)
+    return result_of(synced, workers, *started)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from prefect.runtime import flow_run
-
 from storage.plots import progress_png
 from storage.tracking import TrackedData, TrackedRun, Tracker
 from storage.weights import WeightsRef
+from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.results import Metrics
 
 if TYPE_CHECKING:
@@ -103,6 +102,6 @@ class RunTracker:
                 rows=len(run.source),
             ),
             model_name=run.config.name,
-            flow_run_id=flow_run.id,
-            flow_run_url=flow_run.ui_url,
+            flow_run_id=str(flow_run_id() or "") or None,
+            flow_run_url=flow_run_url(),
         )

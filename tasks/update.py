@@ -17,5 +17,5 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     stored batches, so that a retry never applies an update twice.
     """
     with attempted(run, step, "update"):
-        result = run.engines.actor.update(step, batch.ref)
+        result = run.engines.actor.update(step, batch.ref, run.algorithm)
     return Updated(version=step, metrics=dict(result.metrics))

@@ -179,12 +179,10 @@ def test_a_stopped_worker_is_past_its_deadline_too(cluster, pair):
 
 def test_time_in_the_queue_does_not_count(cluster, solo):
     build(cluster, solo)
-    waits = [in_thread(call, cluster, solo, "nap", seconds=0.8, deadline=1.4) for _ in range(3)]
+    waits = [in_thread(call, cluster, solo, "nap", seconds=1.2, deadline=3.0) for _ in range(3)]
     ends = [wait() for wait in waits]
-    assert sorted(end[0] for end in ends)[1:] == [2, 3] or all(
-        isinstance(end[0], int) for end in ends
-    )
-    assert max(end[1] for end in ends) >= 2.4
+    assert all(isinstance(result, int) for result, _ in ends), ends
+    assert max(seconds for _, seconds in ends) >= 3.6  # longer than the deadline of one call
 
 
 def test_dask_never_runs_a_finished_call_again(cluster, pair, tmp_path):

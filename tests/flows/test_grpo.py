@@ -24,7 +24,10 @@ def flow_runs(api: str, run: str) -> list[dict]:
     ).json()
     return httpx.post(
         f"{api}/flow_runs/filter",
-        json={"flow_runs": {"parent_flow_run_id": {"any_": [parent["id"]]}}, "sort": "START_TIME_ASC"},
+        json={
+            "flow_runs": {"parent_flow_run_id": {"any_": [parent["id"]]}},
+            "sort": "START_TIME_ASC",
+        },
     ).json()
 
 
@@ -94,7 +97,10 @@ def wait_for_step(run: Launched, step: int, timeout: float = 180) -> None:
     while time.monotonic() < end:
         if run.process.poll() is not None:
             raise AssertionError(run.end()[1])
-        if any(Path(run.folder, ".refrain/store").glob("*/HEAD")) and (head(run.files) or 0) >= step:
+        if (
+            any(Path(run.folder, ".refrain/store").glob("*/HEAD"))
+            and (head(run.files) or 0) >= step
+        ):
             return
         time.sleep(0.1)
     raise AssertionError(f"step {step} was not committed in {timeout} s")
@@ -125,12 +131,12 @@ def test_nothing_is_left_after_an_interrupt(launch: Launch, number: signal.Signa
 
 
 def test_a_killed_rollout_worker_costs_time_only(launch: Launch) -> None:
-    run = launch(
-        "tiny", "steps=4", "rollout.max_new_tokens=100", "cluster.pools.rollout.workers=2"
-    )
+    run = launch("tiny", "steps=4", "rollout.max_new_tokens=100", "cluster.pools.rollout.workers=2")
     wait_for_step(run, 1)
     for process in run.children():
-        if "rollout-0" in " ".join(process.environ().get(k, "") for k in ("DASK_NAME", "REFRAIN_WORKER")):
+        if "rollout-0" in " ".join(
+            process.environ().get(k, "") for k in ("DASK_NAME", "REFRAIN_WORKER")
+        ):
             process.kill()
     code, out = run.end()
     assert code == 0, out

@@ -5,7 +5,7 @@ import torch
 
 from engines.jagged import Rows, divide
 from engines.moments import masked_variance, whitened
-from engines.scans import BLOCK, discounted_sums
+from engines.scans import BLOCK, cumulative_sums, discounted_sums
 from tests.maths.batches import random_rows
 
 LENGTHS = torch.tensor([3, 0, 1, 4, 0])
@@ -33,15 +33,18 @@ def test_sums_means_and_extremes_of_rows():
     assert rows.masked_mean(values, mask).tolist() == [1.5, 0, 0, 6, 0]
     assert rows.masked_max(values, mask, empty=-1.0).tolist() == [2, -1, -1, 7, -1]
     assert rows.masked_min(values, mask, empty=-1.0).tolist() == [1, -1, -1, 5, -1]
-    assert rows.last(mask).tolist() == [False, True, False, False, False, False, True, False]
-    assert rows.kept(mask).lengths.tolist() == [2, 0, 0, 3, 0]
-    assert rows.kept(mask).ids.tolist() == [0, 0, 3, 3, 3]
+    assert [found.tolist() for found in rows.kept(mask).rows.ends()] == [[0, 3], [1, 4]]
+    assert rows.kept(mask).rows.lengths.tolist() == [2, 0, 0, 3, 0]
+    assert rows.kept(mask).rows.ids.tolist() == [0, 0, 3, 3, 3]
+    kept = rows.kept(mask)
+    assert kept.take(values).tolist() == [1, 2, 5, 6, 7]
+    assert kept.put(torch.arange(1.0, 6.0)).tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
 
 
 def test_running_sums_start_anew_in_each_row():
     rows = Rows.of_lengths(LENGTHS)
     values = torch.arange(1.0, 9.0)
-    assert rows.cumulative(values).tolist() == [1, 3, 6, 4, 5, 11, 18, 26]
+    assert cumulative_sums(values, rows).tolist() == [1, 3, 6, 4, 5, 11, 18, 26]
 
 
 def test_no_rows_and_no_tokens():
@@ -50,7 +53,7 @@ def test_no_rows_and_no_tokens():
         nothing, mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
         assert rows.sum(nothing).tolist() == [0.0] * len(lengths)
         assert rows.masked_mean(nothing, mask).tolist() == [0.0] * len(lengths)
-        assert rows.last(mask).numel() == 0
+        assert rows.kept(mask).rows.ends()[1].numel() == 0
         assert discounted_sums(nothing, rows, 0.9).numel() == 0
 
 

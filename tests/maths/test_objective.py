@@ -8,7 +8,7 @@ import torch
 
 from configs.algorithm import AlgorithmConfig
 from engines.aggregation import Normaliser, aggregate
-from engines.kl import adapted_coefficient
+from engines.kl_control import adapted_coefficient
 from engines.losses import POLICY_LOSSES, PolicyLoss
 from engines.metric_sums import MetricSums, largest_of, mean_over
 from engines.objective import Objective, high_entropy

@@ -16,6 +16,7 @@ import torch
 from tests.parity import advantages, corrections, policy, primitives, shaping, trl, values_kl
 from tests.parity.answers import Adapter, Answer
 from tests.parity.check import Outcome, check, in_dtype
+from tests.parity.known import table
 from tests.parity.vectors import Case, read_folder
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -78,10 +79,16 @@ def report(function: str, results: list[Outcome], verbose: bool) -> None:
 def main(arguments: list[str]) -> int:
     """Check a folder; 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder with *.json files of vectors")
+    parser.add_argument("folder", type=Path, nargs="?", help="folder with *.json files of vectors")
+    parser.add_argument("--differences", action="store_true", help="print what differs on purpose")
     parser.add_argument("--verbose", action="store_true", help="also list known differences")
     parser.add_argument("--only", default="", help="functions whose name contains this")
     options = parser.parse_args(arguments)
+    if options.differences:
+        print(table())
+        return 0
+    if options.folder is None:
+        parser.error("name a folder of vectors")
     cases = [c for c in read_folder(options.folder) if options.only in c.function]
     if not cases:
         print(f"{options.folder} holds no vectors.", file=sys.stderr)

@@ -26,21 +26,28 @@ def leaf(values: Tensor) -> Tensor:
     return values.clone().requires_grad_(True)
 
 
-def normaliser(case: Case, mask: Tensor, rows: Rows, counts: Mapping[str, Any]) -> Normaliser:
+def normaliser(mask: Tensor, rows: Rows, counts: Mapping[str, Any], mode: str) -> Normaliser:
     """The counts that a case gives, else those of its own batch.
 
-    ValueError where there are several ranks and no counts of all of them.
+    ValueError where there are several ranks and the mode's count is not that of all of them.
     """
-    ranks = counts.get("dp_size", 1)
-    given = {"batch_num_tokens", "global_batch_size"} & counts.keys()
-    own = Normaliser.of(mask, rows, counts.get("loss_scale_factor"), 1 if given else ranks)
+    given = {name: value for name, value in counts.items() if value is not None}
+    ranks = given.get("dp_size", 1)
+    needed = "batch_num_tokens" if mode == "token-mean" else "global_batch_size"
+    known = needed in given or mode == "token-sum"
+    own = Normaliser.of(mask, rows, given.get("loss_scale_factor"), 1 if known else ranks)
     return Normaliser(
-        tokens=counts.get("batch_num_tokens", own.tokens),
-        sequences=counts.get("global_batch_size", own.sequences),
-        rows=counts.get("global_batch_size", own.rows),
+        tokens=given.get("batch_num_tokens", own.tokens),
+        sequences=given.get("global_batch_size", own.sequences),
+        rows=given.get("global_batch_size", own.rows),
         max_tokens=own.max_tokens,
         ranks=ranks,
     )
+
+
+def mode_of(case: Case) -> str:
+    """The case's aggregation; verl's default where it does not say."""
+    return case.params.get("loss_agg_mode", "token-mean")
 
 
 def group_numbers(ids: list[Any]) -> Tensor:

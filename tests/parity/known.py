@@ -18,6 +18,7 @@ class Known:
     reference: str  # what the reference does
     ours: str  # what we do
     why: str
+    vectors: str  # names of ours that show it; "-" where none of them does
 
     @property
     def reason(self) -> str:
@@ -34,6 +35,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="refuses a group of one",
         ours="advantage 0",
         why="a sample that failed must not stop the step; alone, it leads nobody",
+        vectors="grpo_passk/group_of_one",
     ),
     Known(
         function="opo",
@@ -43,6 +45,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="NaN for a group without tokens",
         ours="0: there is no token to give it to",
         why="no NaN from empty rows",
+        vectors="opo/group_without_tokens",
     ),
     Known(
         function="remax",
@@ -52,6 +55,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="the return stands at masked tokens inside a response",
         ours="0 there",
         why="an advantage of a masked token is never used; 0 keeps statistics clean",
+        vectors="remax/holes",
     ),
     Known(
         function="gae",
@@ -61,6 +65,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="refuses to whiten one token",
         ours="advantage 0 (the value less its mean)",
         why="no refusal from small batches",
+        vectors="gae/one_valid_token",
     ),
     Known(
         function="reinforce_plus_plus*",
@@ -70,6 +75,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="refuses to whiten one token",
         ours="advantage 0 (the value less its mean)",
         why="no refusal from small batches",
+        vectors="-",
     ),
     Known(
         function="gdpo",
@@ -79,6 +85,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="refuses to whiten one token",
         ours="advantage 0 (the value less its mean)",
         why="no refusal from small batches",
+        vectors="-",
     ),
     Known(
         function="masked_var",
@@ -88,6 +95,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="refuses fewer than two values (one, or none)",
         ours="variance 0",
         why="no refusal from small batches",
+        vectors="masked_var/one_valid_token, masked_var/empty_mask",
     ),
     Known(
         function="masked_whiten",
@@ -97,6 +105,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="refuses fewer than two values",
         ours="the value less its mean, 0",
         why="no refusal from small batches",
+        vectors="masked_whiten/one_valid_token",
     ),
     Known(
         function="agg_loss",
@@ -106,6 +115,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="NaN for a batch without a valid token",
         ours="loss 0, gradient 0",
         why="a rank may hold an empty micro-batch",
+        vectors="agg_loss/token-mean/all_masked, agg_loss/seq-mean-token-sum/all_masked, agg_loss/seq-mean-token-mean/all_masked, agg_loss/seq-mean-token-sum-norm/all_masked",
     ),
     Known(
         function="agg_loss",
@@ -115,6 +125,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="NaN in the padding spoils the sequence modes",
         ours="what stands in the padding is never used",
         why="the result does not depend on padding",
+        vectors="agg_loss/seq-mean-token-sum/nan_in_padding, agg_loss/seq-mean-token-mean/nan_in_padding, agg_loss/seq-mean-token-sum-norm/nan_in_padding",
     ),
     Known(
         function="group_filter",
@@ -124,6 +135,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="equal rewards such as 0.1, 0.1, 0.1 can have a deviation that is not exactly 0",
         ours="rewards that are equal have no variance",
         why="DAPO drops groups whose rewards are equal",
+        vectors="group_filter/tenths/acc",
     ),
     Known(
         function="rollout_*",
@@ -133,6 +145,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="refuses a batch without a valid token",
         ours="weights 0, no figures",
         why="no refusal from empty batches",
+        vectors="is_weights/token/no_valid, is_weights/sequence/no_valid",
     ),
     Known(
         function="trl_sampling_correction",
@@ -142,6 +155,7 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="a ratio of 1 (bounded) in the padding",
         ours="0 there",
         why="the weight of padding is never used",
+        vectors="trl_sampling_correction/token_truncate/None/2.0, trl_sampling_correction/token_mask/0.5/2.0",
     ),
     Known(
         function="*",
@@ -151,5 +165,16 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         reference="NaN where there is nothing to average (no valid token)",
         ours="0, with gradient 0",
         why="no NaN from empty rows or batches",
+        vectors="-",
     ),
 )
+
+
+def table() -> str:
+    """The differences as a Markdown table, as docs/algorithms.md has it."""
+    lines = ["| function | vectors | reference | ours | why |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{k.function}` | {k.vectors} | {k.reference} | {k.ours} | {k.why} |"
+        for k in KNOWN_DIFFERENCES
+    ]
+    return "\n".join(lines)

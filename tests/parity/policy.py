@@ -13,7 +13,7 @@ from configs.methods import Method
 from engines.aggregation import aggregate
 from engines.losses import POLICY_LOSSES
 from engines.policy_batch import PolicyBatch
-from tests.parity.answers import Adapter, Answer, leaf, normaliser, shaped
+from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.corrections import rollout_corrected
 from tests.parity.vectors import Case
 
@@ -42,9 +42,8 @@ def weighed(case: Case, batch: PolicyBatch, choice: Method) -> tuple[Tensor, dic
     values = result.values
     if batch.weights is not None and not method.own_weights:
         values = values * batch.under_mask(batch.weights)
-    own = case.params.get("global_batch_info", {})
-    counts = normaliser(case, batch.mask, batch.rows, own)
-    mode = method.aggregation or case.params["loss_agg_mode"]
+    mode = method.aggregation or mode_of(case)
+    counts = normaliser(batch.mask, batch.rows, case.params.get("global_batch_info") or {}, mode)
     return aggregate(values, batch.mask, batch.rows, counts, mode), result.metrics.values()
 
 
@@ -87,7 +86,9 @@ def bypass_mode(case: Case) -> Answer:
     return answer
 
 
-def _bounds(params: dict[str, Any], names: tuple[str, str] = ("clip_low", "clip_high")):
+def _bounds(
+    params: dict[str, Any], names: tuple[str, str] = ("clip_low", "clip_high")
+) -> dict[str, Any]:
     default = params.get("clip_ratio", 0.2)
     given = (params.get("clip_ratio_low"), params.get("clip_ratio_high"))
     return {n: default if v is None else v for n, v in zip(names, given, strict=True)}

@@ -10,7 +10,7 @@ from engines.jagged import Rows
 from engines.logprobs import TokenStatistics, token_statistics
 from engines.moments import masked_mean, masked_variance, whitened
 from engines.shaping import mask_through_end
-from tests.parity.answers import Adapter, Answer, leaf, normaliser, shaped
+from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case
 
 
@@ -41,8 +41,8 @@ def masked_whiten_case(case: Case) -> Answer:
 def agg_loss_case(case: Case) -> Answer:
     rows, mask = case.rows("loss_mask"), case.mask("loss_mask")
     losses = leaf(case.flat("loss_mat"))
-    counts = normaliser(case, mask, rows, case.params)
-    loss = aggregate(losses, mask, rows, counts, case.params["loss_agg_mode"])
+    counts = normaliser(mask, rows, case.params, mode_of(case))
+    loss = aggregate(losses, mask, rows, counts, mode_of(case))
     loss.backward()
     assert losses.grad is not None
     return {"loss": loss, "grad_loss_mat": shaped(losses.grad, case, "loss_mask")}
@@ -82,8 +82,8 @@ def entropy_loss_case(case: Case) -> Answer:
     logits = leaf(case.tensor("logits"))
     entropy = of_logits(logits, None, entropy_gradient=True).entropy
     rows, mask = case.rows(), case.mask()
-    counts = normaliser(case, mask, rows, case.params)
-    loss = aggregate(entropy, mask, rows, counts, case.params["loss_agg_mode"])
+    counts = normaliser(mask, rows, case.params, mode_of(case))
+    loss = aggregate(entropy, mask, rows, counts, mode_of(case))
     loss.backward()
     return {"entropy_loss": loss, "grad_logits": logits.grad}
 

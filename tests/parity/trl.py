@@ -23,6 +23,28 @@ from engines.sequence_losses import luspo, vespo
 from tests.parity.answers import Adapter, Answer, leaf, shaped
 from tests.parity.vectors import Case
 
+DEFAULTS: dict[str, Any] = {
+    "loss_type": "dapo",
+    "beta": 0.0,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "delta": None,
+    "importance_sampling_level": "token",
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "use_bias_correction_kl": False,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "max_completion_length": 256,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "entropy_coef": 0.0,
+    "training": True,
+}
 AGGREGATION = {
     "grpo": "row-mean-token-mean",
     "sapo": "row-mean-token-mean",
@@ -85,6 +107,7 @@ def token_loss(batch: PolicyBatch, p: dict[str, Any]) -> TokenLoss:
 
 
 def trl_loss_case(case: Case) -> Answer:
+    case = dataclasses.replace(case, params=DEFAULTS | case.params)
     p, batch = case.params, trl_batch(case)
     result = token_loss(batch, p)
     values = result.values

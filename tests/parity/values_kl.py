@@ -6,9 +6,10 @@ import torch
 
 from configs.algorithm import KLConfig
 from engines.advantage_batch import AdvantageBatch
-from engines.kl import KL_ESTIMATORS, adapted_coefficient, penalised_rewards
+from engines.kl import KL_ESTIMATORS, penalised_rewards
+from engines.kl_control import adapted_coefficient
 from engines.value_loss import value_loss
-from tests.parity.answers import Adapter, Answer, leaf, normaliser, shaped
+from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case
 
 NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}  # the reference's older names
@@ -30,9 +31,9 @@ def value_loss_case(case: Case) -> Answer:
         case.flat("values"),
         mask,
         rows,
-        normaliser(case, mask, rows, case.params),
-        clip=case.params["cliprange_value"],
-        aggregation=case.params["loss_agg_mode"],
+        normaliser(mask, rows, case.params, mode_of(case)),
+        clip=case.params.get("cliprange_value", 0.5),
+        aggregation=mode_of(case),
     )
     loss.backward()
     assert values.grad is not None
@@ -65,7 +66,9 @@ def controller_case(case: Case) -> Answer:
     return {"value_after_each_update": torch.tensor(after, dtype=torch.float64)}
 
 
-def penalised(case: Case, mask: torch.Tensor, estimator: str, coefficient: float):
+def penalised(
+    case: Case, mask: torch.Tensor, estimator: str, coefficient: float
+) -> tuple[torch.Tensor, float]:
     """Our penalised rewards, metrics."""
     count, width = torch.tensor(case.inputs["token_level_scores"]).shape
     batch = AdvantageBatch(

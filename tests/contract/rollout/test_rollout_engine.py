@@ -1,0 +1,328 @@
+"""The contract of engines.rollout, on both engines; vLLM is the real one, started once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from engines.rollout import (
+    EngineDead,
+    NoWeights,
+    RolloutCancelled,
+    RolloutEngine,
+    Sampling,
+    WeightsMismatch,
+)
+from storage.columns import Status
+from storage.errors import ObjectDamaged
+from storage.weights import open_manifest, publish
+from tests.contract.rollout.world import LONG, MAX_MODEL_LEN, RUN, SHORT, World, begun, until
+
+KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(params=KINDS)
+def engine(
+    request: pytest.FixtureRequest, built: Callable[[str], RolloutEngine], world: World
+) -> RolloutEngine:
+    """An engine that holds version 0 and has nothing in flight."""
+    found = built(request.param)
+    if found.version != 0:
+        found.sync(world.weights[0])
+    return found
+
+
+def test_a_sample_is_complete(engine: RolloutEngine, world: World) -> None:
+    prompts = world.prompts()
+    result = engine.generate(world.request(prompts, SHORT))
+    rows = {name: world.column(result, name) for name in result.ref.names}
+    assert len(result.ref) == 12
+    assert rows["group_id"] == [100] * 3 + [101] * 3 + [102] * 3 + [103] * 3
+    assert rows["sample_id"] == [group * 3 + k for group in range(100, 104) for k in range(3)]
+    assert rows["prompt_row"] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert [len(tokens) for tokens in rows["prompt_ids"]] == [5] * 3 + [9] * 3 + [3] * 3 + [17] * 3
+    for tokens, logprobs, mask, spans in zip(
+        rows["response_ids"],
+        rows["rollout_logprobs"],
+        rows["response_mask"],
+        rows["weight_spans"],
+        strict=True,
+    ):
+        assert 1 <= len(tokens) <= 24
+        assert len(logprobs) == len(mask) == len(tokens)
+        assert set(mask) == {1}
+        assert spans == [0, 0, len(tokens)]
+    for tokens, status, reason in zip(
+        rows["response_ids"], rows["status"], rows["finish_reason"], strict=True
+    ):
+        ended = tokens[-1] == world.tokenizer.eos_token_id
+        assert reason == ("stop" if ended else "length")
+        assert status == (Status.OK if ended else Status.TRUNCATED)
+        assert ended or len(tokens) == 24
+    assert set(rows["weights_digest"]) == {world.weights[0].digest}
+    assert set(rows["worker"]) == {"w1"}
+    assert set(rows["attempt"]) == {2}
+    stats = result.stats
+    assert (stats.rows, stats.version, stats.digest) == (12, 0, world.weights[0].digest)
+    assert stats.tokens == sum(len(tokens) for tokens in rows["response_ids"])
+    assert stats.truncated == rows["status"].count(Status.TRUNCATED)
+
+
+def test_a_seeded_sample_does_not_depend_on_its_company(
+    engine: RolloutEngine, world: World
+) -> None:
+    prompts = world.prompts()
+    whole = engine.generate(world.request(prompts, SHORT))
+    tokens = dict(
+        zip(world.column(whole, "sample_id"), world.column(whole, "response_ids"), strict=True)
+    )
+    assert len({tuple(row) for row in tokens.values()}) == 12, "samples share their noise"
+    for rows in ([3, 1], [0], [2]):
+        shard = engine.generate(world.request(prompts.take(rows), SHORT))
+        for sample, row in zip(
+            world.column(shard, "sample_id"), world.column(shard, "response_ids"), strict=True
+        ):
+            assert row == tokens[sample]
+    later = engine.generate(world.request(prompts, SHORT, step=5))
+    assert world.column(later, "response_ids") != world.column(whole, "response_ids")
+
+
+def test_without_a_seed_samples_differ(engine: RolloutEngine, world: World) -> None:
+    sampling = Sampling(n=4, max_new_tokens=24)
+    first, second = (
+        engine.generate(world.request(world.prompts((6,)), sampling)) for _ in range(2)
+    )
+    drawn = world.column(first, "response_ids") + world.column(second, "response_ids")
+    assert len({tuple(row) for row in drawn}) == 8
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(n=3, max_new_tokens=24, seed=5),
+        Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.6),
+        Sampling(n=3, max_new_tokens=24, seed=5, temperature=1.5, top_k=20),
+        Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.8, top_p=0.7),
+    ],
+    ids=["plain", "cold", "top-k", "top-p"],
+)
+def test_logprobs_are_those_of_the_sampling_distribution(
+    engine: RolloutEngine, world: World, sampling: Sampling
+) -> None:
+    result = engine.generate(world.request(world.prompts(), sampling))
+    for prompt, response, logprobs in zip(
+        world.column(result, "prompt_ids"),
+        world.column(result, "response_ids"),
+        world.column(result, "rollout_logprobs"),
+        strict=True,
+    ):
+        expected = world.logprobs(0, prompt, response, sampling)
+        np.testing.assert_allclose(logprobs, expected, atol=2e-4)
+
+
+def test_score_is_a_plain_forward_pass(engine: RolloutEngine, world: World) -> None:
+    sequences, starts = [[5, 6, 7, 8, 9], [40, 30, 20, 10, 50, 60, 70]], [2, 1]
+    for version in (0, 1):
+        engine.sync(world.weights[version])
+        for scored, tokens, start in zip(
+            engine.score(sequences, starts), sequences, starts, strict=True
+        ):
+            expected = world.logprobs(version, tokens[:start], tokens[start:], SHORT)
+            np.testing.assert_allclose(scored, expected, atol=2e-4)
+
+
+def test_stop_strings_end_a_completion_and_stay_in_it(engine: RolloutEngine, world: World) -> None:
+    stop = ("a", "e", "i", "o", "u", "1", "2", "3", "4", "5", "xy")
+    sampling = Sampling(n=4, max_new_tokens=60, seed=2, stop=stop, ignore_eos=True)
+    result = engine.generate(world.request(world.prompts(), sampling))
+    rows = world.column(result, "response_ids")
+    texts = [world.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    reasons = world.column(result, "finish_reason")
+    assert reasons.count("stop") > 8
+    for text, reason in zip(texts, reasons, strict=True):
+        assert text.endswith(stop) == (reason == "stop")
+        assert not any(end in text[:-1] for end in stop)
+
+
+def test_a_sequence_ends_at_the_engines_limit(engine: RolloutEngine, world: World) -> None:
+    prompts = world.prompts((MAX_MODEL_LEN - 10,))
+    result = engine.generate(world.request(prompts, LONG))
+    assert [len(row) for row in world.column(result, "response_ids")] == [10, 10]
+    assert world.column(result, "finish_reason") == ["length"] * 2
+    with pytest.raises(ValueError, match=f"group 100 has {MAX_MODEL_LEN} tokens"):
+        engine.generate(world.request(world.prompts((MAX_MODEL_LEN,)), LONG))
+
+
+def test_a_sync_brings_the_new_policy(engine: RolloutEngine, world: World) -> None:
+    request = world.request(world.prompts(), SHORT)
+    before = world.column(engine.generate(request), "response_ids")
+    report = engine.sync(world.weights[1])
+    assert (report.version, report.digest) == (1, world.weights[1].digest)
+    assert report.nbytes == world.weights[1].nbytes
+    assert engine.version == engine.status().version == 1
+    result = engine.generate(request)
+    assert world.column(result, "response_ids") != before
+    assert {tuple(spans[:2]) for spans in world.column(result, "weight_spans")} == {(1, 0)}
+    prompt, response = (world.column(result, name)[4] for name in ("prompt_ids", "response_ids"))
+    np.testing.assert_allclose(
+        world.column(result, "rollout_logprobs")[4],
+        world.logprobs(1, prompt, response, SHORT),
+        atol=2e-4,
+    )
+    engine.sync(world.weights[0])
+    assert world.column(engine.generate(request), "response_ids") == before
+
+
+def test_a_tied_head_is_a_weight_of_its_own(engine: RolloutEngine, world: World) -> None:
+    tensors = dict(world.policies[0].state_dict())
+    shared = tensors["model.embed_tokens.weight"]
+    assert torch.equal(tensors.pop("lm_head.weight"), shared)
+    headless = publish(world.store, RUN, 20, tensors.items(), {})
+    with pytest.raises(WeightsMismatch, match=r"version 20 .* no tensor lm_head\.weight"):
+        engine.sync(headless)
+    assert engine.version == 0, "a version that does not fit is refused before it is loaded"
+    turned = {**tensors, "lm_head.weight": shared.flip(0)}
+    engine.sync(publish(world.store, RUN, 21, turned.items(), {}))
+    vocabulary = len(shared)
+    plain = world.logprobs(0, [5, 6], [7, 8], SHORT)
+    (straight,) = engine.score([[5, 6, vocabulary - 1 - 7]], [2])
+    assert straight[0] == pytest.approx(plain[0], abs=2e-4)
+
+
+def test_a_version_of_another_shape_is_refused(engine: RolloutEngine, world: World) -> None:
+    tensors = dict(world.policies[0].state_dict())
+    tensors["model.norm.weight"] = torch.ones(7)
+    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight .* shape \(7,\)"):
+        engine.sync(publish(world.store, RUN, 22, tensors.items(), {}))
+
+
+def test_a_damaged_version_is_named_and_not_sampled_from(
+    engine: RolloutEngine, world: World
+) -> None:
+    version = 30 if engine.status().pids else 31
+    ref = world.publish(version, world.policies[1])
+    name = "model.layers.1.mlp.up_proj.weight"
+    entry = open_manifest(world.store, ref).tensors[name]
+    key = f"{ref.key}/{entry.file}"
+    data = bytearray(world.store.read(key))
+    data[entry.start + 3] ^= 1
+    world.store.write(key, bytes(data))
+    with pytest.raises(ObjectDamaged, match=name.replace(".", r"\.")):
+        engine.sync(ref)
+    assert engine.version is None
+    assert engine.status().state == "no weights"
+    with pytest.raises(NoWeights, match="sync first"):
+        engine.generate(world.request(world.prompts(), SHORT))
+    engine.sync(world.weights[0])
+    prompt, response = [5, 6, 7], [8, 9, 10]
+    (scored,) = engine.score([prompt + response], [3])
+    np.testing.assert_allclose(scored, world.logprobs(0, prompt, response, SHORT), atol=2e-4)
+
+
+def test_pause_holds_and_resume_goes_on(
+    engine: RolloutEngine, world: World, threads: ThreadPoolExecutor
+) -> None:
+    request = world.request(world.prompts(), LONG)
+    undisturbed = world.column(engine.generate(request), "response_ids")
+    shard = begun(engine, threads, request)
+    engine.pause()
+    held = engine.status()
+    time.sleep(0.3)
+    assert held.state == engine.status().state == "paused"
+    assert held.running + held.waiting == 8
+    assert engine.status().tokens == held.tokens
+    engine.resume()
+    assert world.column(shard.result(60), "response_ids") == undisturbed
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_a_sync_in_the_middle_of_a_shard(
+    engine: RolloutEngine, world: World, threads: ThreadPoolExecutor, mode: str
+) -> None:
+    shard = begun(engine, threads, world.request(world.prompts(), LONG))
+    engine.sync(world.weights[1], mode=mode)
+    result = shard.result(60)
+    assert set(world.column(result, "weights_digest")) == {world.weights[1].digest}
+    for prompt, response, logprobs, spans in zip(
+        world.column(result, "prompt_ids"),
+        world.column(result, "response_ids"),
+        world.column(result, "rollout_logprobs"),
+        world.column(result, "weight_spans"),
+        strict=True,
+    ):
+        (old, first, change), (new, again, last) = spans[:3], spans[3:]
+        assert (old, first, new, last) == (0, 0, 1, 200)
+        assert change == again
+        expected = world.logprobs(0, prompt, response[:change], LONG)
+        np.testing.assert_allclose(logprobs[:change], expected, atol=2e-4)
+        expected = world.logprobs(1, prompt, response, LONG)[change:]
+        close = np.allclose(logprobs[change:], expected, atol=2e-4)
+        assert close == (mode == "recompute"), "keep goes on with the old keys and values"
+
+
+def test_an_idle_sync_lets_shards_finish(
+    engine: RolloutEngine, world: World, threads: ThreadPoolExecutor
+) -> None:
+    shard = begun(engine, threads, world.request(world.prompts(), LONG))
+    engine.sync(world.weights[1], mode="idle")
+    assert set(world.column(shard.result(60), "weights_digest")) == {world.weights[0].digest}
+    assert engine.version == 1
+
+
+def test_an_idle_sync_of_a_paused_engine_is_refused(
+    engine: RolloutEngine, world: World, threads: ThreadPoolExecutor
+) -> None:
+    shard = begun(engine, threads, world.request(world.prompts(), LONG))
+    engine.pause()
+    with pytest.raises(RuntimeError, match="Resume it, or sync with mode = keep"):
+        engine.sync(world.weights[1])
+    engine.resume()
+    assert shard.result(60).stats.version == 0
+
+
+def test_two_shards_in_flight(
+    engine: RolloutEngine, world: World, threads: ThreadPoolExecutor
+) -> None:
+    prompts = world.prompts()
+    requests = [world.request(prompts.take(rows), LONG) for rows in ([0, 1], [2, 3])]
+    alone = [world.column(engine.generate(request), "response_ids") for request in requests]
+    begun = engine.status().tokens
+    engine.pause()
+    shards = [threads.submit(engine.generate, request) for request in requests]
+    until(
+        lambda: engine.status().running + engine.status().waiting >= 2, "two shards being in flight"
+    )
+    engine.resume()
+    assert [world.column(shard.result(60), "response_ids") for shard in shards] == alone
+    assert engine.status().tokens - begun == 8 * 200
+
+
+def test_cancel_ends_the_shards_in_flight_only(
+    engine: RolloutEngine, world: World, threads: ThreadPoolExecutor
+) -> None:
+    request = world.request(world.prompts(), LONG)
+    shard = begun(engine, threads, request)
+    assert engine.cancel() == 1
+    with pytest.raises(RolloutCancelled):
+        shard.result(10)
+    until(lambda: engine.status().running + engine.status().waiting == 0, "an empty engine", 10)
+    assert engine.cancel() == 0
+    assert len(engine.generate(request).ref) == 8
+
+
+def test_a_closed_engine_is_gone(world: World, threads: ThreadPoolExecutor) -> None:
+    engine = world.build("transformers")
+    engine.sync(world.weights[0])
+    shard = begun(engine, threads, world.request(world.prompts(), LONG))
+    engine.close()
+    engine.close()
+    with pytest.raises(RolloutCancelled):
+        shard.result(10)
+    assert engine.status().state == "closed"
+    with pytest.raises(EngineDead, match="closed"):
+        engine.generate(world.request(world.prompts(), SHORT))

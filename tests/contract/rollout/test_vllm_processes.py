@@ -1,0 +1,93 @@
+"""vLLM's processes die with the process that started them, whenever and however that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from engines.parent_death import kill_all, session
+from engines.rollout import EngineDead, RolloutEngine
+from tests.contract.rollout.world import LONG, SHORT, World, begun, until
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def owner(world: World) -> Iterator[subprocess.Popen[str]]:
+    """A process that builds a vLLM engine; whatever is left of its session is killed afterwards."""
+    pytest.importorskip("vllm")
+    command = [sys.executable, "-m", "tests.contract.rollout.child", str(world.folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        yield process
+        kill_all(session(process.pid))
+
+
+def test_vllm_dies_with_its_owner(
+    owner: subprocess.Popen[str], built: Callable[[str], RolloutEngine], world: World
+) -> None:
+    told = _hear(owner, "drawn")
+    (pid,) = told["pids"]
+    # The owner's engine has never held another version than 1. One that has samples the same.
+    engine = built("vllm")
+    engine.sync(world.weights[0])
+    engine.sync(world.weights[1])
+    result = engine.generate(world.request(world.prompts(), SHORT))
+    assert world.column(result, "response_ids") == told["drawn"]
+    assert psutil.pid_exists(pid)
+    os.kill(owner.pid, signal.SIGKILL)
+    until(lambda: not _left(owner.pid), "the end of vLLM's process", 5)
+
+
+@pytest.mark.slow
+def test_vllm_dies_with_an_owner_killed_during_its_start(owner: subprocess.Popen[str]) -> None:
+    assert _hear(owner, "children")["children"]
+    os.kill(owner.pid, signal.SIGKILL)
+    # Nothing of Refrain runs in the child before it has imported vLLM.
+    until(lambda: not _left(owner.pid), "the end of vLLM's process", 120)
+
+
+def _hear(owner: subprocess.Popen[str], key: str) -> dict[str, list]:
+    """What the owner says about `key`."""
+    assert owner.stdout is not None
+    for line in owner.stdout:
+        if key in (told := json.loads(line)):
+            return told
+    raise AssertionError(f"the owner ended with {owner.wait()} before it told {key}")
+
+
+def _left(leader: int) -> list[int]:
+    return [process.pid for process in session(leader) if process.pid != leader]
+
+
+def test_a_killed_vllm_fails_what_is_in_flight_with_the_cause(
+    built: Callable[[str], RolloutEngine], world: World, threads: ThreadPoolExecutor
+) -> None:
+    engine = built("vllm")
+    engine.sync(world.weights[0])
+    shard = begun(engine, threads, world.request(world.prompts(), LONG))
+    (pid,) = engine.status().pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match=f"process {pid} was killed by SIGKILL"):
+        shard.result(5)
+    assert engine.status().state == "dead"
+    for call in (
+        lambda: engine.generate(world.request(world.prompts(), SHORT)),
+        lambda: engine.sync(world.weights[1]),
+        lambda: engine.score([[5, 6]], [1]),
+        engine.cancel,
+    ):
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            call()
+    engine.close()
+    engine.close()
+    assert engine.status().pids == ()

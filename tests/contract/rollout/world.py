@@ -1,0 +1,150 @@
+"""What the rollout contract is tested with: a tiny model, its versions, prompts, a reference.
+
+The reference is a plain transformers forward pass in float32, one sequence at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from configs.model import RandomModel
+from configs.rollout import RolloutConfig
+from engines import models
+from engines.failures import import_class
+from engines.rollout import (
+    RolloutEngine,
+    RolloutRequest,
+    RolloutResult,
+    RolloutSpec,
+    Sampling,
+    engine_class,
+)
+from storage.batches import write_batch
+from storage.refs import BatchRef
+from storage.store import Store
+from storage.weights import WeightsRef, publish
+
+MODEL = RandomModel(seed=3)
+MAX_MODEL_LEN = 256
+RUN = "run"
+SHORT = Sampling(n=3, max_new_tokens=24, seed=5)
+# Long enough to be disturbed on its way: 8 samples of the default prompts, 200 tokens each.
+LONG = Sampling(n=2, max_new_tokens=200, seed=5, ignore_eos=True)
+
+
+class World:
+    """A store with policy versions 0 and 1 of a tiny model, and the means to use engines on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(f"file://{folder}/store")
+        self.cache = folder / "models"
+        self.directory = models.materialize(MODEL, self.cache)
+        self.tokenizer = models.tokenizer(self.directory)
+        self.policies = [models.load_for_training(self.directory) for _ in range(2)]
+        disturb(self.policies[1])
+        self.weights = [self.publish(v, policy) for v, policy in enumerate(self.policies)]
+        self._keys = itertools.count()
+
+    def publish(self, version: int, policy: PreTrainedModel) -> WeightsRef:
+        return publish(
+            self.store,
+            RUN,
+            version,
+            models.untied_weights(policy),
+            models.companion_files(self.directory),
+        )
+
+    def spec(self, kind: str) -> RolloutSpec:
+        return RolloutSpec(
+            name=f"{kind}-0",
+            model=MODEL,
+            model_cache=str(self.cache),
+            rollout=RolloutConfig(engine=kind, dtype="float32", kv_cache_gib=0.1, seed=1),
+            store_uri=self.store.uri,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    def build(self, kind: str) -> RolloutEngine:
+        spec = self.spec(kind)
+        return import_class(engine_class(spec.rollout))(spec)
+
+    def prompts(self, lengths: tuple[int, ...] = (5, 9, 3, 17)) -> BatchRef:
+        """Prompts of the given lengths; group g is always the same prompt."""
+        return write_batch(
+            self.store,
+            f"prompts/{next(self._keys)}.safetensors",
+            {
+                "prompt_ids": [4 + (np.arange(n) * (g + 7)) % 90 for g, n in enumerate(lengths)],
+                "group_id": np.arange(len(lengths)) + 100,
+                "prompt_row": np.arange(len(lengths)),
+            },
+        )
+
+    def request(self, prompts: BatchRef, sampling: Sampling, step: int = 4) -> RolloutRequest:
+        return RolloutRequest(
+            prompts=prompts,
+            sampling=sampling,
+            out_key=f"samples/{next(self._keys)}.safetensors",
+            step=step,
+            shard=0,
+            attempt=2,
+            worker="w1",
+        )
+
+    def column(self, result: RolloutResult, name: str) -> list:
+        """A column as plain Python values, a row each."""
+        rows = result.ref.fetch_list(self.store, name)
+        return [row.tolist() if isinstance(row, np.ndarray) else row for row in rows]
+
+    @torch.no_grad()
+    def logprobs(
+        self, version: int, prompt: list[int], response: list[int], sampling: Sampling
+    ) -> list[float]:
+        """Of the response under a policy version, filtered and tempered as `sampling` says."""
+        logits = self.policies[version](torch.tensor([prompt + response])).logits[0]
+        logits = logits[len(prompt) - 1 : -1] / sampling.temperature
+        if sampling.top_k:
+            least = logits.topk(sampling.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if sampling.top_p < 1:
+            for row in logits:
+                order = row.argsort(descending=True)
+                before = row[order].softmax(0).cumsum(0) - row[order].softmax(0)
+                row[order[before >= sampling.top_p]] = -torch.inf
+        return logits.log_softmax(1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+
+def disturb(policy: PreTrainedModel, seed: int = 9) -> None:
+    """Change every weight enough to change what is sampled."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(0.3 * torch.randn(weight.shape, generator=noise))
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Wait for `condition`; fail saying `what` did not happen."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.005)
+
+
+def begun(
+    engine: RolloutEngine, threads: ThreadPoolExecutor, request: RolloutRequest
+) -> Future[RolloutResult]:
+    """The shard in flight, some tokens of its samples drawn, most of them not."""
+    before = engine.status().tokens
+    shard = threads.submit(engine.generate, request)
+    until(lambda: engine.status().tokens > before + 32 or shard.done(), "sampling")
+    assert not shard.done(), "the shard ended before it could be disturbed"
+    return shard

