@@ -18,6 +18,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 PACKED = "refrain_packed"  # name in transformers' table of attention functions
+SHORT = 256  # tokens; up to there, on a CPU in bfloat16, plain matrix products are faster
+CACHED_SCORES = 2**20  # attention scores worked on at once by them: 4 MiB, which the cache holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,20 +143,74 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: floa
     parts = []
     for bucket in layout.buckets:
         slots = slice(bucket.start, bucket.start + bucket.sequences * bucket.length)
-        query, key, value = (
-            x[slots].view(bucket.sequences, bucket.length, *x.shape[1:]).transpose(1, 2)
-            for x in (q, k, v)
-        )
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        parts.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+        shape = (bucket.sequences, bucket.length)
+        dense = [x[slots].view(*shape, *x.shape[1:]) for x in (q, k, v)]
+        if q.dtype == torch.bfloat16 and bucket.length <= SHORT:
+            out = _short_attention(*dense, scale)
+        else:
+            out = _long_attention(*dense, scale)
+        parts.append(out.reshape(-1, *q.shape[1:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _long_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of q [B, L, H, D] to k and v [B, L, G, D]."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def _short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The same by plain matrix products, some sequences at a time.
+
+    torch 2.13's CPU kernel for bfloat16 takes four times as long on short sequences, most of it in
+    its backward pass.
+    """
+    batch, length, heads, size = q.shape
+    groups = k.shape[2]
+    share = heads // groups  # query heads of each key head; they become rows of one product
+    rows = q.view(batch, length, groups, share, size).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch * groups, share * length, size)
+    keys, values = (x.transpose(1, 2).reshape(batch * groups, length, size) for x in (k, v))
+    mask = torch.full((length, length), -torch.inf).triu(1).repeat(share, 1)
+    step = groups * max(1, CACHED_SCORES // (heads * length * length))
+    parts = [
+        _MatrixAttention.apply(*(x[at : at + step] for x in (rows, keys, values)), mask, scale)
+        for at in range(0, batch * groups, step)
+    ]
+    out = torch.cat(parts).view(batch, groups, share, length, size)
+    return out.permute(0, 3, 1, 2, 4)
+
+
+class _MatrixAttention(torch.autograd.Function):
+    """softmax(scale q k^T + mask) v for q [B, M, D], k and v [B, L, D], mask [M, L].
+
+    Products in the inputs' dtype, the softmax in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).add_(mask)
+        probs = scores.softmax(-1).to(q.dtype)
+        ctx.save_for_backward(q, k, v, probs)
+        ctx.scale = scale
+        return torch.bmm(probs, v)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, probs = ctx.saved_tensors
+        slopes = torch.bmm(grad, v.transpose(1, 2)).float()
+        weights = probs.float()
+        slopes.sub_((slopes * weights).sum(-1, keepdim=True)).mul_(weights).mul_(ctx.scale)
+        slopes = slopes.to(q.dtype)
+        grad_v = torch.bmm(probs.transpose(1, 2), grad)
+        return torch.bmm(slopes, k), torch.bmm(slopes.transpose(1, 2), q), grad_v, None, None
 
 
 AttentionInterface.register(PACKED, packed_attention)
