@@ -8,7 +8,7 @@ export UV_HTTP_TIMEOUT ?= 300
 # Every run starts a dozen Python processes: without bytecode each would compile torch anew.
 export UV_COMPILE_BYTECODE ?= 1
 
-.PHONY: demo test check ui deploy clean
+.PHONY: demo test check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
@@ -21,9 +21,6 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-deploy: $(VENV)/.demo
-	$(BIN)/python -m infra.deploy
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
