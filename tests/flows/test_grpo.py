@@ -144,6 +144,29 @@ def test_a_killed_rollout_worker_costs_time_only(launch: Launch) -> None:
     assert [commit.step for commit in run.commits()] == [1, 2, 3, 4]
 
 
+def test_a_run_killed_and_resumed_ends_with_the_same_weights(
+    launch: Launch, tmp_path: Path
+) -> None:
+    whole = launch("tiny", "steps=4", "store.uri=file://whole")
+    assert whole.end()[0] == 0
+    broken = launch("tiny", "steps=4")
+    wait_for_step(broken, 3)
+    broken.process.kill()
+    broken.process.wait()
+    name = broken.files.run
+    resumed = launch("--resume", name)
+    code, out = resumed.end()
+    assert code == 0, out
+    assert re.findall(r"^step (\d)/4", out, re.MULTILINE) == ["4"]
+    whole.store_uri = f"file://{tmp_path}/whole"
+    assert [commit.version_out.digest for commit in whole.commits()] == [
+        commit.version_out.digest for commit in resumed.commits()
+    ]
+    code, out = launch("--resume", name).end()
+    assert code == 2
+    assert "is finished: 4 of 4 steps are committed" in out
+
+
 def test_roles_share_a_pool(launch: Launch) -> None:
     run = launch(
         "tiny",
