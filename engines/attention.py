@@ -144,11 +144,11 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: floa
     for bucket in layout.buckets:
         slots = slice(bucket.start, bucket.start + bucket.sequences * bucket.length)
         shape = (bucket.sequences, bucket.length)
-        dense = [x[slots].view(*shape, *x.shape[1:]) for x in (q, k, v)]
+        query, key, value = (x[slots].view(*shape, *x.shape[1:]) for x in (q, k, v))
         if q.dtype == torch.bfloat16 and bucket.length <= SHORT:
-            out = _short_attention(*dense, scale)
+            out = _short_attention(query, key, value, scale)
         else:
-            out = _long_attention(*dense, scale)
+            out = _long_attention(query, key, value, scale)
         parts.append(out.reshape(-1, *q.shape[1:]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

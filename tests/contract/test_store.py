@@ -85,7 +85,7 @@ def test_a_stream_appears_at_its_end(store: Store) -> None:
         assert not store.exists("big")
         out.write(b"two")
     assert store.read("big") == b"onetwo"
-    with pytest.raises(RuntimeError, match="crash"), store.write_stream("half") as out:  # noqa: PT012
+    with pytest.raises(RuntimeError, match="crash"), store.write_stream("half") as out:
         out.write(b"some")
         raise RuntimeError("crash")
     assert not store.exists("half")
