@@ -63,6 +63,13 @@ class Engines:
             pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))
         }
 
+    def drawn_tokens(self) -> dict[str, int]:
+        """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""
+        handles = self._handles
+        if handles is None or not handles.done() or handles.exception() is not None:
+            return {}
+        return handles.result().rollouts.tokens()
+
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""
         started = self._started[role]

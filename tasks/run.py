@@ -232,4 +232,5 @@ def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume))
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
         yield run
