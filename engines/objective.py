@@ -16,6 +16,7 @@ from torch import Tensor
 
 from configs.algorithm import AlgorithmConfig
 from engines.aggregation import Normaliser, aggregate
+from engines.correction_sums import correction_sums, gap_sums
 from engines.corrections import CORRECTIONS, Mismatch, Step, correct
 from engines.imports import imported
 from engines.kl import KL_ESTIMATORS
@@ -32,7 +33,7 @@ class Objective:
     params: Mapping[str, Any]  # keyword arguments of the method's functions
     aggregation: str
     against_rollout: bool  # the ratio's denominator is the rollout policy
-    corrections: tuple[Step, ...]  # applied unless the batch brings its weights
+    corrections: tuple[Step, ...]  # applied here unless the batch brings its weights
     kl: Callable[[Tensor, Tensor], Tensor] | None  # in the loss; None: not there
     kl_coefficient: float
     kl_unbiased: bool
@@ -61,11 +62,14 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Columns of PolicyBatch that must be there beside logprobs, advantages, old_logprobs."""
+        """Columns that a batch must have beside logprobs, advantages, old_logprobs."""
         needs = set(self.method.needs)
         needs |= {"ref_logprobs"} if self.kl is not None else set()
         needs |= {"entropy"} if self.entropy_gradient or self.entropy_top_share < 1 else set()
         needs |= {"rollout_logprobs"} if self.against_rollout or self.corrections else set()
+        # A mean over the batch is not that of a micro-batch, so it is taken before the update.
+        normalized = any(params.get("normalize") for _, params in self.corrections)
+        needs |= {"correction_weights"} if normalized else set()
         return frozenset(needs)
 
     @property
@@ -115,9 +119,9 @@ class Objective:
 
     def _corrected(self, batch: PolicyBatch) -> tuple[PolicyBatch, MetricSums]:
         """The batch with weights and without the tokens that the corrections leave out."""
-        if batch.weights is not None or not self.corrections:
-            return batch, MetricSums()
-        assert batch.rollout_logprobs is not None, "corrections need rollout_logprobs"
+        if batch.rollout_logprobs is None:
+            assert batch.weights is not None or not self.corrections, "they need rollout_logprobs"
+            return self._weighted(batch, batch.weights, batch.kept), MetricSums()
         mismatch = Mismatch(
             rows=batch.rows,
             mask=batch.mask,
@@ -125,20 +129,21 @@ class Objective:
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
         )
-        weights, kept = correct(mismatch, self.corrections)
-        log_ratio = mismatch.log_ratio()
-        metrics = MetricSums(
-            means={
-                "correction_weight": mean_over(weights, batch.mask),
-                "correction_weight_squared": mean_over(weights.square(), batch.mask),
-                "correction_left_out": mean_over(~kept, batch.mask),
-                "kl_rollout_k1": mean_over(-log_ratio, batch.mask),
-                "kl_rollout_k3": mean_over(log_ratio.exp() - 1 - log_ratio, batch.mask),
-            }
-        )
-        if self.against_rollout and self.method.ratio:
-            return dataclasses.replace(batch, mask=kept), metrics
-        return dataclasses.replace(batch, weights=weights, mask=kept), metrics
+        metrics = gap_sums(mismatch)
+        weights, kept = batch.weights, batch.kept
+        if weights is None and self.corrections:
+            weights, kept = correct(mismatch, self.corrections)
+        if weights is not None:
+            metrics += correction_sums(mismatch, weights, kept, self.corrections)
+        return self._weighted(batch, weights, kept), metrics
+
+    def _weighted(
+        self, batch: PolicyBatch, weights: Tensor | None, kept: Tensor | None
+    ) -> PolicyBatch:
+        mask = batch.mask if kept is None else batch.mask & kept
+        if self.against_rollout and self.method.ratio:  # the ratio itself corrects
+            weights = batch.weights
+        return dataclasses.replace(batch, weights=weights, mask=mask)
 
     def _policy_term(self, batch: PolicyBatch, normaliser: Normaliser) -> tuple[Tensor, MetricSums]:
         result = self.method.loss(batch, **self.params)

@@ -31,6 +31,7 @@ class PolicyBatch:
     weights: Tensor | None = (
         None  # [T] factors on the loss; None: made by the objective's correction
     )
+    kept: Tensor | None = None  # bool [T] the correction's verdicts that belong to `weights`
     selected: Tensor | None = None  # bool [T] from the method's `select` over the whole mini-batch
 
     @property

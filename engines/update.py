@@ -14,6 +14,8 @@ from torch import Tensor
 from configs.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.aggregation import Normaliser
+from engines.correction_sums import effective_sample_size
+from engines.critic import Critic
 from engines.jagged import Rows
 from engines.metric_sums import MetricSums, largest_of, mean_over
 from engines.objective import Objective
@@ -39,7 +41,7 @@ from storage.store import Store
 class Forward:
     """A policy's forward pass with its settings."""
 
-    policy: Policy
+    policy: Policy | Critic
     temperature: float
     chunk: int  # rows of logits held at once
     dtype: torch.dtype
@@ -169,6 +171,7 @@ class Updater:
         selected: Tensor | None,
     ) -> tuple[Tensor, MetricSums]:
         logprobs, entropy = self._forward(micro.packed, objective.entropy_gradient)
+        kept = micro.columns.get("correction_kept")
         batch = PolicyBatch(
             rows=micro.packed.rows,
             mask=micro.mask,
@@ -178,6 +181,8 @@ class Updater:
             old_logprobs=micro.columns.get("old_logprobs"),
             rollout_logprobs=micro.columns.get("rollout_logprobs"),
             ref_logprobs=micro.columns.get("ref_logprobs"),
+            weights=micro.columns.get("correction_weights"),
+            kept=None if kept is None else kept.bool(),
             selected=selected,
         )
         loss, sums = objective(batch, normaliser)
@@ -268,6 +273,7 @@ class Updater:
         )
         tokens, responses, flops = totals.tolist()
         figures = tally.sums.restored(added, peaks).values()
+        figures |= effective_sample_size(figures)
         for name in ("loss", "policy_loss"):  # sums over optimizer steps
             if name in figures:
                 figures[name] /= len(tally.reports)
