@@ -79,14 +79,18 @@ class Objective:
 
     @property
     def selects(self) -> bool:
-        """Whether the method chooses tokens over the whole mini-batch (`select`)."""
-        return self.method.select is not None
+        """Whether tokens are chosen over the whole mini-batch (`select`)."""
+        return self.method.select is not None or self.entropy_top_share < 1
 
     def select(self, mini_batch: PolicyBatch) -> Tensor:
-        """bool [T] for PolicyBatch.selected, from all tokens of a mini-batch, of all ranks."""
-        assert self.method.select is not None, "this method selects nothing"
+        """bool [2, T]: PolicyBatch.selected and .counted, from a whole mini-batch, of all ranks."""
+        selected = counted = mini_batch.mask
         with torch.no_grad():
-            return self.method.select(self._against(mini_batch), **self.params)
+            if self.method.select is not None:
+                selected = self.method.select(self._against(mini_batch), **self.params)
+            if self.entropy_top_share < 1:
+                counted = self._uncertain(mini_batch)
+        return torch.stack([selected, counted])
 
     def __call__(
         self, batch: PolicyBatch, normaliser: Normaliser, kl_coefficient: float | None = None
@@ -151,12 +155,15 @@ class Objective:
         if batch.weights is not None and not self.method.own_weights:
             values = values * batch.under_mask(batch.weights.detach())
         if self.entropy_top_share < 1:
-            assert batch.entropy is not None, "entropy.top_share needs the entropy"
-            kept = high_entropy(batch.entropy.detach(), batch.mask, self.entropy_top_share)
-            values = torch.where(kept, values, 0.0)
+            counted = self._uncertain(batch) if batch.counted is None else batch.counted
+            values = torch.where(counted, values, 0.0)
         loss = self._aggregated(values, batch, normaliser)
         total = MetricSums(sums={"policy_loss": loss.detach() / normaliser.ranks})
         return loss, result.metrics + total
+
+    def _uncertain(self, batch: PolicyBatch) -> Tensor:
+        assert batch.entropy is not None, "entropy.top_share needs the entropy"
+        return high_entropy(batch.entropy.detach(), batch.mask, self.entropy_top_share)
 
     def _divergence(self, batch: PolicyBatch) -> Tensor:
         assert self.kl is not None and batch.ref_logprobs is not None, "the KL needs ref_logprobs"

@@ -124,11 +124,13 @@ def covering(position: int) -> Recipe:
         "aggregation": at(list(AGGREGATIONS)),
         "kl": {**at(estimators), "controller": at(["adaptive", "fixed"])},
         "correction": [at(corrected), at(list(reversed(corrected)))],
-        "selection": [at([{"kind": "informative"}, SELECTIONS["best_of"] | {"worst": 1}])],
+        "selection": [at(list(SELECTIONS.values()))],
         "shaping": dict([at(penalties)]),
         "entropy": {"coefficient": 0.001},
     }
     recipe["shaping"]["truncated"] = at(list(literals(corrections.ShapingConfig, "truncated")))
+    if recipe["shaping"]["truncated"] == "zero":  # groups of equal rewards would all be left out
+        recipe["selection"] = [SELECTIONS["best_of"]]
     if recipe["advantage"]["kind"] == "gdpo":
         recipe["kl"]["placement"] = "loss"
     return recipe
