@@ -6,7 +6,7 @@ as columns again, so that the update, and a replay of it, computes nothing but t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,13 +55,7 @@ def write_advantages(
         metrics["explained_variance"] = explained_variance(batch, result.returns)
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
     if mismatch is not None and algorithm.ratio_against == "old_logprobs":
-        mismatch = Mismatch(
-            rows=rows,
-            mask=chosen.mask,
-            logprobs=mismatch.logprobs,
-            rollout_logprobs=mismatch.rollout_logprobs,
-            advantages=advantages,
-        )
+        mismatch = replace(mismatch, advantages=advantages)
         gap = figures_of_gap(mismatch, algorithm.correction)
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
         if algorithm.correction:

@@ -9,6 +9,9 @@ from tasks.results import Metrics
 from tasks.terminal import Terminal
 
 
+SHOWN = ("rollout", "reward", "logprob", "values", "update", "critic_update", "weight_sync")
+
+
 class Progress:
     """Counts shards and tokens of the step under way."""
 
@@ -57,7 +60,7 @@ class Progress:
             parts.append(f"kl {metrics['train/kl_ref']:.4f}")
         times = ", ".join(
             f"{name} {metrics[f'time/{name}']:.1f}"
-            for name in ("rollout", "reward", "logprob", "update", "weight_sync")
+            for name in SHOWN
             if metrics.get(f"time/{name}", 0.0) >= 0.05
         )
         parts.append(f"{metrics['time/step']:.1f} s ({times})")
