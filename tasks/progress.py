@@ -8,7 +8,6 @@ import time
 from tasks.results import Metrics
 from tasks.terminal import Terminal
 
-
 SHOWN = ("rollout", "reward", "logprob", "values", "update", "critic_update", "weight_sync")
 
 
