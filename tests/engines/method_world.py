@@ -37,6 +37,21 @@ class Done:
     weights: WeightsRef  # that sampled
 
 
+def scorer_of(config: PPOConfig, models: str) -> ScoringEngine:
+    """The engine of a cpu worker, in this process."""
+    return ScoringEngine(
+        ScoringSpec(
+            model=config.model,
+            model_cache=models,
+            data=config.data,
+            rewards=config.rewards,
+            max_new_tokens=config.rollout.max_new_tokens,
+            store_uri=config.store.uri,
+            store_options={},
+        )
+    )
+
+
 class World:
     """Prompts, rollouts and rewards of a few steps, and engines that go back to version 0."""
 
@@ -48,17 +63,7 @@ class World:
         self.files = RunStore(self.store, RUN)
         models = str(folder / "models")
         config, uri = self.config, self.config.store.uri
-        self.scorer = ScoringEngine(
-            ScoringSpec(
-                model=config.model,
-                model_cache=models,
-                data=config.data,
-                rewards=config.rewards,
-                max_new_tokens=config.rollout.max_new_tokens,
-                store_uri=uri,
-                store_options={},
-            )
-        )
+        self.scorer = scorer_of(config, models)
         self.rollout = HFEngine(
             RolloutSpec(
                 model=config.model,

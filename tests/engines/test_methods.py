@@ -5,18 +5,20 @@ The methods are read from the settings (method_cases.py), so a new one is tested
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from configs.algorithm import AlgorithmConfig
+from configs.ppo import PPOConfig
 from configs.storage import TrackingConfig
 from storage.commits import Commit, commit, read_commit
 from storage.runs import RunStore
 from storage.tracking import TrackedData, TrackedRun, Tracker, flatten
 from tests.engines.method_cases import ADVANTAGES, CORRECTIONS, LOSSES, recipes
-from tests.engines.method_world import Done, World
+from tests.engines.method_world import Done, World, scorer_of
 
 RECIPES = recipes()
 STEPS = 2
@@ -151,6 +153,24 @@ def test_squares_of_probabilities_are_those_of_the_whole_table(world: World) -> 
         pi = (logits[len(prompt) - 1 : -1] / 0.7).softmax(-1)
         want = pi.square().sum(-1).numpy()
         np.testing.assert_allclose(got[offsets[row] : offsets[row + 1]], want, rtol=1e-4)
+
+
+def test_rows_of_one_state_share_its_number(world: World, tmp_path: Path) -> None:
+    """data.state_column, from the data set's rows to the column that gigpo compares by."""
+    rows = [{"question": f"{n} + 1", "board": {"at": n % 2}} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {
+        **world.config.data.model_dump(mode="json"),
+        "source": {"kind": "file", "path": str(tmp_path / "rows.jsonl")},
+        "state_column": "board",
+    }
+    config = PPOConfig.model_validate({**world.config.model_dump(mode="json"), "data": data})
+    scorer = scorer_of(config, str(tmp_path / "models"))
+    made = scorer.prompts([0, 1, 2, 3], 0, "methods/states.safetensors")
+    scorer.close()
+    assert made.ref is not None
+    numbers = made.ref.fetch_numpy(world.store, "state_id")[0].tolist()
+    assert numbers[0] == numbers[2] != numbers[1] == numbers[3]
 
 
 @pytest.mark.slow
