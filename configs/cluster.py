@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.base import Settings
 
-Role = Literal["actor", "ref", "rollout", "reward"]
+Role = Literal["actor", "ref", "critic", "rollout", "reward"]
 
 
 class PoolConfig(Settings):
@@ -36,8 +36,14 @@ class RolesConfig(Settings):
 
     actor: str = Field("train", description="Pool of the policy that is trained.")
     ref: str = Field("train", description="Pool of the frozen reference policy.")
+    critic: str | None = Field(None, description="Pool of the critic; none: that of the actor.")
     rollout: str = Field("rollout", description="Pool of the engines that sample.")
     reward: str = Field("cpu", description="Pool that scores completions and makes advantages.")
+
+    def pool_of(self, role: Role) -> str:
+        """The pool on which a role lives."""
+        pools: dict[str, str | None] = dict(self)
+        return pools[role] or self.actor
 
 
 class ClusterConfig(Settings):
@@ -73,7 +79,7 @@ class ClusterConfig(Settings):
                 "other. Set cluster.kind = address together with cluster.address = tcp://HOST:PORT."
             )
         for role, pool in self.roles:
-            if pool not in self.pools:
+            if pool is not None and pool not in self.pools:
                 raise ValueError(
                     f"cluster.roles.{role} = {pool} is no pool. "
                     f"Set it to one of {sorted(self.pools)}, or add cluster.pools.{pool}."

@@ -1,4 +1,4 @@
-"""The policy that is trained: a gang of FSDP ranks, brought to any committed version by replay.
+"""What is trained (policy or critic): a gang of FSDP ranks, brought to any version by replay.
 
 The weights of version v are those after v updates. A fresh gang holds version 0, the model's own
 weights. Any other version is reached from the nearest snapshot below it by applying the stored
@@ -78,17 +78,30 @@ class Trainer:
             self.at(step - 1)
             return self._update(step, batch, algorithm)
 
-    def logprobs(self, version: int, batch: BatchRef, column: str, out_key: str) -> BatchRef:
-        """Log-probs of the responses [N, jagged] under a version, as a new column."""
+    def logprobs(
+        self, version: int, batch: BatchRef, column: str, out_key: str, squared: bool = False
+    ) -> BatchRef:
+        """Log-probs of the responses [N, jagged] under a version, as a new column.
+
+        `squared`: sum_pi_squared is a second one.
+        """
         arguments = {
             "batch": batch,
             "column": column,
             "out_key": out_key,
             "temperature": self._temperature,
+            "squared": squared,
         }
         with self._lock:
             self.at(version)
             return self._call("logprobs", version, arguments, name=f"{column}-{out_key}").batch
+
+    def values(self, version: int, batch: BatchRef, out_key: str) -> BatchRef:
+        """A critic's values of the responses [N, jagged] under a version, as a new column."""
+        arguments = {"batch": batch, "out_key": out_key}
+        with self._lock:
+            self.at(version)
+            return self._call("values", version, arguments, name=f"values-{out_key}").batch
 
     def export(self, version: int, dtype: str) -> WeightsRef:
         """Publish the weights of a version to the store."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from storage import commits, documents, snapshots
 from storage.errors import ObjectMissing
@@ -40,6 +41,8 @@ def sweep(
     marked = [step for step in snapshots.snapshots(run) if step <= head]
     kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
     removed = _sweep_snapshots(run, kept)
+    # The critic's are written before the actor's, at the same steps.
+    removed += _sweep_snapshots(replace(run, role="critic"), kept)
     removed += _sweep_versions(run, head, kept, keep_versions, tagged)
     if keep_steps is not None:
         oldest = kept[0].step if kept else 0
@@ -52,7 +55,7 @@ def _sweep_snapshots(run: RunStore, kept: list[Snapshot]) -> list[str]:
     if not kept:
         return []
     stay = {snapshot.step for snapshot in kept}
-    folder = f"{run.run}/state"
+    folder = run.state_folder
     removed = []
     for name in run.store.children(folder):
         if name.isdigit() and int(name) not in stay and int(name) < kept[-1].step:

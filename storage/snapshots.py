@@ -90,7 +90,7 @@ def read(run: RunStore, step: int) -> Snapshot:
 
 def snapshots(run: RunStore) -> list[int]:
     """Steps that have a marked snapshot, ascending."""
-    folder = f"{run.run}/state"
+    folder = run.state_folder
     names = [name for name in run.store.children(folder) if name.isdigit()]
     return sorted(int(n) for n in names if run.store.exists(f"{folder}/{n}/{MARKER}"))
 

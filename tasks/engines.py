@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from configs.cluster import Role
 from configs.grpo import GRPOConfig
 from engines.cluster import Cluster, open_cluster
 from engines.gang import Gang
@@ -33,6 +34,7 @@ class Handles:
     cluster: Cluster
     actor: Trainer
     ref: Trainer | None
+    critic: Trainer | None
     rollouts: RolloutPool
     scorers: EnginePool
 
@@ -45,9 +47,8 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
-        self.roles = ["reward", "actor", "rollout"] + (
-            ["ref"] if needs_reference(run.config) else []
-        )
+        self.roles = ["reward", *trained_roles(run.config), "rollout"]
+        self.roles += ["ref"] if needs_reference(run.config) else []
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once."""
@@ -86,6 +87,7 @@ class Engines:
         start: dict[str, Callable[[], object]] = {
             "reward": handles.scorers.start,
             "actor": lambda: handles.actor.at(self._run.head),
+            "critic": lambda: self.critic.at(self._run.head),
             "rollout": handles.rollouts.start,
             "ref": lambda: self.ref.at(0),
         }
@@ -104,17 +106,18 @@ class Engines:
             cluster=cluster,
             actor=self._trainer(cluster, "actor"),
             ref=self._trainer(cluster, "ref") if needs_reference(config) else None,
+            critic=self._trainer(cluster, "critic") if config.has_critic else None,
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
         )
 
-    def _trainer(self, cluster: Cluster, role: str) -> Trainer:
+    def _trainer(self, cluster: Cluster, role: Literal["actor", "ref", "critic"]) -> Trainer:
         run, config = self._run, self._run.config
-        pool = dict(config.cluster.roles)[role]
+        pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
         spec = TrainSpec(
             model=config.model,
             model_cache=str(MODELS.absolute()),
-            train=config.train,
+            train=train,
             role=role,
             store_uri=run.store.uri,
             store_options=config.store.options,
@@ -122,18 +125,18 @@ class Engines:
             run=run.name,
             threads=config.cluster.pools[pool].threads,
             seed=config.seed,
-            total_steps=config.steps * config.train.epochs * config.train.mini_batches,
+            total_steps=config.steps * train.epochs * train.mini_batches,
         )
         gang = Gang(
             cluster,
             pool,
             role,
             EngineSpec.of("engines.fsdp:FSDPEngine", spec),
-            config.train.deadline,
+            train.deadline,
         )
         return Trainer(
             gang,
-            run.files,
+            replace(run.files, role=role),
             epoch=run.epoch,
             cancel=run.cancelled,
             temperature=config.rollout.temperature,
@@ -207,6 +210,18 @@ class Engines:
         assert found is not None, "the algorithm uses no reference"
         return found
 
+    @property
+    def critic(self) -> Trainer:
+        """The critic, which is trained beside the policy."""
+        found = self._made().critic
+        assert found is not None, "the algorithm trains no critic"
+        return found
+
+    @property
+    def trained(self) -> list[Trainer]:
+        """What has a state to store; the policy last."""
+        return [self.critic, self.actor] if self._run.config.has_critic else [self.actor]
+
     def close(self) -> None:
         """End every engine and worker."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -218,9 +233,14 @@ class Engines:
 
 def used_pools(config: GRPOConfig) -> set[str]:
     """Pools on which some role of the run lives; others are not started."""
-    roles = config.cluster.roles
-    used = {roles.actor, roles.rollout, roles.reward}
-    return used | {roles.ref} if needs_reference(config) else used
+    roles: list[Role] = [*trained_roles(config), "rollout", "reward"]
+    roles += ["ref"] if needs_reference(config) else []
+    return {config.cluster.roles.pool_of(role) for role in roles}
+
+
+def trained_roles(config: GRPOConfig) -> list[Role]:
+    """Roles with an optimizer."""
+    return ["actor", "critic"] if config.has_critic else ["actor"]
 
 
 def needs_reference(config: GRPOConfig) -> bool:

@@ -61,11 +61,11 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
                 terminal.say(f"Dashboard {dashboard}")
                 summary = run_flow(config, resume)
     except (KeyboardInterrupt, CancelledRun, CallCancelled):
-        terminal.say(f"Stopped. To go on: python -m flows.grpo --resume {name}", style="yellow")
+        terminal.say(f"Stopped. To go on: {_command()} --resume {name}", style="yellow")
         return INTERRUPTED
     except RuntimeError as error:
         terminal.say(f"{type(error).__name__}: {error}", style="red")
-        terminal.say(f"To go on from the last step: python -m flows.grpo --resume {name}")
+        terminal.say(f"To go on from the last step: {_command()} --resume {name}")
         return FAILED
     terminal.facts(
         f"{name}: {summary.steps} steps are committed.",
@@ -77,6 +77,11 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
         },
     )
     return 0
+
+
+def _command() -> str:
+    """How this program was started: python -m flows.<name>."""
+    return f"python -m flows.{Path(sys.argv[0]).stem}"
 
 
 def quiet_libraries() -> None:
@@ -107,12 +112,17 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
             f"There is no run {arguments.resume} in {uri}. Give --resume the name of a run of that "
             "store, or add store.uri=… of another."
         )
-    return recipes.change(model, cast(dict[str, Any], written["config"]), words)
+    settings = cast(dict[str, Any], written["config"])
+    if "critic" in settings and not model.has_critic:
+        raise ConfigError(
+            f"Run {arguments.resume} trains a critic. Resume it by python -m flows.ppo."
+        )
+    return recipes.change(model, settings, words)
 
 
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m flows.grpo",
+        prog=_command(),
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -24,7 +24,9 @@ def check(config: GRPOConfig) -> None:
         check_packages(config)
         check_model(config.model)
         source = open_source(config.data.source)
-        source.check_columns([config.data.prompt_column])
+        source.check_columns(
+            [name for name in (config.data.prompt_column, config.data.state_column) if name]
+        )
         check_rewards(config.rewards, config.data, source)
         if config.cluster.kind == "local":
             place_local({name: config.cluster.pools[name] for name in used_pools(config)})

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from tasks.results import Metrics
 from tasks.terminal import Terminal
 
+SHOWN = ("rollout", "reward", "logprob", "values", "update", "critic_update", "weight_sync")
 STAGES = {
     "prompts": "drawing prompts",
     "logprob": "computing log-probs",
     "advantage": "estimating advantages",
+    "values": "asking the critic",
     "update": "updating the policy",
+    "critic_update": "updating the critic",
     "weight_sync": "loading the new weights into the rollout engines",
     "snapshot": "storing the trainer's state",
 }
@@ -115,7 +118,7 @@ class Progress:
             parts.append(f"kl {metrics['train/kl_ref']:.4f}")
         times = ", ".join(
             f"{name} {metrics[f'time/{name}']:.1f}"
-            for name in ("rollout", "reward", "logprob", "update", "weight_sync")
+            for name in SHOWN
             if metrics.get(f"time/{name}", 0.0) >= 0.05
         )
         parts.append(f"{metrics['time/step']:.1f} s ({times})")

@@ -18,6 +18,11 @@ def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Sc
     An exception, a time-out or a crash in a reward function is not retried and is not a reward: the
     sample is marked failed, and the function's traceback goes to this task's log.
     """
+    return scored(run, step, sampled, shard)
+
+
+def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
+    """A shard with its rewards; failures are logged."""
     key = key_of("reward", sampled.ref.to_json(), run.config.rewards.model_dump(mode="json"))
     out_key = run.files.stage_key(step, "reward", shard, key)
     with attempted(run, step, "reward", shard) as attempt:

@@ -17,6 +17,7 @@ from configs.environment import user
 from configs.grpo import GRPOConfig
 from engines.kl_control import adapted_coefficient
 from engines.lease import Lease
+from engines.rollout import Sampling
 from storage.commits import Commit, head, read_commit
 from storage.cursor import Cursor
 from storage.leases import RunLease
@@ -116,11 +117,21 @@ class Run:
     @property
     def needs_old(self) -> bool:
         """Whether old_logprobs are computed on their own, before the update."""
-        train, kl = self.config.train, self.config.algorithm.kl
+        train = self.config.train
         if train.recompute_old_logprobs == "auto":
-            in_reward = kl.coefficient > 0 and kl.placement == "reward"
-            return in_reward or train.epochs * train.mini_batches > 1
+            several = train.epochs * train.mini_batches > 1
+            return several or self.config.algorithm.needs_stored_logprobs
         return train.recompute_old_logprobs
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether each prompt is also completed greedily, to compare the samples with."""
+        return self.config.algorithm.needs_baselines
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the samples that train are drawn."""
+        return Sampling.of(self.config.rollout, self.config.group_size)
 
     def begin(self, step: int) -> None:
         """A step starts, with the policy version that the rollout engines hold now."""

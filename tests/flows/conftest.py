@@ -71,16 +71,16 @@ Launch = Callable[..., Launched]
 
 @pytest.fixture
 def launch(prefect_api: str, tmp_path: Path) -> Iterator[Launch]:
-    """Start `python -m flows.grpo WORDS` in an empty folder."""
+    """Start `python -m flows.grpo WORDS`, or another module of flows, in an empty folder."""
     started: list[Launched] = []
 
-    def start(*words: str, embedded: bool = False) -> Launched:
+    def start(*words: str, embedded: bool = False, module: str = "flows.grpo") -> Launched:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment.pop("PREFECT_API_URL", None)
         if not embedded:
             environment["PREFECT_API_URL"] = prefect_api
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.grpo", *words],
+            [sys.executable, "-m", module, *words],
             cwd=tmp_path,
             env=environment,
             stdout=subprocess.PIPE,
