@@ -37,6 +37,7 @@ class Column:
     errors: dict[int, str] = field(default_factory=dict)  # sample without a valid value, and why
     metrics: dict[str, list[float]] = field(default_factory=dict)  # values given to log_metric
     extras: dict[str, list[Any]] = field(default_factory=dict)  # columns given to log_extra, N each
+    tracebacks: dict[str, str] = field(default_factory=dict)  # of errors, by the error
 
 
 def score_column(process: RewardProcess, batch: Call, seconds: float) -> Column:
@@ -115,9 +116,12 @@ class _Scoring:
         except (CallTimedOut, ProcessDied) as error:
             least = self._seconds * FIRST_LOOK
             timed_out = isinstance(error, CallTimedOut)
+            if error.stacks:
+                self._column.tracebacks[str(error)] = error.stacks
             return _Fault(str(error), costly=True, timed_out=timed_out)
         finally:
             self._budget -= max(time.monotonic() - started, least)
+        self._column.tracebacks.update(reply.tracebacks)
         if reply.error is not None:
             return _Fault(reply.error, costly=False, timed_out=False)
         self._record(samples, reply)
