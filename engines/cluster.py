@@ -227,13 +227,8 @@ class Cluster:
 
     def _answers(self) -> bool:
         """Whether the scheduler answers."""
-
-        async def bounded() -> Any:
-            asked = self.client.run_on_scheduler(allowed_failures)
-            return await asyncio.wait_for(asked, KILL_TIMEOUT)
-
         try:
-            self.client.sync(bounded)
+            self.client.sync(self.client.scheduler.identity, callback_timeout=KILL_TIMEOUT)
         except (TimeoutError, OSError):
             return False
         return True

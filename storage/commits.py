@@ -220,10 +220,10 @@ def _parse(run: RunStore, step: int, data: bytes) -> Commit:
     unknown = sorted(set(body) - set(Commit.model_fields))
     if unknown:
         log.warning("%s has fields that this version does not know: %s", key, ", ".join(unknown))
-    try:
-        return Commit.model_validate(body)
-    except ValueError as error:
-        raise ObjectDamaged(f"Object {key} is no valid commit: {error}") from error
+    found = documents.validated(Commit, key, body)
+    if found.step != step:
+        raise ObjectDamaged(f"Object {key} is the commit of step {found.step}.")
+    return found
 
 
 def history(run: RunStore) -> Iterator[Commit]:

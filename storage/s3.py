@@ -123,9 +123,7 @@ class S3Backend(FsspecBackend):
         uploads = self._call("list_multipart_uploads", Prefix=f"{self._key(prefix)}/")
         for upload in uploads.get("Uploads", []):
             with contextlib.suppress(FileNotFoundError):
-                self._call(
-                    "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"]
-                )
+                self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
 
     def transient(self, error: BaseException) -> bool:
         import aiohttp

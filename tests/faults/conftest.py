@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ Disturbed = tuple[Launched, list[Commit], str]
 
 
 @pytest.fixture
-def disturb(launch: Launch, tmp_path: Path) -> Iterator[Callable[..., Disturbed]]:
+def disturb(launch: Launch, tmp_path: Path) -> Callable[..., Disturbed]:
     """Run to the end under faults, resuming as often as it takes; (run, commits, all output)."""
 
     def to_the_end(
@@ -81,4 +81,4 @@ def disturb(launch: Launch, tmp_path: Path) -> Iterator[Callable[..., Disturbed]
         assert run.children() == []
         return run, committed(run.files), out
 
-    yield to_the_end
+    return to_the_end

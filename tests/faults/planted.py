@@ -26,7 +26,7 @@ class Fault:
     id: str
     target: str  # package.module:function, or :Class.method
     action: Literal["kill", "stop", "hang", "raise"]
-    nth: int = 1  # call in a process, counted from 1
+    nth: int = 1  # call in all processes that match, counted from 1
     when: Literal["before", "after"] = "before"
     only: str = ""  # strike only in processes whose name begins so
     victim: str = "self"  # name of the process that is killed or stopped
