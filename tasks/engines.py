@@ -101,7 +101,8 @@ class Engines:
             name: pool for name, pool in config.cluster.pools.items() if name in used_pools(config)
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
-        cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
+        settings = config.cluster.model_copy(update={"pools": pools})
+        cluster = open_cluster(settings, environment, cancel=self._run.cancelled)
         return Handles(
             cluster=cluster,
             actor=self._trainer(cluster, "actor"),
@@ -133,6 +134,7 @@ class Engines:
             role,
             EngineSpec.of("engines.fsdp:FSDPEngine", spec),
             train.deadline,
+            start_timeout=config.cluster.start_timeout,
         )
         return Trainer(
             gang,
