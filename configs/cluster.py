@@ -143,7 +143,8 @@ class ClusterConfig(Settings):
             secured = str(self.address).startswith("tls://")
             if secured != isinstance(self.encryption, TlsFiles):
                 return (
-                    f"cluster.address = {self.address} and cluster.tls.kind = {self.encryption.kind} to "
-                    "agree. Use tls://HOST:PORT together with cluster.tls.kind = files."
+                    f"cluster.address = {self.address} to agree with cluster.tls.kind = "
+                    f"{self.encryption.kind}. Use tls://HOST:PORT together with "
+                    "cluster.tls.kind = files."
                 )
         return None

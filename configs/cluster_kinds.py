@@ -119,9 +119,7 @@ class KubernetesPool(Settings):
     node_selector: dict[str, str] = Field(
         default_factory=dict, description="Labels of the nodes that the pool's pods run on."
     )
-    shared_memory_gib: float = Field(
-        1.0, gt=0, description="Size of /dev/shm in each pod, in GiB."
-    )
+    shared_memory_gib: float = Field(1.0, gt=0, description="Size of /dev/shm in each pod, in GiB.")
 
 
 class KubernetesConfig(Settings):
