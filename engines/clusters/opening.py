@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import Client
+from distributed.utils import get_ip_interface
 
 from configs.cluster import ClusterConfig
 from engines.certificates import Certificates, certificates_for
@@ -148,3 +149,12 @@ def _join(config: ClusterConfig, certificates: Certificates | None) -> Cluster:
 def _connect(address: str, certificates: Certificates | None, timeout: float) -> Client:
     security = certificates.security() if certificates is not None else None
     return Client(address, timeout=timeout, set_as_default=False, name="refrain", security=security)
+
+
+def listening_address(host: str | None) -> str:
+    """The address of a network interface of this machine, or the address itself."""
+    assert host is not None
+    try:
+        return str(get_ip_interface(host))
+    except ValueError:  # no interface of that name
+        return host

@@ -21,7 +21,7 @@ from pathlib import Path
 from configs.cluster import ClusterConfig
 from engines.certificates import Certificates
 from engines.cluster import Cluster
-from engines.clusters.opening import Environments, Started
+from engines.clusters.opening import Environments, Started, listening_address
 from engines.clusters.slurm_jobs import BusySlurm, Task, listed, slurm_says
 from engines.failures import ClusterLost
 from engines.launch import NodeProcess, python_path
@@ -49,7 +49,7 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         NodePlan(
             no_workers_timeout=config.no_workers_timeout,
             workers=(),
-            host=resolved(config.host),
+            host=listening_address(config.host),
             certificates=certificates,
             at_end=tuple(("scancel", "--name", f"{prefix}-{pool}") for pool in config.pools),
         ),
@@ -63,17 +63,6 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         node.end()
         raise
     return Started(address=node.address, node=node, fleet=arrays, logs=folder)
-
-
-def resolved(host: str | None) -> str:
-    """The address of a network interface of this machine, or the address itself."""
-    from distributed.utils import get_ip_interface
-
-    assert host is not None
-    try:
-        return str(get_ip_interface(host))
-    except ValueError:  # no interface of that name
-        return host
 
 
 class JobArrays:
