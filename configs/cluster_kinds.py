@@ -44,6 +44,19 @@ class SlurmPool(Settings):
     )
 
 
+class SlurmFlow(SlurmPool):
+    """The job of the flow itself, when a run is submitted by `python -m flows.cluster submit`."""
+
+    threads: int = Field(2, ge=1, description="Cores of the flow's job.")
+    memory_gib: float | None = Field(None, gt=0, description="Memory of the flow's job, in GiB.")
+    handover: int = Field(
+        180,
+        ge=1,
+        description="Seconds before its time limit at which the flow stops, and a job that goes on "
+        "with the run is submitted.",
+    )
+
+
 class SlurmConfig(Settings):
     """Workers as Slurm jobs: a job array for each pool."""
 
@@ -83,6 +96,9 @@ class SlurmConfig(Settings):
     )
     pools: dict[str, SlurmPool] = Field(
         default_factory=dict, description="What single pools want otherwise, by pool."
+    )
+    flow: SlurmFlow = Field(
+        default=SlurmFlow(), description="The flow's own job (python -m flows.cluster submit)."
     )
 
 

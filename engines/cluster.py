@@ -69,6 +69,7 @@ class Cluster:
         self._names: dict[str, str] = {}  # of every address ever seen
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
+        self._closing = threading.Lock()
         self._lost: str | None = None  # why the scheduler has been given up
 
     def __enter__(self) -> Cluster:

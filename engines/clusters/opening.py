@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +47,13 @@ def open_cluster(
     config: ClusterConfig,
     worker_env: Environments | None = None,
     logs: Path | None = None,
+    cancel: threading.Event | None = None,
 ) -> Cluster:
     """Start or join the cluster and wait until every pool has its workers.
 
     Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
     pools' own `env` goes before it. `logs`: directory for a file per local worker with what it and
-    its children print; without it they print where this process does.
+    its children print; without it they print where this process does. `cancel` ends the wait.
     Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
     cluster.start_timeout.
     """
@@ -73,7 +75,7 @@ def open_cluster(
     try:
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
         for pool, wanted in config.pools.items():
-            cluster.wait(pool, wanted.workers, config.start_timeout)
+            cluster.wait(pool, wanted.workers, config.start_timeout, cancel)
         if config.kind != "local":
             check_members(cluster)
     except BaseException:

@@ -7,20 +7,18 @@ engines/cluster.py gives a leaving worker no calls once others have joined.
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from configs.cluster import ClusterConfig
 from engines.certificates import Certificates
 from engines.cluster import Cluster
+from engines.clusters.job_scripts import Wanted, job_scripts
 from engines.clusters.opening import Environments, Started, listening_address
 from engines.clusters.slurm_jobs import BusySlurm, Task, listed, slurm_says
 from engines.failures import ClusterLost
@@ -31,7 +29,6 @@ LOOK_EVERY = 5.0  # seconds between looks at the queue
 IDLE = 10.0  # seconds that a replaced worker is idle before its job is cancelled
 END_TIMEOUT = 20.0  # seconds for cancelled jobs to leave the queue
 QUICK_DEATHS = 3  # tasks of a pool that may end in a row before one of them joined
-DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler
 
 
 def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
@@ -89,10 +86,17 @@ class JobArrays:
     ) -> None:
         """Write each pool's script, and submit as many tasks as it has workers."""
         files = certificates.as_files(self.folder / "tls") if certificates is not None else None
-        for pool, wanted in self.config.pools.items():
-            text = job_script(self.config, pool, env[pool], scheduler, files, self._job_name(pool))
+        wanted = Wanted(
+            config=self.config,
+            environment={pool: dict(variables) for pool, variables in env.items()},
+            scheduler=scheduler,
+            certificates=files,
+            job_names={pool: self._job_name(pool) for pool in self.config.pools},
+            python_path=python_path(),
+        )
+        for pool, text in job_scripts(wanted).items():
             self._script(pool).write_text(text)
-            self._submit(pool, wanted.workers)
+            self._submit(pool, self.config.pools[pool].workers)
 
     def _job_name(self, pool: str) -> str:
         return f"{self.prefix}-{pool}"
@@ -212,66 +216,3 @@ class JobArrays:
         since = self._idle.setdefault(name, time.monotonic())
         if time.monotonic() - since >= IDLE:
             slurm_says("scancel", task.id)
-
-
-def job_script(
-    config: ClusterConfig,
-    pool: str,
-    env: Mapping[str, str],
-    scheduler: str,
-    certificates: Certificates | None,
-    job_name: str,
-) -> str:
-    """The batch script of a pool's array, as dask-jobqueue makes it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its YAML defaults use names that it calls deprecated
-        from dask_jobqueue.slurm import SLURMJob
-
-        wanted, slurm, own = config.pools[pool], config.slurm, config.slurm.pools.get(pool)
-        limit = (own and own.time_limit) or slurm.time_limit
-        threads = str(wanted.threads)
-        variables = {
-            **({"PYTHONPATH": python_path()} if slurm.python is None else {}),
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            **env,
-        }
-        directives = [*slurm.directives, *(own.directives if own else [])]
-        if wanted.gpus:
-            directives.append(slurm.gpu_option.format(gpus=wanted.gpus))
-        else:
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        # nthreads and resources are given here: dask-jobqueue's own --nthreads follows the cores,
-        # and of a repeated option the last one counts.
-        options = ["--nthreads", wanted.slots + 1, "--resources", f"'{pool}={wanted.slots}'"]
-        if certificates is not None:
-            options += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
-            options += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
-        job = SLURMJob(
-            scheduler=scheduler,
-            name=f"{pool}-$SLURM_ARRAY_TASK_ID",
-            queue=(own and own.partition) or slurm.partition,
-            account=slurm.account,
-            walltime=None if limit is None else str(-(-limit // 60)),  # minutes
-            cores=wanted.threads,
-            memory=f"{wanted.memory_gib or 1}GiB",
-            processes=1,
-            job_name=job_name,
-            job_extra_directives=directives,
-            job_directives_skip=[] if wanted.memory_gib else ["--mem"],
-            job_script_prologue=[
-                *slurm.prologue,
-                *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
-            ],
-            python=f"exec {slurm.python or sys.executable}",
-            worker_command="engines.clusters.worker",
-            worker_extra_args=options,
-            death_timeout=DEATH_TIMEOUT,
-            log_directory=None,
-            local_directory='"${TMPDIR:-/tmp}"',
-        )
-        if limit is None:
-            job.job_header = "\n".join(
-                line for line in job.job_header.splitlines() if not line.startswith("#SBATCH -t")
-            )
-        return str(job.job_script())

@@ -17,8 +17,8 @@ from engines import calls
 from engines.certificates import certificates_for
 from engines.cluster import Cluster
 from engines.clusters import slurm as slurm_cluster
+from engines.clusters.job_scripts import Wanted, job_scripts
 from engines.clusters.opening import open_cluster
-from engines.clusters.slurm import job_script
 from engines.clusters.slurm_jobs import seconds
 from tests.engines.conftest import one_pool_roles
 from tests.engines.dummies import dummy
@@ -74,7 +74,17 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
     assert files is not None
     files = files.as_files(tmp_path / "tls")
     assert (tmp_path / "tls/key.pem").stat().st_mode & 0o777 == 0o600
-    text = job_script(wanted, "solo", {"A": "it's"}, "tls://h:1", files, "run-solo")
+    scripts = job_scripts(
+        Wanted(
+            config=wanted,
+            environment={"solo": {"A": "it's"}, "pair": {}},
+            scheduler="tls://h:1",
+            certificates=files,
+            job_names={"solo": "run-solo", "pair": "run-pair"},
+            python_path="/a:/b",
+        )
+    )
+    text = scripts["solo"]
     lines = text.splitlines()
     for line in (
         "#SBATCH -J run-solo",
@@ -104,7 +114,7 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
         check=True,
     )
     assert quoted.stdout == "it's\n"
-    other = job_script(wanted, "pair", {}, "tls://h:1", files, "run-pair").splitlines()
+    other = scripts["pair"].splitlines()
     assert "#SBATCH -p main" in other
     assert not [line for line in other if "--mem=" in line or "--gres" in line]
 
