@@ -1,5 +1,6 @@
 """Workers: pools, the roles that live on them, and the check that a plan fits the nodes."""
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +18,7 @@ from configs.cluster_kinds import (
 from configs.secrets import refuse_secrets
 
 Role = Literal["actor", "ref", "rollout", "reward"]
+POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
 
 GIVEN_TO_WORKERS = (
@@ -132,13 +134,13 @@ class ClusterConfig(Settings):
             )
         if self.kind == "ssh" and not self.ssh.hosts:
             return "machines. Set cluster.ssh.hosts=[HOST, …]."
-        if self.kind == "kubernetes" and self.kubernetes.image is None:
-            return "an image with Refrain installed. Set cluster.kubernetes.image."
         if isinstance(self.encryption, TemporaryTls) and self.kind in ("address", "kubernetes"):
             return (
                 "certificates that its processes have already. Set cluster.tls.kind = files with "
                 "cluster.tls.ca_file, cert and key."
             )
+        if self.kind == "kubernetes":
+            return self._missing_for_pods()
         if self.kind == "address":
             secured = str(self.address).startswith("tls://")
             if secured != isinstance(self.encryption, TlsFiles):
@@ -146,5 +148,19 @@ class ClusterConfig(Settings):
                     f"cluster.address = {self.address} to agree with cluster.tls.kind = "
                     f"{self.encryption.kind}. Use tls://HOST:PORT together with "
                     "cluster.tls.kind = files."
+                )
+        return None
+
+    def _missing_for_pods(self) -> str | None:
+        """As `_missing`, for pods."""
+        if self.kubernetes.image is None:
+            return "an image with Refrain installed. Set cluster.kubernetes.image."
+        if isinstance(self.tls, TlsFiles) and self.kubernetes.tls_secret is None:
+            return "the certificates in its pods. Set cluster.kubernetes.tls_secret."
+        for pool in self.pools:
+            if not POD_NAME.fullmatch(pool):
+                return (
+                    f"another name for cluster.pools.{pool}: names of pods have lower-case "
+                    "letters, digits and hyphens only."
                 )
         return None

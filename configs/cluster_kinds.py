@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.base import Settings
 
@@ -149,17 +149,12 @@ class KubernetesConfig(Settings):
         description="Kubernetes secret whose entries become environment variables of the pods; "
         "the way for the store's credentials.",
     )
+    tls_secret: str | None = Field(
+        None,
+        description="Kubernetes secret with the files of cluster.tls; its entries appear in the "
+        "folder of cluster.tls.ca_file.",
+    )
     gpu_resource: str = Field("nvidia.com/gpu", description="Resource by which GPUs are asked for.")
     pools: dict[str, KubernetesPool] = Field(
         default_factory=dict, description="What single pools want otherwise, by pool."
     )
-
-    @model_validator(mode="after")
-    def _lower_case(self) -> "KubernetesConfig":
-        for pool in self.pools:
-            if pool != pool.lower() or "_" in pool:
-                raise ValueError(
-                    f"cluster.kubernetes.pools.{pool}: names of pods have lower-case letters, "
-                    "digits and hyphens only. Rename the pool."
-                )
-        return self

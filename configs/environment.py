@@ -20,3 +20,9 @@ def visible_gpus() -> tuple[str, ...] | None:
 def given(names: Iterable[str]) -> dict[str, str]:
     """Those of these variables that are set; for workers on other machines."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def own_pod() -> dict[str, str] | None:
+    """Name and uid of the Kubernetes pod that this process runs in, as its manifest gives them."""
+    name, uid = os.environ.get("REFRAIN_POD_NAME"), os.environ.get("REFRAIN_POD_UID")
+    return {"name": name, "uid": uid} if name and uid else None

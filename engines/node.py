@@ -154,7 +154,9 @@ class Node:
         from distributed.utils import get_ip
 
         secured = self.plan.certificates
-        connection = {} if secured is None else {"protocol": "tls", "security": secured.security()}
+        connection: dict[str, Any] = {}
+        if secured is not None:
+            connection = {"protocol": "tls", "security": secured.security()}
         address, host = self.plan.scheduler, self.plan.host
         if address is None:
             assert host is not None

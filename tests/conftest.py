@@ -22,8 +22,9 @@ def slurm_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @pytest.fixture
-def slurm(slurm_daemon: Slurm, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """The same, for this process and what it starts."""
+def slurm(slurm_daemon: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    """The same, for this process and what it starts; without jobs at the end."""
     for name, value in slurm_daemon.environment.items():
         monkeypatch.setenv(name, value)
-    return slurm_daemon
+    yield slurm_daemon
+    slurm_daemon.clear()

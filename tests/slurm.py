@@ -130,11 +130,16 @@ class Slurm:
         """One line for each job or array task that is pending, running or ending."""
         return self.ask("squeue", "-h", "-r", "-o", "%i %j %T").splitlines()
 
+    def clear(self) -> None:
+        """Cancel every job."""
+        if self.jobs():
+            self.ask("scancel", f"--user={getpass.getuser()}")
+            with contextlib.suppress(AssertionError):
+                _until(lambda: not self.jobs(), "every job has ended", 20.0)
+
     def stop(self) -> None:
         """Cancel every job and end the daemons."""
-        self.ask("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}")
-        with contextlib.suppress(AssertionError):
-            _until(lambda: not self.jobs(), "every job has ended", 15.0)
+        self.clear()
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:

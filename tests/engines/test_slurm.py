@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -24,7 +25,12 @@ from tests.engines.conftest import one_pool_roles
 from tests.engines.dummies import dummy
 from tests.slurm import Slurm
 
-pytestmark = pytest.mark.cluster
+# Not imported: dask-jobqueue sets a handler for Ctrl-C then.
+installed = importlib.util.find_spec("dask_jobqueue") is not None
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not installed, reason="dask-jobqueue is not installed"),
+]
 
 DEADLINE = 60.0
 

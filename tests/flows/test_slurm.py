@@ -134,7 +134,8 @@ def test_time_limits_are_passed_on_to_new_jobs(
             ).attempts
             workers.update(str(one["worker"]) for one in attempts if one["stage"] == "rollout")
         seen = step
-        log = (tmp_path / ".refrain/slurm" / name / "flow.log").read_text()
+        path = tmp_path / ".refrain/slurm" / name / "flow.log"
+        log = path.read_text() if path.exists() else ""
         return log.count("steps of 16 samples") == 2 and "step " in log.rpartition("samples")[2]
 
     wait(both, command, name, 400.0)
