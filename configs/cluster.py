@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.base import Settings
 
@@ -21,6 +21,14 @@ class PoolConfig(Settings):
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the workers."
     )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _numbers_as_text(cls, env: object) -> object:
+        """A recipe's and a command line's numbers are text in an environment."""
+        if not isinstance(env, dict):
+            return env
+        return {name: str(x) if type(x) in (int, float) else x for name, x in env.items()}
 
 
 class RolesConfig(Settings):

@@ -54,6 +54,7 @@ class Cluster:
         self._names: dict[str, str] = {}  # of every address ever seen
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
+        self._closing = threading.Lock()
         self._lost: str | None = None  # why the scheduler has been given up
 
     def __enter__(self) -> Cluster:
@@ -220,7 +221,17 @@ class Cluster:
             raise TimeoutError(f"no answer from the cluster within {timeout:g} s") from None
         except OSError as error:
             self.check()
+            if self._answers():  # then it is a worker that does not
+                raise TimeoutError(f"a worker cannot be reached: {error}") from error
             raise ClusterLost(f"the Dask scheduler cannot be reached: {error}") from error
+
+    def _answers(self) -> bool:
+        """Whether the scheduler answers."""
+        try:
+            self.client.sync(self.client.scheduler.identity, callback_timeout=KILL_TIMEOUT)
+        except (TimeoutError, OSError):
+            return False
+        return True
 
     def check(self) -> None:
         """Raise ClusterLost when the cluster is closed or its scheduler is known to be gone."""
@@ -244,16 +255,17 @@ class Cluster:
 
         A cluster that was joined goes on without us.
         """
-        if self._closed:
-            return
-        self._closed = True
-        with _quiet_client():
-            try:
-                if self._node is not None:
-                    self._node.end()
-            finally:
-                with contextlib.suppress(TimeoutError, OSError):
-                    self.client.close(timeout=CLOSE_TIMEOUT)
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            with _quiet_client():
+                try:
+                    if self._node is not None:
+                        self._node.end()
+                finally:
+                    with contextlib.suppress(TimeoutError, OSError):
+                        self.client.close(timeout=CLOSE_TIMEOUT)
 
 
 def raise_if_set(cancel: threading.Event | None) -> None:
@@ -266,12 +278,13 @@ def open_cluster(
     config: ClusterConfig,
     worker_env: Environments | None = None,
     logs: Path | None = None,
+    cancel: threading.Event | None = None,
 ) -> Cluster:
     """Start or join the cluster and wait until every pool has its workers.
 
     Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
     pools' own `env` goes before it. `logs`: directory for a file per local worker with what it and
-    its children print; without it they print where this process does.
+    its children print; without it they print where this process does. `cancel` ends the wait.
     Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
     cluster.start_timeout.
     """
@@ -288,7 +301,7 @@ def open_cluster(
     try:
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
         for pool, wanted in config.pools.items():
-            cluster.wait(pool, wanted.workers, config.start_timeout)
+            cluster.wait(pool, wanted.workers, config.start_timeout, cancel)
         if config.kind == "address":
             _check_members(cluster)
     except BaseException:

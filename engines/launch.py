@@ -41,6 +41,9 @@ class NodeProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
             env={
+                # glibc keeps a heap per thread; a worker's calls change threads, so that each of its
+                # heaps would grow to the size of a whole update.
+                "MALLOC_ARENA_MAX": "1",
                 **os.environ,
                 # What can be imported here can be imported on the workers.
                 "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),

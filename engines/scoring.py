@@ -74,6 +74,7 @@ class Scored:
 
     ref: BatchRef  # reward, score/<function>, status
     failures: tuple[SampleFailure, ...]
+    tracebacks: dict[str, str]  # of the functions' exceptions, by the failures' error
     failed: int  # samples
     seconds: float  # in the reward functions
 
@@ -165,6 +166,7 @@ class ScoringEngine(Engine):
                 SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
                 for f in scores.failures
             ),
+            tracebacks=scores.tracebacks,
             failed=int(scores.failed.sum()),
             seconds=seconds,
         )

@@ -2,8 +2,9 @@
 
 The weights of version v are those after v updates. A fresh gang holds version 0, the model's own
 weights. Any other version is reached from the nearest snapshot below it by applying the stored
-batches of the committed steps again, never by sampling again. That is how a gang which lost a rank,
-or a resumed run, gets its weights back.
+batches of the steps since again, never by sampling again. That is how a gang which lost a rank, or a
+resumed run, gets its weights back. The step under way is not committed yet: its batch is remembered
+here, and a snapshot of it is not built upon, for it may be of an attempt that another flow made.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.algorithm import AlgorithmConfig
 from engines.gang import Gang
 from engines.lease import Lease
-from storage.commits import read_commit
+from storage.commits import head, read_commit
 from storage.refs import BatchRef
 from storage.runs import RunStore
 from storage.snapshots import snapshots
@@ -25,6 +27,14 @@ from storage.weights import WeightsRef
 
 if TYPE_CHECKING:
     from engines.train_spec import UpdateResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What an update was made of."""
+
+    batch: BatchRef
+    algorithm: AlgorithmConfig
 
 
 class Trainer:
@@ -51,6 +61,8 @@ class Trainer:
         self._cancel = cancel
         self._on_replay = on_replay
         self._version: int | None = None  # of the weights that the gang holds; None: not known
+        self._begun: dict[int, Begun] = {}  # updates of steps that were not committed when made
+        self._loads = 0  # of older states; tells calls that are repeated on purpose from retries
         self._lock = threading.RLock()
 
     def at(self, version: int) -> None:
@@ -60,23 +72,29 @@ class Trainer:
                 self._form()
             if self._version == version:
                 return
-            base = max((step for step in snapshots(self._files) if step <= version), default=0)
+            committed = head(self._files) or 0
+            usable = min(version, committed)
+            base = max((step for step in snapshots(self._files) if step <= usable), default=0)
             if self._held > version and base == 0:
                 self._form()
             elif base > self._held or self._held > version:
-                self._call("load_state", base, {"step": base})
-                self._version = base
+                self._load(base)
             for step in range(self._held + 1, version + 1):
                 self._on_replay(step, version)
-                done = read_commit(self._files, step)
-                algorithm = AlgorithmConfig.model_validate(done.algorithm)
-                self._update(step, done.refs["batch"], algorithm)
+                again = self._stored(step) if step <= committed else self._begun[step]
+                self._update(step, again.batch, again.algorithm)
 
     def update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         """Apply step's update to version step - 1; the gang then holds version step."""
         with self._lock:
             self.at(step - 1)
+            self._begun[step] = Begun(batch=batch, algorithm=algorithm)
             return self._update(step, batch, algorithm)
+
+    def committed(self, step: int) -> None:
+        """A step has been committed: its batch is found in the store from now on."""
+        with self._lock:
+            self._begun = {later: begun for later, begun in self._begun.items() if later > step}
 
     def logprobs(
         self, version: int, batch: BatchRef, column: str, out_key: str, squared: bool = False
@@ -124,6 +142,19 @@ class Trainer:
             self.at(version)
             self._call("save_state", version, {"step": version})
 
+    def _stored(self, step: int) -> Begun:
+        """A committed step's update."""
+        done = read_commit(self._files, step)
+        algorithm = AlgorithmConfig.model_validate(done.algorithm)
+        return Begun(batch=done.refs["batch"], algorithm=algorithm)
+
+    def _load(self, step: int) -> None:
+        """Load the snapshot after a step; updates that follow are made again, not looked up."""
+        self._version = None
+        self._loads += 1
+        self._call("load_state", step, {"step": step})
+        self._version = step
+
     @property
     def _held(self) -> int:
         assert self._version is not None
@@ -156,6 +187,6 @@ class Trainer:
             run=self._files.run,
             epoch=self._epoch,
             step=step,
-            call=f"{name or method}@{self._gang.generation}",
+            call=f"{name or method}@{self._gang.generation}.{self._loads}",
         )
         return self._gang.call(method, lease, arguments, cancel=self._cancel)

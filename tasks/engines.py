@@ -64,6 +64,13 @@ class Engines:
             pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))
         }
 
+    def drawn_tokens(self) -> dict[str, int]:
+        """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""
+        handles = self._handles
+        if handles is None or not handles.done() or handles.exception() is not None:
+            return {}
+        return handles.result().rollouts.tokens()
+
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""
         started = self._started[role]
@@ -94,7 +101,8 @@ class Engines:
             name: pool for name, pool in config.cluster.pools.items() if name in used_pools(config)
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
-        cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
+        settings = config.cluster.model_copy(update={"pools": pools})
+        cluster = open_cluster(settings, environment, cancel=self._run.cancelled)
         return Handles(
             cluster=cluster,
             actor=self._trainer(cluster, "actor"),
@@ -126,6 +134,7 @@ class Engines:
             role,
             EngineSpec.of("engines.fsdp:FSDPEngine", spec),
             train.deadline,
+            start_timeout=config.cluster.start_timeout,
         )
         return Trainer(
             gang,

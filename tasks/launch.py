@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from prefect.logging.configuration import setup_logging
 
@@ -17,11 +17,15 @@ from configs import recipes
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from configs.storage import StoreConfig
+from tasks.interruption import INTERRUPTED
+
+if TYPE_CHECKING:
+    from tasks.run import Run
+    from tasks.terminal import Terminal
 
 HOME = Path(".refrain")
 BAD_SETTINGS = 2  # exit codes
 FAILED = 1
-INTERRUPTED = 130
 
 
 def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
@@ -44,15 +48,15 @@ def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[
 
 def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -> int:
     """Start engines and server side by side, run the flow, say where everything is."""
-    from prefect.exceptions import CancelledRun
+    import httpx
+    from prefect.exceptions import PrefectException
 
-    from engines.failures import CallCancelled
     from tasks.run import prepared
     from tasks.server import prefect_server
     from tasks.terminal import Terminal
 
     terminal = Terminal()
-    name = resume or ""
+    run: Run | None = None
     try:
         with prepared(config, terminal, resume) as run:
             name = run.name
@@ -60,12 +64,17 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
             with prefect_server(HOME / "prefect") as dashboard:
                 terminal.say(f"Dashboard {dashboard}")
                 summary = run_flow(config, resume)
-    except (KeyboardInterrupt, CancelledRun, CallCancelled):
-        terminal.say(f"Stopped. To go on: {_command()} --resume {name}", style="yellow")
-        return INTERRUPTED
-    except RuntimeError as error:
-        terminal.say(f"{type(error).__name__}: {error}", style="red")
-        terminal.say(f"To go on from the last step: {_command()} --resume {name}")
+    except KeyboardInterrupt:
+        return _stopped(terminal, run)
+    except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
+        if run is not None and run.stopped:  # the error is a wait that was ended
+            return _stopped(terminal, run)
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, httpx.HTTPError):
+            what = f"The Prefect server does not answer ({what})."
+        terminal.say(what, style="red")
+        if run is not None:
+            terminal.say(f"To go on from the last step: {_command()} --resume {run.name}")
         return FAILED
     terminal.facts(
         f"{name}: {summary.steps} steps are committed.",
@@ -82,6 +91,13 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
 def _command() -> str:
     """How this program was started: python -m flows.<name>."""
     return f"python -m flows.{Path(sys.argv[0]).stem}"
+
+
+def _stopped(terminal: Terminal, run: Run | None) -> int:
+    """A person ended the run."""
+    again = f" To go on: {_command()} --resume {run.name}" if run is not None else ""
+    terminal.say(f"Stopped.{again}", style="yellow")
+    return INTERRUPTED
 
 
 def quiet_libraries() -> None:

@@ -21,6 +21,7 @@ from engines.rollout import Sampling
 from storage.commits import Commit, head, read_commit
 from storage.cursor import Cursor
 from storage.leases import RunLease
+from storage.leftovers import clear
 from storage.prompts import open_source
 from storage.retention import sweep
 from storage.runs import RunStore
@@ -30,7 +31,7 @@ from tasks.artifacts import show_curves
 from tasks.background import Background
 from tasks.engines import Engines, needs_reference
 from tasks.flow_run import flow_run_id, flow_run_url
-from tasks.interruption import dashboard_ends, signals_end
+from tasks.interruption import dashboard_ends, set_closes, signals_end
 from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
@@ -55,6 +56,10 @@ class Run:
         self.source = open_source(config.data.source)
         if resume is not None:
             check_resumable(self.files, config)
+        self.held = RunLease.acquire(self.files, f"{user()}'s flow")
+        self.held.keep()
+        self.epoch = self.held.epoch
+        # Only now: until a moment ago another flow may have been committing.
         self.head = head(self.files) or 0 if resume is not None else 0
         self.last: Commit | None = read_commit(self.files, self.head) if self.head else None
         self.cursor = (
@@ -62,13 +67,13 @@ class Run:
             if self.last
             else Cursor.start(config.data, self.source)
         )
-        self.held = RunLease.acquire(self.files, f"{user()}'s flow")
-        self.held.keep()
-        self.epoch = self.held.epoch
         if resume is None:
             self.files.write_run({"config": config.model_dump(mode="json"), "code": code_version()})
+        else:
+            clear(self.files, self.head)
         self.sampled_with: WeightsRef | None = None  # policy version of the step under way
-        self.cancelled = threading.Event()
+        self.cancelled = threading.Event()  # ends every wait
+        self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once closed
         self.attempts: list[Attempt] = []
         self.progress = Progress(terminal, config.steps)
         self._probe: tuple[list[list[int]], list[int]] | None = None
@@ -157,6 +162,8 @@ class Run:
         self.head = record.step
         self.last = record
         self.cursor = Cursor.from_json(record.cursor)
+        for trainer in self.engines.trained:
+            trainer.committed(record.step)
         self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
 
     def tidy(self) -> None:
@@ -174,6 +181,7 @@ class Run:
 
     def close(self, error: BaseException | None = None) -> None:
         """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
+        self.stopped = self.cancelled.is_set()
         with contextlib.ExitStack() as stack:
             stack.callback(self.held.release)
             stack.callback(self.tracker.finish, error)
@@ -184,6 +192,7 @@ class Run:
     def summary(self) -> RunSummary:
         """Where everything is; also leaves the curves in MLflow and on the dashboard."""
         self.background.drain()
+        clear(self.files, self.head)
         image = self.tracker.plot()
         if image is not None:
             show_curves(self, image)
@@ -225,16 +234,17 @@ def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) 
     run = Run(config, terminal, resume)
     token = _prepared.set(run)
     failure: BaseException | None = None
-    try:
-        with signals_end(run.cancelled), terminal.live():
-            run.engines.launch()
-            yield run
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        _prepared.reset(token)
-        run.close(failure)
+    with signals_end(run.cancelled):
+        try:
+            with set_closes(run.cancelled, run.engines.close), terminal.live():
+                run.engines.launch()
+                yield run
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            _prepared.reset(token)
+            run.close(failure)
 
 
 @contextlib.contextmanager
@@ -243,4 +253,5 @@ def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
     with contextlib.ExitStack() as stack:
         run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume))
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
         yield run
