@@ -110,10 +110,10 @@ class GRPOConfig(Settings):
         relative = "://" not in self.store.uri or (
             self.store.uri.startswith("file://") and not self.store.uri.startswith("file:///")
         )
-        if self.cluster.kind == "address" and relative:
+        if self.cluster.kind != "local" and relative:
             raise ValueError(
                 f"store.uri = {self.store.uri} is relative to this process, and the workers of "
-                f"cluster.address = {self.cluster.address} run elsewhere. Set store.uri to "
+                f"cluster.kind = {self.cluster.kind} run elsewhere. Set store.uri to "
                 "s3://BUCKET/PREFIX, or to file:///PATH on a file system that all nodes share."
             )
         return self

@@ -104,7 +104,7 @@ class Gang:
         with self.cluster.turn(self.pool, cancel):
             self._ranks = ()
             self.generation += 1
-            members = list(self.cluster.members(self.pool).values())[: self.world]
+            members = list(self.cluster.staying(self.pool).values())[: self.world]
             builds = self._all(
                 members,
                 lambda rank, wake: start_build(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from configs.cluster import Role
 from configs.grpo import GRPOConfig
-from engines.cluster import Cluster, open_cluster
+from engines.cluster import Cluster
+from engines.clusters.opening import open_cluster
 from engines.gang import Gang
 from engines.pool import EnginePool
 from engines.remote import EngineSpec

@@ -52,6 +52,10 @@ def check_packages(config: GRPOConfig) -> None:
             f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
         )
+    if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
+        raise PreflightError("cluster.kind = slurm needs dask-jobqueue. Install refrain[slurm].")
+    if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
+        raise PreflightError("cluster.kind = kubernetes needs kr8s. Install refrain[kubernetes].")
     if config.store.uri.startswith("s3:") and installed("s3fs") is None:
         raise PreflightError(f"store.uri = {config.store.uri} needs s3fs. Install refrain[s3].")
 
