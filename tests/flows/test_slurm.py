@@ -119,7 +119,7 @@ def test_time_limits_are_passed_on_to_new_jobs(
         "steps=1000",
         "cluster.slurm.time_limit=60",
         "cluster.slurm.handover=40",
-        "cluster.slurm.flow.time_limit=120",
+        "cluster.slurm.flow.time_limit=180",
         "cluster.slurm.flow.handover=40",
     )
     workers: set[str] = set()
@@ -139,7 +139,7 @@ def test_time_limits_are_passed_on_to_new_jobs(
         return log.count("steps of 16 samples") == 2 and "step " in log.rpartition("samples")[2]
 
     wait(both, command, name, 400.0)
-    assert len(workers) >= 2, workers
+    assert "rollout-1" in workers, command("logs", name, "-n", "10000")
     log = command("logs", name, "-n", "10000")
     steps = [int(one) for one in re.findall(r"^step (\d+)/1000", log, re.MULTILINE)]
     assert steps == list(range(1, len(steps) + 1))
