@@ -127,5 +127,6 @@ def test_a_kind_of_cluster_keeps_the_pools_and_has_tls_where_others_listen() -> 
     assert made.pools["rollout"].slots == 3
     assert made.encryption.kind == "temporary"
     assert load(GRPOConfig, "tiny").cluster.encryption.kind == "off"
+    assert load(GRPOConfig, "gsm8k-multinode", words).cluster.address is None
     allowed = ["cluster.pools.cpu.env={TOKENIZERS_PARALLELISM: 'false'}"]
     assert load(GRPOConfig, "tiny", allowed).cluster.pools["cpu"].env
