@@ -192,6 +192,11 @@ class Engines:
         )
 
     @property
+    def cluster(self) -> Cluster:
+        """The workers."""
+        return self._made().cluster
+
+    @property
     def actor(self) -> Trainer:
         """The policy that is trained."""
         return self._made().actor

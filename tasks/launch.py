@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from prefect.logging.configuration import setup_logging
 
 from configs import recipes
+from configs.base import Settings
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from configs.storage import StoreConfig
@@ -118,11 +119,10 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
     from storage.runs import RunStore
     from storage.store import Store
 
-    uri = StoreConfig().uri
-    for word in words:
-        key, _, value = word.partition("=")
-        uri = value if key == "store.uri" else uri
-    written = RunStore(Store(uri), arguments.resume).read_run()
+    given = [word for word in words if word.startswith("store.")]
+    where = recipes.change(_Stored, {}, given).store
+    uri = where.uri
+    written = RunStore(Store(uri, where.options), arguments.resume).read_run()
     if written is None:
         raise ConfigError(
             f"There is no run {arguments.resume} in {uri}. Give --resume the name of a run of that "
@@ -134,6 +134,12 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
             f"Run {arguments.resume} trains a critic. Resume it by python -m flows.ppo."
         )
     return recipes.change(model, settings, words)
+
+
+class _Stored(Settings):
+    """Where the run to be resumed is."""
+
+    store: StoreConfig = StoreConfig()
 
 
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:

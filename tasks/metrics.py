@@ -51,6 +51,7 @@ def step_metrics(
         "prompts/dropped": float(sum(prompts.dropped.values()) + sum(batch.dropped.values())),
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
+        **run.store_usage.since_last(run.engines.cluster),
     }
     return figures
 

@@ -36,6 +36,7 @@ from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
 from tasks.retries import Attempt
+from tasks.store_usage import StoreUsage
 from tasks.terminal import Terminal
 from tasks.tracking import RunTracker
 
@@ -79,6 +80,7 @@ class Run:
         self._probe: tuple[list[list[int]], list[int]] | None = None
         self.background = Background()
         self.tracker = RunTracker(self)
+        self.store_usage = StoreUsage()
         self.engines = Engines(self)
 
     def steps_left(self) -> range:
