@@ -89,6 +89,12 @@ class Commit(Record):
     cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
     rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
     ledger: Ledger = Field(default_factory=Ledger)
+    # Rows of the dataset that the step drew and could not use, by reason.
+    dropped_rows: dict[str, list[int]] = Field(default_factory=dict)
+    # What scored the samples, by the digest in their column reward_code: a record per function.
+    reward_code: dict[str, list[dict[str, JsonValue]]] = Field(default_factory=dict)
+    # What the update was made with besides the algorithm: settings, seed, ranks.
+    update: dict[str, JsonValue] = Field(default_factory=dict)
     metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number
     attempts: list[dict[str, JsonValue]] = Field(
         default_factory=list

@@ -131,6 +131,15 @@ def base_of(run: RunStore, version: int) -> Base | None:
     return Base(version=origin.at, run=found.run, step=found.step)
 
 
+def has_base(run: RunStore, version: int) -> bool:
+    """Whether the state of a version can be rebuilt under the run's own settings."""
+    try:
+        base_of(run, version)
+    except ObjectMissing:
+        return False
+    return True
+
+
 def check(run: RunStore, snapshot: Snapshot) -> None:
     """Compare every file with the marker. Raises ObjectMissing, ObjectDamaged naming the file."""
     for name, file in snapshot.files.items():

@@ -67,6 +67,7 @@ class TrackedRun:
     flow_run_id: str | None = None  # of Prefect
     flow_run_url: str | None = None  # of its page on Prefect's dashboard
     forked_from: str | None = None  # run in the same store that this one continues from
+    forked_at: int | None = None  # its step
 
 
 class Tracker:
@@ -315,6 +316,7 @@ def _tags(tracked: TrackedRun) -> dict[str, str]:
         RUN_TAG: tracked.run,
         STORE_TAG: tracked.store_uri,
         "refrain.forked_from": tracked.forked_from,
+        "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
         "prefect.flow_run_id": tracked.flow_run_id,
         "prefect.flow_run_url": tracked.flow_run_url,
         "mlflow.source.name": "refrain",

@@ -47,7 +47,8 @@ def commit(
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
-        ledger=(run.last.ledger if run.last else Ledger()).plus(ledger_of(prompts, batch)),
+        ledger=run.ledger.plus(ledger_of(prompts, batch)),
+        dropped_rows=prompts.dropped,
         metrics=metrics,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
@@ -64,7 +65,7 @@ def commit(
 
 def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
     """What became of a step's prompts."""
-    dropped = dict(prompts.dropped)
+    dropped = {reason: len(rows) for reason, rows in prompts.dropped.items()}
     for reason, count in batch.dropped.items():
         dropped[reason] = dropped.get(reason, 0) + count
     return Ledger(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from configs.grpo import GRPOConfig
 from engines.cluster import Cluster, open_cluster
@@ -19,6 +19,10 @@ from engines.rollout_pool import RolloutPool
 from engines.scoring import ScoringSpec
 from engines.train_spec import TrainSpec
 from engines.trainer import Trainer
+from storage import snapshots
+from storage.origins import parent_of
+from storage.runs import RunStore
+from tasks.forking import parent_config
 
 if TYPE_CHECKING:
     from tasks.run import Run
@@ -78,13 +82,28 @@ class Engines:
         handles = self._made()
         start: dict[str, Callable[[], object]] = {
             "reward": handles.scorers.start,
-            "actor": lambda: handles.actor.at(self._run.head),
+            "actor": lambda: self._start_actor(handles),
             "rollout": handles.rollouts.start,
             "ref": lambda: self.ref.at(0),
         }
         start[role]()
         waiting = [name for name, future in self._started.items() if not future.done()]
         self._run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
+
+    def _start_actor(self, handles: Handles) -> None:
+        """Bring the policy to the run's head; a fork between its parent's snapshots replays first.
+
+        The parent's settings made those steps, so they repeat them. The state is kept as the
+        fork's own snapshot, since its settings may be others.
+        """
+        run, origin = self._run, self._run.origin
+        if origin is not None and not snapshots.has_base(run.files, run.head):
+            files = parent_of(run.files, origin)
+            settings = parent_config(run.files, origin)
+            settings = settings.model_copy(update={"cluster": run.config.cluster})
+            trainer = self._trainer(handles.cluster, "actor", files, settings)
+            trainer.snapshot(origin.step, run.name, origin.at)
+        handles.actor.at(run.head)
 
     def _open(self) -> Handles:
         config = self._run.config
@@ -95,43 +114,38 @@ class Engines:
         cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
         return Handles(
             cluster=cluster,
-            actor=self._trainer(cluster, "actor"),
-            ref=self._trainer(cluster, "ref") if needs_reference(config) else None,
+            actor=self._trainer(cluster, "actor", self._run.files, config),
+            ref=(
+                self._trainer(cluster, "ref", self._run.files, config)
+                if needs_reference(config)
+                else None
+            ),
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
         )
 
-    def _trainer(self, cluster: Cluster, role: str) -> Trainer:
-        run, config = self._run, self._run.config
-        pool = dict(config.cluster.roles)[role]
-        spec = TrainSpec(
-            model=config.model,
-            model_cache=str(MODELS.absolute()),
-            train=config.train,
-            role=role,
-            store_uri=run.store.uri,
-            store_options=config.store.options,
-            cache_bytes=run.store.cache_bytes,
-            run=run.name,
-            threads=config.cluster.pools[pool].threads,
-            seed=config.seed,
-            total_steps=config.steps * config.train.epochs * config.train.mini_batches,
-        )
+    def _trainer(
+        self, cluster: Cluster, role: Literal["actor", "ref"], files: RunStore, config: GRPOConfig
+    ) -> Trainer:
+        """A trainer of a role for a run: this one, or its parent under the parent's settings."""
+        run = self._run
+        spec = train_spec(config, files, role, run.store.cache_bytes)
         gang = Gang(
             cluster,
-            pool,
+            dict(config.cluster.roles)[role],
             role,
             EngineSpec.of("engines.fsdp:FSDPEngine", spec),
             config.train.deadline,
         )
         return Trainer(
             gang,
-            run.files,
+            files,
             epoch=run.epoch,
             cancel=run.cancelled,
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             on_replay=run.progress.replaying,
+            lease_name=run.name,
         )
 
     def _rollouts(self, cluster: Cluster) -> RolloutPool:
@@ -207,6 +221,26 @@ class Engines:
             # Not cancelled by now means opening or open: wait for it, so that nothing is left.
             with contextlib.suppress(Exception, CancelledError):
                 self._handles.result().cluster.close()
+
+
+def train_spec(
+    config: GRPOConfig, files: RunStore, role: Literal["actor", "ref"], cache_bytes: int = 0
+) -> TrainSpec:
+    """From what a run's train engine of a role is built."""
+    pool = dict(config.cluster.roles)[role]
+    return TrainSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        train=config.train,
+        role=role,
+        store_uri=files.store.uri,
+        store_options=config.store.options,
+        cache_bytes=cache_bytes,
+        run=files.run,
+        threads=config.cluster.pools[pool].threads,
+        seed=config.seed,
+        total_steps=config.steps * config.train.epochs * config.train.mini_batches,
+    )
 
 
 def used_pools(config: GRPOConfig) -> set[str]:

@@ -36,13 +36,15 @@ def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[
         if arguments.check:
             print(f"{config.name}: the settings are good, and a run would start.")
             return 0
-        return _run(run_flow, config, arguments.resume)
+        return _run(run_flow, config, arguments.resume, arguments.fork)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_SETTINGS
 
 
-def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -> int:
+def _run(
+    run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None, fork: str | None
+) -> int:
     """Start engines and server side by side, run the flow, say where everything is."""
     from prefect.exceptions import CancelledRun
 
@@ -54,12 +56,17 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
     terminal = Terminal()
     name = resume or ""
     try:
-        with prepared(config, terminal, resume) as run:
+        with prepared(config, terminal, resume, fork) as run:
             name = run.name
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
+            if run.origin is not None:
+                data = (
+                    "its data go on" if run.origin.cursor else "with other data, from their start"
+                )
+                terminal.say(f"It begins after {run.origin}; {data}.")
             with prefect_server(HOME / "prefect") as dashboard:
                 terminal.say(f"Dashboard {dashboard}")
-                summary = run_flow(config, resume)
+                summary = run_flow(config, resume, fork)
     except (KeyboardInterrupt, CancelledRun, CallCancelled):
         terminal.say(f"Stopped. To go on: python -m flows.grpo --resume {name}", style="yellow")
         return INTERRUPTED
@@ -92,7 +99,12 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
     """The recipe of the words; for a resumed run without one, the settings that it began with."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
-    if arguments.resume is None or recipe is not None:
+    if arguments.resume is not None and arguments.fork is not None:
+        raise ConfigError(
+            "--resume goes on with a run and --fork begins a new one. Give one of them."
+        )
+    earlier = arguments.resume or (arguments.fork or "").partition("@")[0]
+    if not earlier or recipe is not None:
         return recipes.load(model, recipe or recipes.DEMO, words)
     from storage.runs import RunStore
     from storage.store import Store
@@ -101,11 +113,11 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
     for word in words:
         key, _, value = word.partition("=")
         uri = value if key == "store.uri" else uri
-    written = RunStore(Store(uri), arguments.resume).read_run()
+    written = RunStore(Store(uri), earlier).read_run()
     if written is None:
         raise ConfigError(
-            f"There is no run {arguments.resume} in {uri}. Give --resume the name of a run of that "
-            "store, or add store.uri=… of another."
+            f"There is no run {earlier} in {uri}. Name a run of that store, or add store.uri=… of "
+            "another."
         )
     return recipes.change(model, cast(dict[str, Any], written["config"]), words)
 
@@ -113,7 +125,7 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flows.grpo",
-        usage="%(prog)s [RECIPE] [key=value …] [--resume RUN] [--check]",
+        usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=settings_help(model),
@@ -126,6 +138,12 @@ def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
         f"it. Without a recipe: {recipes.DEMO}",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its last commit")
+    parser.add_argument(
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin a new run at a committed step of another one, whose settings it takes over "
+        "with those changes that are given",
+    )
     parser.add_argument("--check", action="store_true", help="check everything, start nothing")
     return parser
 

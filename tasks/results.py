@@ -22,7 +22,7 @@ class Prompts:
     ref: BatchRef  # prompt_ids, group_id, prompt_row, row
     cursor: Cursor  # where the next step draws
     drawn: int  # rows drawn from the dataset
-    dropped: dict[str, int]  # rows left out, by reason
+    dropped: dict[str, list[int]]  # rows left out, by reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -104,4 +104,6 @@ class RunTracker:
             model_name=run.config.name,
             flow_run_id=str(flow_run_id() or "") or None,
             flow_run_url=flow_run_url(),
+            forked_from=None if run.origin is None else run.origin.run,
+            forked_at=None if run.origin is None else run.origin.step,
         )
