@@ -107,8 +107,9 @@ def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin])
         data = [key for key in keys if key != run.commit_key(step)]
         spared = spared or not needed.isdisjoint(data)
         removed += _remove(run, [key for key in data if key not in needed], ".json")
-    if not spared:  # else these steps are looked at again once the commits in need of them are old
-        run.store.write(_swept_key(run), documents.encode(FORMAT, {"steps_below": first_kept}))
+    # Steps with spared objects are looked at again once the commits in need of them are old.
+    record = {"steps_below": done if spared else first_kept, "batches_below": first_kept}
+    run.store.write(_swept_key(run), documents.encode(FORMAT, record))
     return removed
 
 
@@ -122,11 +123,20 @@ def _swept_key(run: RunStore) -> str:
 
 def _swept(run: RunStore) -> int:
     """Batches of the steps before this one are gone already; saves listing them again."""
+    return _recorded(run, "steps_below")
+
+
+def batches_below(run: RunStore) -> int:
+    """Of the steps before this one only batches that something still needs are there."""
+    return max(_recorded(run, "batches_below"), _recorded(run, "steps_below"))
+
+
+def _recorded(run: RunStore, field: str) -> int:
     try:
-        below = documents.read(run.store, _swept_key(run), FORMAT)["steps_below"]
+        number = documents.read(run.store, _swept_key(run), FORMAT).get(field)
     except ObjectMissing:
         return 0
-    return below if isinstance(below, int) else 0
+    return number if isinstance(number, int) else 0
 
 
 def _remove(run: RunStore, keys: list[str], marker: str) -> list[str]:
