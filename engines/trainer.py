@@ -58,6 +58,7 @@ class Trainer:
         self._max_new_tokens = max_new_tokens
         self._cancel = cancel
         self._on_replay = on_replay
+        self._base = 0
         self._lease_name = lease_name or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
         self._lock = threading.RLock()
@@ -84,6 +85,11 @@ class Trainer:
         with self._lock:
             self.at(step - 1)
             return self._update(step, batch, algorithm)
+
+    @property
+    def base(self) -> int:
+        """Version of the stored state that the weights held were last rebuilt from."""
+        return self._base
 
     def logprobs(self, version: int, batch: BatchRef, column: str, out_key: str) -> BatchRef:
         """Log-probs of the responses [N, jagged] under a version, as a new column."""
@@ -143,6 +149,7 @@ class Trainer:
         """Bring the gang to a stored state, or to the beginning."""
         if base is None:
             self._form()
+            self._base = 0
             return
         if base.weights is not None:
             if self._held != UNTRAINED:
@@ -154,7 +161,7 @@ class Trainer:
             self._version = None
             where = {"run": base.run, "step": base.step, "version": base.version}
             self._call("load_state", base.version, where)
-        self._version = base.version
+        self._version = self._base = base.version
 
     def _form(self) -> None:
         """Form the gang with the model's own weights, also on workers that hold trained ones."""

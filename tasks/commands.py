@@ -46,8 +46,17 @@ class Request:
     arguments: argparse.Namespace  # the command's own options
 
 
-def parser(name: str, description: str, cluster: bool = False) -> argparse.ArgumentParser:
-    """The words that every such command takes; the command adds its own."""
+def parser(
+    name: str,
+    description: str,
+    cluster: bool = False,
+    after_run: tuple[str, str, str, Callable[[str], Any]] | None = None,
+) -> argparse.ArgumentParser:
+    """The words that every such command takes; the command adds its own options.
+
+    `cluster`: whether it starts workers. `after_run`: name, metavar, help and type of a word that
+    follows the run's name.
+    """
     settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
     found = argparse.ArgumentParser(
         prog=f"python -m flows.{name}",
@@ -55,6 +64,9 @@ def parser(name: str, description: str, cluster: bool = False) -> argparse.Argum
         epilog="Exit code: 0 all is good, 1 a difference or a problem was found, 2 bad input.",
     )
     found.add_argument("run", metavar="RUN", help="name of the run")
+    if after_run is not None:
+        word, metavar, meaning, kind = after_run
+        found.add_argument(word, metavar=metavar, help=meaning, type=kind)
     found.add_argument(
         "words",
         nargs="*",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from prefect import task
+from dataclasses import asdict
 
+from prefect import task
+from pydantic import JsonValue
+
+from engines.rewards import code_digest
 from storage.commits import Commit, Ledger
 from storage.commits import commit as write_commit
 from storage.refs import BatchRef
@@ -49,6 +53,8 @@ def commit(
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
         ledger=run.ledger.plus(ledger_of(prompts, batch)),
         dropped_rows=prompts.dropped,
+        reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
+        update=update_settings(run),
         metrics=metrics,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
@@ -61,6 +67,20 @@ def commit(
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
+
+
+def update_settings(run: Run) -> dict[str, JsonValue]:
+    """What an update is made with besides the batch and the algorithm, to make it again."""
+    config = run.config
+    pool = config.cluster.pools[config.cluster.roles.actor]
+    return {
+        "train": config.train.model_dump(mode="json"),
+        "seed": config.seed,
+        "steps": config.steps,  # where a decaying schedule ends
+        "ranks": pool.workers,
+        "threads": pool.threads,
+        "dtype": config.rollout.dtype,
+    }
 
 
 def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:

@@ -37,5 +37,6 @@ def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Sc
         sampled=sampled,
         ref=sampled.ref.drop(["status"]).with_columns(result.ref),
         failures=result.failed,
+        code=result.code,
         seconds=result.seconds,
     )
