@@ -24,6 +24,7 @@ from storage.errors import (
     StoreUnavailable,
 )
 from storage.retries import OutOfAttempts, retry
+from storage.traffic import METER
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -119,7 +120,9 @@ class Store:
 
     def read(self, key: str) -> bytes:
         """The whole object. Raises ObjectMissing."""
-        return self._try("read", key, lambda _: self.backend.read(_checked(key)))
+        data = self._try("read", key, lambda _: self.backend.read(_checked(key)))
+        METER.read(len(data))
+        return data
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
         """The bytes of each (key, start, stop), in parallel; of local files without a copy.
@@ -167,6 +170,7 @@ class Store:
                 raise failed
 
         self._try("read", ranges[0][0], attempt)
+        METER.read(sum(part.nbytes for part in done.values()))
         return [
             done[number][at : at + stop - start]
             for (number, at), (_, start, stop) in zip(places, ranges, strict=True)
@@ -176,6 +180,7 @@ class Store:
         """Store the bytes (or the pieces, joined) under the key; they appear at once or never."""
         chunks = _chunks(data)
         self._try("write", key, lambda _: self.backend.write(_checked(key), chunks))
+        METER.written(sum(chunk.nbytes for chunk in chunks))
         self._forget(key)
 
     @contextlib.contextmanager
@@ -191,6 +196,7 @@ class Store:
                 lambda _: stack.enter_context(self.backend.write_stream(_checked(key))),
             )
             yield opened
+            METER.written(opened.tell())
             self._try_once("write", key, stack.close)
         self._forget(key)
 
@@ -210,6 +216,7 @@ class Store:
             return True
 
         created = self._try("create", key, attempt)
+        METER.written(sum(chunk.nbytes for chunk in chunks) if created else 0)
         self._forget(key)
         return created
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from storage.store import Store
 
 GOOD, FOUND, BAD_INPUT = 0, 1, 2  # exit codes
-WIDTH = 120  # columns of the output where it is no terminal
+WIDTH = 140  # columns of the output where it is no terminal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,6 +193,11 @@ class Engines:
         )
 
     @property
+    def scheduler(self) -> str:
+        """Address of the Dask scheduler."""
+        return str(self._made().cluster.client.scheduler_info()["address"])
+
+    @property
     def actor(self) -> Trainer:
         """The policy that is trained."""
         return self._made().actor

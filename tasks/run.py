@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from importlib.metadata import version
 
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_URL
 
 from configs.algorithm import AlgorithmConfig
 from configs.environment import user
@@ -21,6 +22,7 @@ from storage.commits import Commit, Ledger, head, read_commit
 from storage.continuing import pin, shared_weights
 from storage.cursor import Cursor
 from storage.leases import RunLease
+from storage.live import Live, write_live
 from storage.origins import FIELD, Origin, origin_of, parent_of
 from storage.prompts import open_source
 from storage.retention import sweep
@@ -170,6 +172,17 @@ class Run:
             in_reward = kl.coefficient > 0 and kl.placement == "reward"
             return in_reward or train.epochs * train.mini_batches > 1
         return train.recompute_old_logprobs
+
+    def announce(self) -> None:
+        """Tell those who look at the run from outside where it goes on."""
+        flow = flow_run_id()
+        live = Live(
+            scheduler=self.engines.scheduler,
+            prefect=PREFECT_API_URL.value(),
+            flow_run=None if flow is None else str(flow),
+            epoch=self.epoch,
+        )
+        write_live(self.files, live)
 
     def begin(self, step: int) -> None:
         """A step starts, with the policy version that the rollout engines hold now."""
