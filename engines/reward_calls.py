@@ -91,5 +91,6 @@ class Reply:
     values: Sequence[float | None]  # one per sample; None: not applicable, or see `errors`
     errors: Mapping[int, str]  # position of a sample that has no valid value, and why
     error: str | None  # why the whole call failed
+    tracebacks: Mapping[str, str]  # of the exceptions among those errors, by the error
     metrics: Mapping[str, Sequence[float]]  # values given to log_metric
     extras: Mapping[str, Sequence[Any]]  # columns given to log_extra, one entry per sample

@@ -63,6 +63,7 @@ class Scores:
     metrics: dict[str, float]  # means of what functions passed to log_metric
     extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra, as function/column
     seconds: dict[str, float]  # time that each function took
+    tracebacks: dict[str, str]  # of the errors among the failures, by the error
 
     def means(self) -> dict[str, float]:
         """Mean score of each function over the samples that it scored; absent where none."""
@@ -191,6 +192,12 @@ class RewardRunner:
                 for logged, values in column.extras.items()
             },
             seconds=dict(zip(names, seconds, strict=True)),
+            tracebacks={
+                failure.error: column.tracebacks[failure.error]
+                for column in columns
+                for failure in failures
+                if failure.error in column.tracebacks
+            },
         )
 
     def close(self) -> None:

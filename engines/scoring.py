@@ -21,7 +21,7 @@ from configs.base import Settings
 from configs.data import DataConfig
 from configs.model import Model
 from configs.rewards import RewardsConfig
-from engines.prompting import prompts_of, tokenize
+from engines.prompting import prompts_of, state_number, tokenize
 from engines.remote import Call, Engine
 from engines.rewards import RewardCode, RewardRunner, code_digest
 from storage.batches import write_batch
@@ -74,6 +74,7 @@ class Scored:
 
     ref: BatchRef  # reward, score/<function>, status, reward_code
     failures: tuple[SampleFailure, ...]
+    tracebacks: dict[str, str]  # of the functions' exceptions, by the failures' error
     failed: int  # samples
     code: tuple[RewardCode, ...]  # what the functions were
     seconds: float  # in the reward functions
@@ -107,17 +108,18 @@ class ScoringEngine(Engine):
         if not made.kept:
             return MadePrompts(ref=None, dropped=dropped)
         count = len(made.kept)
-        ref = write_batch(
-            self._store,
-            out_key,
-            {
-                "prompt_ids": made.prompt_ids,
-                "group_id": np.arange(first_group, first_group + count, dtype=np.int64),
-                "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
-                "row": [found[p] for p in made.kept],
-            },
-        )
-        return MadePrompts(ref=ref, dropped=dropped)
+        columns: dict[str, object] = {
+            "prompt_ids": made.prompt_ids,
+            "group_id": np.arange(first_group, first_group + count, dtype=np.int64),
+            "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
+            "row": [found[p] for p in made.kept],
+        }
+        state = self._spec.data.state_column
+        if state is not None:
+            columns["state_id"] = np.asarray(
+                [state_number(found[p][state]) for p in made.kept], dtype=np.int64
+            )
+        return MadePrompts(ref=write_batch(self._store, out_key, columns), dropped=dropped)
 
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """A few short sequences of the dataset, and how many tokens of each stand for the prompt."""
@@ -167,22 +169,34 @@ class ScoringEngine(Engine):
                 SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
                 for f in scores.failures
             ),
+            tracebacks=scores.tracebacks,
             failed=int(scores.failed.sum()),
             code=code,
             seconds=seconds,
         )
 
     def advantages(
-        self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str
+        self,
+        samples: BatchRef,
+        algorithm: AlgorithmConfig,
+        out_key: str,
+        baselines: BatchRef | None = None,
     ) -> TrainingBatch:
         """Choose the samples that train, and write their advantages.
 
-        Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+        baselines: scored greedy completions of the prompts. Raises RewardsFailed
+        (rewards.on_failure = abort) or NothingToTrain.
         """
         from engines.training_batch import training_batch
 
         return training_batch(
-            self._store, samples, algorithm, self._spec.rewards, self._spec.max_new_tokens, out_key
+            self._store,
+            samples,
+            baselines,
+            algorithm,
+            self._spec.rewards,
+            self._spec.max_new_tokens,
+            out_key,
         )
 
     def close(self) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from configs.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.aggregation import Normaliser
+from engines.correction_sums import effective_sample_size
+from engines.critic import Critic
 from engines.jagged import Rows
 from engines.metric_sums import MetricSums, largest_of, mean_over
 from engines.objective import Objective
@@ -39,7 +41,7 @@ from storage.store import Store
 class Forward:
     """A policy's forward pass with its settings."""
 
-    policy: Policy
+    policy: Policy | Critic
     temperature: float
     chunk: int  # rows of logits held at once
     dtype: torch.dtype
@@ -169,6 +171,7 @@ class Updater:
         selected: Tensor | None,
     ) -> tuple[Tensor, MetricSums]:
         logprobs, entropy = self._forward(micro.packed, objective.entropy_gradient)
+        kept = micro.columns.get("correction_kept")
         batch = PolicyBatch(
             rows=micro.packed.rows,
             mask=micro.mask,
@@ -178,7 +181,10 @@ class Updater:
             old_logprobs=micro.columns.get("old_logprobs"),
             rollout_logprobs=micro.columns.get("rollout_logprobs"),
             ref_logprobs=micro.columns.get("ref_logprobs"),
-            selected=selected,
+            weights=micro.columns.get("correction_weights"),
+            kept=None if kept is None else kept.bool(),
+            selected=None if selected is None else selected[0],
+            counted=None if selected is None else selected[1],
         )
         loss, sums = objective(batch, normaliser)
         return loss, sums + self._mismatch(batch)
@@ -196,9 +202,9 @@ class Updater:
     def _select(
         self, batch: BatchRef, mini: MiniBatch, columns: list[str], objective: Objective
     ) -> list[Tensor] | None:
-        """For methods that choose tokens over the whole mini-batch: the choice for each micro-batch.
+        """For recipes that choose tokens over the whole mini-batch: the choice for each micro-batch.
 
-        Needs a forward pass of its own, whose log-probs are exchanged.
+        Needs a forward pass of its own, whose log-probs and entropies are exchanged.
         """
         if not objective.selects:
             return None
@@ -211,24 +217,25 @@ class Updater:
             for micro in mini.ranks[self._meeting.rank]
         ]
         index = [torch.cat(place) if place else torch.zeros(0).long() for place in places]
-        logprobs = torch.zeros(whole.mask.numel())
+        figures = torch.zeros(2, whole.mask.numel())
         for place, micro_rows in zip(index, mini.ranks[self._meeting.rank], strict=True):
             micro = read_micro_batch(self._store, batch, micro_rows, (), self._meeting.device)
             with torch.no_grad():
-                logprobs[place] = self._forward(micro.packed)[0].cpu()
-        dist.all_reduce(logprobs, group=self._meeting.group)
+                figures[:, place] = torch.stack(self._forward(micro.packed)).cpu()
+        figures = self._added(figures).cpu()
         chosen = objective.select(
             PolicyBatch(
                 rows=Rows.of_offsets(whole.packed.rows.offsets),
                 mask=whole.mask,
-                logprobs=logprobs,
+                logprobs=figures[0],
+                entropy=figures[1],
                 advantages=whole.columns["advantages"],
                 old_logprobs=whole.columns.get("old_logprobs"),
                 rollout_logprobs=whole.columns.get("rollout_logprobs"),
                 ref_logprobs=whole.columns.get("ref_logprobs"),
             )
         )
-        return None if chosen is None else [chosen[i].to(self._meeting.device) for i in index]
+        return [chosen[:, i].to(self._meeting.device) for i in index]
 
     def _normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:
         mine = [row for micro in mini.ranks[self._meeting.rank] for row in micro]
@@ -268,6 +275,7 @@ class Updater:
         )
         tokens, responses, flops = totals.tolist()
         figures = tally.sums.restored(added, peaks).values()
+        figures |= effective_sample_size(figures)
         for name in ("loss", "policy_loss"):  # sums over optimizer steps
             if name in figures:
                 figures[name] /= len(tally.reports)

@@ -14,6 +14,7 @@ from prefect import flow, tags
 
 from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
+from tasks.baseline import baseline
 from tasks.commit import commit, snapshot
 from tasks.draw import draw
 from tasks.flow_run import untagged_tasks
@@ -32,23 +33,25 @@ from tasks.weight_sync import weight_sync
 def grpo_step(run: Run, step: int) -> StepSummary:
     """One RL step: the policy of version step - 1 samples, version step comes out."""
     shards = run.config.rollout.shards
+    numbers = range(1, shards + 1)
     run.begin(step)
     with untagged_tasks():
         prompts = draw.submit(run, step)
-        sampled = [
-            rollout.submit(run, step, prompts, shard, shards) for shard in range(1, shards + 1)
-        ]
-        scored = [
-            reward.submit(run, step, one, shard, shards) for shard, one in enumerate(sampled, 1)
+        sampled = [rollout.submit(run, step, prompts, shard, shards) for shard in numbers]
+        scored = [reward.submit(run, step, sampled[n - 1], n, shards) for n in numbers]
+        greedy = [
+            baseline.submit(run, step, prompts, shard, shards)
+            for shard in numbers
+            if run.needs_baselines
         ]
         logprobs = logprob.submit(run, step, sampled) if run.needs_logprobs else None
-        batch = advantage.submit(run, step, scored, logprobs)
+        batch = advantage.submit(run, step, scored, logprobs, greedy=greedy)
         updated = update.submit(run, step, batch)
         synced = weight_sync.submit(run, step, updated)
         if run.snapshot_due(step):
             updated = snapshot.submit(run, step, updated, wait_for=[synced])
         committed = commit.submit(run, step, prompts, scored, batch, updated, synced)
-        return result_of(committed, prompts, *sampled, *scored, batch, updated, synced)
+        return result_of(committed, prompts, *sampled, *scored, *greedy, batch, updated, synced)
 
 
 @flow(name="grpo", flow_run_name="{config.name}", persist_result=False)

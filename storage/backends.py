@@ -44,6 +44,7 @@ class Backend(Protocol):
     def list(self, prefix: str) -> Keys: ...
     def children(self, prefix: str) -> Keys: ...
     def delete(self, keys: Sequence[str]) -> None: ...
+    def delete_unfinished(self, prefix: str) -> None: ...
     def transient(self, error: BaseException) -> bool: ...
 
 
@@ -167,15 +168,19 @@ class LocalBackend:
             with contextlib.suppress(OSError):
                 (self.root / folder).rmdir()
 
+    def delete_unfinished(self, prefix: str) -> None:
+        for folder, _, _ in os.walk(self.root / prefix):
+            self._remove_leftovers(Path(folder), 0.0)
+
     @staticmethod
-    def _remove_leftovers(folder: Path) -> None:
+    def _remove_leftovers(folder: Path, age: float = ABANDONED) -> None:
         """Locks of files that are gone, and what killed writers left half written."""
         for lock in folder.glob(".*.lock"):
             if not (folder / lock.name[1 : -len(".lock")]).exists():
                 lock.unlink(missing_ok=True)
         for half in folder.glob(".*.tmp"):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - half.stat().st_mtime > ABANDONED:
+                if time.time() - half.stat().st_mtime >= age:
                     half.unlink()
 
     def transient(self, error: BaseException) -> bool:
@@ -271,6 +276,9 @@ class FsspecBackend:
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
+
+    def delete_unfinished(self, prefix: str) -> None:
+        """Nothing is begun where writes appear at once."""
 
     def transient(self, error: BaseException) -> bool:
         return isinstance(error, (ConnectionError, TimeoutError))

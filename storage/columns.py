@@ -49,6 +49,15 @@ COLUMNS: dict[str, Declared] = {
     "values": Declared("jagged", "F32", "critic's value of each response token"),
     "old_logprobs": Declared("jagged", "F32", "proximal policy's log-prob of each response token"),
     "ref_logprobs": Declared("jagged", "F32", "reference's log-prob of each response token"),
+    "sum_pi_squared": Declared(
+        "jagged", "F32", "sum over the vocabulary of the proximal policy's squared probabilities"
+    ),
+    "correction_weights": Declared("jagged", "F32", "behaviour-policy weight of each token"),
+    "correction_kept": Declared("jagged", "U8", "1 where no correction leaves the token out"),
+    "turn_ids": Declared("jagged", "I64", "number of the turn of each response token"),
+    "turn_states": Declared("jagged", "I64", "number of the state in which that turn began"),
+    "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),
+    "state_id": Declared("dense", "I64", "number of the state that the prompt shows, [N]"),
     "group_id": Declared("dense", "I64", "number of the prompt in the run, [N]"),
     "sample_id": Declared("dense", "I64", "number of the sample in the run, [N]"),
     "prompt_row": Declared("dense", "I64", "row number in the dataset, [N]"),

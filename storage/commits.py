@@ -159,7 +159,9 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
 def _same(run: RunStore, record: Commit) -> Commit:
     """The stored commit of the step, if it says the same as `record`."""
     stored = read_commit(run, record.step)
-    own = {"committed_at", "epoch", "parent_digest", "parent_run"}
+    # How long it took, and which attempts, is not what a step did: a commit that is tried again
+    # after an answer was lost measures anew.
+    own = {"committed_at", "epoch", "parent_digest", "parent_run", "metrics", "attempts"}
     if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
         raise Conflict(
             f"Step {record.step} of run {run.run} is already committed with other results, "
@@ -240,10 +242,10 @@ def _parse(run: RunStore, step: int, data: bytes) -> Commit:
     unknown = sorted(set(body) - set(Commit.model_fields))
     if unknown:
         log.warning("%s has fields that this version does not know: %s", key, ", ".join(unknown))
-    try:
-        return Commit.model_validate(body)
-    except ValueError as error:
-        raise ObjectDamaged(f"Object {key} is no valid commit: {error}") from error
+    found = documents.validated(Commit, key, body)
+    if found.step != step:
+        raise ObjectDamaged(f"Object {key} is the commit of step {found.step}.")
+    return found
 
 
 def history(run: RunStore) -> Iterator[Commit]:

@@ -215,7 +215,8 @@ def _read(run: RunStore) -> tuple[Holder, bytes] | None:
         data = run.store.read(run.lease_key)
     except ObjectMissing:
         return None
-    return Holder.model_validate(documents.decode(FORMAT, run.lease_key, data)), data
+    body = documents.decode(FORMAT, run.lease_key, data)
+    return documents.validated(Holder, run.lease_key, body), data
 
 
 def _host() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from storage import commits, documents, snapshots
 from storage.continuing import Pin, pins
@@ -44,6 +45,8 @@ def sweep(
     kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
     shared = pins(run)
     removed = _sweep_snapshots(run, kept, shared)
+    # The critic's are written before the actor's, at the same steps.
+    removed += _sweep_snapshots(replace(run, role="critic"), kept, shared)
     tagged = {*tagged, *(pin.step for pin in shared)}
     removed += _sweep_versions(run, head, kept, keep_versions, tagged)
     if keep_steps is not None:
@@ -58,7 +61,7 @@ def _sweep_snapshots(run: RunStore, kept: list[Snapshot], shared: list[Pin]) -> 
     if not kept:
         return []
     stay = {snapshot.step for snapshot in kept} | {pin.snapshot for pin in shared}
-    folder = f"{run.run}/state"
+    folder = run.state_folder
     removed = []
     for name in run.store.children(folder):
         if name.isdigit() and int(name) not in stay and int(name) < kept[-1].step:

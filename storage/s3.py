@@ -118,6 +118,13 @@ class S3Backend(FsspecBackend):
                 first = answer["Errors"][0]
                 raise OSError(f"{first.get('Key')}: {first.get('Message')}")
 
+    def delete_unfinished(self, prefix: str) -> None:
+        """Multipart uploads of writers that died, which the bucket's owner pays for."""
+        uploads = self._call("list_multipart_uploads", Prefix=f"{self._key(prefix)}/")
+        for upload in uploads.get("Uploads", []):
+            with contextlib.suppress(FileNotFoundError):
+                self._call("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
+
     def transient(self, error: BaseException) -> bool:
         import aiohttp
         from botocore.exceptions import ConnectionError as BotoConnectionError

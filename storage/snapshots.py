@@ -87,13 +87,13 @@ def _digest(run: RunStore, key: str, nbytes: int) -> str:
 
 def read(run: RunStore, step: int) -> Snapshot:
     """The marker of a snapshot. Raises ObjectMissing, ObjectDamaged."""
-    body = documents.read(run.store, f"{run.state_key(step)}/{MARKER}", FORMAT)
-    return Snapshot.model_validate(body)
+    key = f"{run.state_key(step)}/{MARKER}"
+    return documents.validated(Snapshot, key, documents.read(run.store, key, FORMAT))
 
 
 def snapshots(run: RunStore) -> list[int]:
     """Steps that have a marked snapshot, ascending."""
-    folder = f"{run.run}/state"
+    folder = run.state_folder
     names = [name for name in run.store.children(folder) if name.isdigit()]
     return sorted(int(n) for n in names if run.store.exists(f"{folder}/{n}/{MARKER}"))
 

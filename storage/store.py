@@ -270,6 +270,13 @@ class Store:
         for key in keys:
             self._forget(key)
 
+    def delete_unfinished(self, prefix: str) -> None:
+        """Remove what writers that died began to write below the folder `prefix`.
+
+        Such beginnings are invisible to readers. Nobody may be writing there.
+        """
+        self._try("clean", prefix, lambda _: self.backend.delete_unfinished(_checked(prefix)))
+
     def check_writable(self) -> None:
         """Write, read and remove a small object. Raises StoreError with what to change."""
         key = f".check-{uuid.uuid4().hex[:12]}"

@@ -20,9 +20,13 @@ from tasks.run import Run
 
 @task(name="snapshot", **OPTIONS)
 def snapshot(run: Run, step: int, updated: Updated) -> Updated:
-    """Store the trainer's whole state, from which a lost gang or a resumed run is rebuilt."""
+    """Store the trainers' whole state, from which a lost gang or a resumed run is rebuilt.
+
+    The critic's comes first: what retention keeps goes by the actor's snapshots.
+    """
     with attempted(run, step, "snapshot"):
-        run.engines.actor.snapshot(updated.version)
+        for trainer in run.engines.trained:
+            trainer.snapshot(updated.version)
     return updated
 
 
@@ -35,6 +39,7 @@ def commit(
     batch: TrainBatch,
     updated: Updated,
     synced: Synced,
+    critic: Updated | None = None,
 ) -> StepSummary:
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
@@ -42,11 +47,18 @@ def commit(
     (MLflow, artifacts) follows in the background, while the next step samples.
     """
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
-    samples = BatchRef.concat([shard.ref for shard in scored])
+    metrics |= critic.metrics if critic is not None else {}
+    refs = {
+        "prompts": prompts.ref,
+        "samples": BatchRef.concat([shard.ref for shard in scored]),
+        "batch": batch.ref,
+    }
+    if batch.baselines is not None:
+        refs["baselines"] = batch.baselines
     record = Commit(
         step=step,
         parent=run.head,
-        refs={"prompts": prompts.ref, "samples": samples, "batch": batch.ref},
+        refs=refs,
         version_in=run.sampled_with,
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),

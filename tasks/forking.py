@@ -6,6 +6,7 @@ import math
 from typing import Any, cast
 
 from configs.grpo import GRPOConfig
+from configs.ppo import PPOConfig
 from configs.recipes import ConfigError
 from storage.continuing import NoSuchOrigin, begin_at
 from storage.cursor import Cursor
@@ -43,6 +44,12 @@ def origin_of_fork(config: GRPOConfig, fork: str) -> Origin:
         raise ConfigError(
             f"{origin} was trained from another model, whose weights and optimizer state do not fit "
             "the one given. A fork keeps its parent's model; start a new run to change it."
+        )
+    if before.has_critic != config.has_critic:
+        with_critic = "with" if before.has_critic else "without"
+        raise ConfigError(
+            f"{origin} was trained {with_critic} a critic. Fork it by "
+            f"python -m flows.{'ppo' if before.has_critic else 'grpo'}."
         )
     if config.steps <= origin.at:
         raise ConfigError(
@@ -86,4 +93,6 @@ def settings_of(files: RunStore) -> GRPOConfig:
     record = files.read_run()
     if record is None:
         raise ConfigError(f"There is no run {files.run} in {files.store.uri}.")
-    return GRPOConfig.model_validate(cast("dict[str, Any]", record["config"]))
+    settings = cast("dict[str, Any]", record["config"])
+    model = PPOConfig if "critic" in settings else GRPOConfig
+    return model.model_validate(settings)

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from prefect.logging.configuration import setup_logging
 
@@ -17,11 +17,15 @@ from configs import recipes
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from configs.storage import StoreConfig
+from tasks.interruption import INTERRUPTED
+
+if TYPE_CHECKING:
+    from tasks.run import Run
+    from tasks.terminal import Terminal
 
 HOME = Path(".refrain")
 BAD_SETTINGS = 2  # exit codes
 FAILED = 1
-INTERRUPTED = 130
 
 
 def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
@@ -46,15 +50,15 @@ def _run(
     run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None, fork: str | None
 ) -> int:
     """Start engines and server side by side, run the flow, say where everything is."""
-    from prefect.exceptions import CancelledRun
+    import httpx
+    from prefect.exceptions import PrefectException
 
-    from engines.failures import CallCancelled
     from tasks.run import prepared
     from tasks.server import prefect_server
     from tasks.terminal import Terminal
 
     terminal = Terminal()
-    name = resume or ""
+    run: Run | None = None
     try:
         with prepared(config, terminal, resume, fork) as run:
             name = run.name
@@ -67,12 +71,17 @@ def _run(
             with prefect_server(HOME / "prefect") as dashboard:
                 terminal.say(f"Dashboard {dashboard}")
                 summary = run_flow(config, resume, fork)
-    except (KeyboardInterrupt, CancelledRun, CallCancelled):
-        terminal.say(f"Stopped. To go on: python -m flows.grpo --resume {name}", style="yellow")
-        return INTERRUPTED
-    except RuntimeError as error:
-        terminal.say(f"{type(error).__name__}: {error}", style="red")
-        terminal.say(f"To go on from the last step: python -m flows.grpo --resume {name}")
+    except KeyboardInterrupt:
+        return _stopped(terminal, run)
+    except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
+        if run is not None and run.stopped:  # the error is a wait that was ended
+            return _stopped(terminal, run)
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, httpx.HTTPError):
+            what = f"The Prefect server does not answer ({what})."
+        terminal.say(what, style="red")
+        if run is not None:
+            terminal.say(f"To go on from the last step: {_command()} --resume {run.name}")
         return FAILED
     terminal.facts(
         f"{name}: {summary.steps} steps are committed.",
@@ -84,6 +93,18 @@ def _run(
         },
     )
     return 0
+
+
+def _command() -> str:
+    """How this program was started: python -m flows.<name>."""
+    return f"python -m flows.{Path(sys.argv[0]).stem}"
+
+
+def _stopped(terminal: Terminal, run: Run | None) -> int:
+    """A person ended the run."""
+    again = f" To go on: {_command()} --resume {run.name}" if run is not None else ""
+    terminal.say(f"Stopped.{again}", style="yellow")
+    return INTERRUPTED
 
 
 def quiet_libraries() -> None:
@@ -119,12 +140,17 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
             f"There is no run {earlier} in {uri}. Name a run of that store, or add store.uri=… of "
             "another."
         )
-    return recipes.change(model, cast(dict[str, Any], written["config"]), words)
+    settings = cast(dict[str, Any], written["config"])
+    if "critic" in settings and not model.has_critic:
+        raise ConfigError(
+            f"Run {arguments.resume} trains a critic. Resume it by python -m flows.ppo."
+        )
+    return recipes.change(model, settings, words)
 
 
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m flows.grpo",
+        prog=_command(),
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

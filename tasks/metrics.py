@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 STAGES = (
     "prompts",
     "rollout",
+    "baseline",
     "reward",
     "logprob",
+    "values",
     "advantage",
+    "critic_update",
     "update",
     "weight_sync",
     "snapshot",

@@ -12,7 +12,8 @@ from configs.algorithm import AlgorithmConfig
 from configs.cluster import ClusterConfig
 from configs.grpo import GRPOConfig
 from configs.recipes import change
-from engines.cluster import Cluster, open_cluster
+from engines.cluster import Cluster
+from engines.clusters.opening import open_cluster
 from engines.gang import Gang
 from engines.remote import EngineSpec
 from engines.train_spec import WeightsComparison

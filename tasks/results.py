@@ -55,11 +55,12 @@ class TrainBatch:
     filtered: int  # prompts left out by the algorithm's filter
     dropped: dict[str, int]  # prompts left out for a failure, by reason
     metrics: Metrics
+    baselines: BatchRef | None = None  # scored greedy completions, where the method wants them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Updated:
-    """The policy after the update; the tensors are in the train workers."""
+    """The policy, or the critic, after the update; the tensors are in the train workers."""
 
     version: int
     metrics: Metrics

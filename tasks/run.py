@@ -18,10 +18,12 @@ from configs.environment import user
 from configs.grpo import GRPOConfig
 from engines.kl_control import adapted_coefficient
 from engines.lease import Lease
+from engines.rollout import Sampling
 from storage.commits import Commit, Ledger, head, read_commit
 from storage.continuing import pin, shared_weights
 from storage.cursor import Cursor
 from storage.leases import RunLease
+from storage.leftovers import clear
 from storage.live import Live, write_live
 from storage.origins import FIELD, Origin, origin_of, parent_of
 from storage.prompts import open_source
@@ -34,7 +36,7 @@ from tasks.background import Background
 from tasks.engines import Engines, needs_reference
 from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.forking import origin_of_fork, parent_config
-from tasks.interruption import dashboard_ends, signals_end
+from tasks.interruption import dashboard_ends, set_closes, signals_end
 from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
@@ -69,21 +71,25 @@ class Run:
             origin = origin_of(self.files)
         self.origin = origin
         self.start = 0 if origin is None else origin.at  # the version that the run begins with
+        self.held = RunLease.acquire(self.files, f"{user()}'s flow")
+        self.held.keep()
+        self.epoch = self.held.epoch
+        # Only now: until a moment ago another flow may have been committing.
         own = head(self.files) if resume is not None else None
         self.head = own or self.start
         self.last: Commit | None = None  # of the step before the next one, which a fork inherits
         self.cursor = Cursor.start(config.data, self.source)
         self.ledger = Ledger()
         self._stand_at(own)
-        self.held = RunLease.acquire(self.files, f"{user()}'s flow")
-        self.held.keep()
-        self.epoch = self.held.epoch
-        if resume is None:
+        if resume is not None:
+            clear(self.files, self.head)
+        else:
             self.files.write_run(self._record())
             if origin is not None:
                 pin(self.files, origin)
         self.sampled_with: WeightsRef | None = None  # policy version of the step under way
-        self.cancelled = threading.Event()
+        self.cancelled = threading.Event()  # ends every wait
+        self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once closed
         self.attempts: list[Attempt] = []
         self.progress = Progress(terminal, config.steps)
         self._probe: tuple[list[list[int]], list[int]] | None = None
@@ -167,11 +173,21 @@ class Run:
     @property
     def needs_old(self) -> bool:
         """Whether old_logprobs are computed on their own, before the update."""
-        train, kl = self.config.train, self.config.algorithm.kl
+        train = self.config.train
         if train.recompute_old_logprobs == "auto":
-            in_reward = kl.coefficient > 0 and kl.placement == "reward"
-            return in_reward or train.epochs * train.mini_batches > 1
+            several = train.epochs * train.mini_batches > 1
+            return several or self.config.algorithm.needs_stored_logprobs
         return train.recompute_old_logprobs
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether each prompt is also completed greedily, to compare the samples with."""
+        return self.config.algorithm.needs_baselines
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the samples that train are drawn."""
+        return Sampling.of(self.config.rollout, self.config.group_size)
 
     def announce(self) -> None:
         """Tell those who look at the run from outside where it goes on."""
@@ -209,6 +225,8 @@ class Run:
         self.last = record
         self.ledger = record.ledger
         self.cursor = Cursor.from_json(record.cursor)
+        for trainer in self.engines.trained:
+            trainer.committed(record.step)
         self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
 
     def tidy(self) -> None:
@@ -226,6 +244,7 @@ class Run:
 
     def close(self, error: BaseException | None = None) -> None:
         """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
+        self.stopped = self.cancelled.is_set()
         with contextlib.ExitStack() as stack:
             stack.callback(self.held.release)
             stack.callback(self.tracker.finish, error)
@@ -236,6 +255,7 @@ class Run:
     def summary(self) -> RunSummary:
         """Where everything is; also leaves the curves in MLflow and on the dashboard."""
         self.background.drain()
+        clear(self.files, self.head)
         image = self.tracker.plot()
         if image is not None:
             show_curves(self, image)
@@ -280,16 +300,17 @@ def prepared(
     run = Run(config, terminal, resume, origin)
     token = _prepared.set(run)
     failure: BaseException | None = None
-    try:
-        with signals_end(run.cancelled), terminal.live():
-            run.engines.launch()
-            yield run
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        _prepared.reset(token)
-        run.close(failure)
+    with signals_end(run.cancelled):
+        try:
+            with set_closes(run.cancelled, run.engines.close), terminal.live():
+                run.engines.launch()
+                yield run
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            _prepared.reset(token)
+            run.close(failure)
 
 
 @contextlib.contextmanager
@@ -300,4 +321,5 @@ def open_run(
     with contextlib.ExitStack() as stack:
         run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume, fork))
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
         yield run

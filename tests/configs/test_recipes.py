@@ -7,6 +7,7 @@ import pytest
 
 from configs import recipes
 from configs.grpo import GRPOConfig
+from configs.ppo import PPOConfig
 from configs.recipes import ConfigError, fields, load
 
 
@@ -82,13 +83,13 @@ def test_one_worker_count_changes_and_the_other_pools_stay() -> None:
 def test_every_setting_has_a_meaning() -> None:
     silent = [
         name
-        for name, kind, _, meaning in fields(GRPOConfig)
+        for name, kind, _, meaning in fields(PPOConfig)
         if not meaning and not name.endswith("kind") and kind
     ]
     assert silent == []
 
 
-@pytest.mark.parametrize("module", ["configs.grpo", "flows.grpo"])
+@pytest.mark.parametrize("module", ["configs.grpo", "flows.grpo", "flows.ppo"])
 def test_the_flow_process_imports_no_engine_library(module: str) -> None:
     code = (
         f"import {module}, sys; "
