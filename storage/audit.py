@@ -24,7 +24,7 @@ from storage.audit_objects import (
     versions,
 )
 from storage.commits import FORMAT, HEAD_FORMAT, Commit, Ledger, read_commit, read_commit_digest
-from storage.continuing import pins
+from storage.continuing import check_state, pins
 from storage.errors import ObjectMissing, StoreError
 from storage.origins import Origin, origin_of, parent_of
 from storage.retention import batches_below
@@ -94,6 +94,8 @@ def audit(run: RunStore) -> Audit:
     head = max(history, default=0 if origin is None else origin.at)
     _versions(run, history, found, kept)
     _snapshots(run, head, found, kept)
+    if origin is not None:
+        _shared(run, origin, head, found)
     _leftovers(run, head, found, kept)
     return found
 
@@ -207,6 +209,29 @@ def _snapshots(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
             with found.noting("state", step):
                 kept.update(check_snapshot(run, folder, found.read))
                 found.snapshots += 1
+
+
+def _shared(run: RunStore, origin: Origin, head: int, found: Audit) -> None:
+    """What a child needs of its parent: the weights that it sampled with first, and a state."""
+    with found.noting("origin"):
+        try:
+            copied = run.store.exists(f"{run.weights_key(origin.at)}/manifest.json")
+            if not copied:
+                check_version(run.store, origin.weights.key, origin.weights, found.read)
+        except ObjectMissing as error:
+            raise ValueError(
+                f"The weights of {origin}, which {run.run} shares, are gone: {error}."
+            ) from error
+    own = any(origin.at <= step <= head for step, _ in state_folders(run))
+    if own or not origin.trainer_state:
+        return
+    with found.noting("origin"):
+        try:
+            check_state(parent_of(run, origin), origin.step)
+        except ObjectMissing as error:
+            raise ValueError(
+                f"The trainer state of {origin}, which {run.run} needs, is gone: {error}."
+            ) from error
 
 
 def _leftovers(run: RunStore, head: int, found: Audit, kept: Collection[str]) -> None:
