@@ -85,13 +85,12 @@ def run(
     """Carry out a command; returns the exit code."""
     arguments = words_of.parse_intermixed_args(argv)
     from configs.recipes import ConfigError
-    from storage.errors import StoreError
 
     try:
         answer = work(_request(arguments))
     except (ConfigError, ValueError) as error:
         return _refuse(error, BAD_INPUT)
-    except StoreError as error:
+    except RuntimeError as error:  # of the store or of workers: named errors with a sentence
         return _refuse(error, FOUND)
     if arguments.json:
         print(json.dumps(answer.record, indent=1, default=_plain))

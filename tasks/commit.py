@@ -108,8 +108,8 @@ def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
 def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
     figures = {name: value for name, value in record.metrics.items() if value is not None}
-    run.tracker.step(record.step, figures)
-    if run.snapshot_due(record.step) and record.version_out is not None:
-        run.tracker.register(record.step, record.version_out)
+    run.tracker.step(record, figures)
+    if run.snapshot_due(record.step):
+        run.tracker.register(record)
     show_step(run, record, scored, attempts)
     run.tidy()

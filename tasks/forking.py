@@ -56,14 +56,18 @@ def origin_of_fork(config: GRPOConfig, fork: str) -> Origin:
             f"steps = {config.steps}, and a fork of {origin} begins after step {origin.at}. "
             f"Set steps to {origin.at + 1} or more."
         )
-    update = {"cursor": data_go_on(config, before), "first_group": groups_before(parent, origin)}
-    return origin.model_copy(update={**update, "first_group": _first(config, before, update)})
+    update = {
+        "cursor": data_go_on(config, before),
+        "first_group": first_group(config, parent, origin),
+    }
+    return origin.model_copy(update=update)
 
 
-def _first(config: GRPOConfig, before: GRPOConfig, update: dict[str, Any]) -> int:
+def first_group(config: GRPOConfig, parent: RunStore, origin: Origin) -> int:
     """The first group such that neither group nor sample numbers come twice."""
-    groups = int(update["first_group"])
-    return max(groups, math.ceil(groups * before.group_size / config.group_size))
+    groups = groups_before(parent, origin)
+    before = parent_config(parent, origin).group_size
+    return max(groups, math.ceil(groups * before / config.group_size))
 
 
 def groups_before(parent: RunStore, origin: Origin) -> int:

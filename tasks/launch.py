@@ -32,11 +32,14 @@ def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[
     """Run a flow from the command line's words; returns the exit code."""
     arguments = _parser(model).parse_args(list(words) or sys.argv[1:])
     quiet_libraries()
-    from tasks.preflight import check  # late, so that --help answers at once
+    from tasks.forking import origin_of_fork  # late, so that --help answers at once
+    from tasks.preflight import check
 
     try:
         config = _settings(model, arguments)
         check(config)
+        if arguments.fork is not None:
+            origin_of_fork(config, arguments.fork)
         if arguments.check:
             print(f"{config.name}: the settings are good, and a run would start.")
             return 0

@@ -1,4 +1,4 @@
-"""The origin of a version, a sample or a prompt as an answer on the command line, and for MLflow."""
+"""The origin of a version, a sample or a prompt as an answer on the command line."""
 
 from __future__ import annotations
 
@@ -175,18 +175,3 @@ def some(values: tuple[int, ...], count: int) -> str:
     """The first few numbers of many."""
     more = f", … {values[-1]}" if len(values) > count else ""
     return ", ".join(map(str, values[:count])) + more
-
-
-def version_tags(commit: Commit, origin: str | None) -> dict[str, str]:
-    """The lineage of a policy version as tags for MLflow's model registry."""
-    batch = commit.refs["batch"]
-    tags = {
-        "refrain.sampled_with": commit.version_in.digest,
-        "refrain.sampled_with_version": str(commit.version_in.version),
-        "refrain.samples": str(len(batch)),
-        "refrain.batch": ", ".join(sorted(batch.objects))[:500],
-        "refrain.reward_code": ", ".join(sorted(commit.reward_code)),
-        "refrain.prompts_trained": str(commit.ledger.trained),
-        "refrain.forked_from": origin or "",
-    }
-    return {name: value for name, value in tags.items() if value}

@@ -144,7 +144,7 @@ class Run:
     def algorithm(self) -> AlgorithmConfig:
         """The algorithm of the step under way: the recipe's, with the adapted KL coefficient."""
         recipe = self.config.algorithm
-        if recipe.kl.controller == "fixed" or self.last is None:
+        if recipe.kl.controller == "fixed" or self.last is None or self._forks_kl:
             return recipe
         before = AlgorithmConfig.model_validate(self.last.algorithm).kl.coefficient
         measured = self.last.metrics.get("train/kl_ref") or self.last.metrics.get(
@@ -159,6 +159,13 @@ class Run:
         )
         kl = recipe.kl.model_copy(update={"coefficient": coefficient})
         return recipe.model_copy(update={"kl": kl})
+
+    @property
+    def _forks_kl(self) -> bool:
+        """Whether the step is the first of a fork that has KL settings of its own."""
+        if self.origin is None or self.head > self.start:
+            return False
+        return parent_config(self.files, self.origin).algorithm.kl != self.config.algorithm.kl
 
     @property
     def needs_logprobs(self) -> bool:
