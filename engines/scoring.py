@@ -32,7 +32,7 @@ from storage.refs import BatchRef
 from storage.store import Store
 
 if TYPE_CHECKING:
-    from engines.training_batch import TrainingBatch
+    from engines.training_result import TrainingBatch
 
 PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt

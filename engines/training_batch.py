@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,24 +17,10 @@ from engines.jagged import Rows
 from engines.preparation import Selected, select, shape
 from engines.rewards import resolve_failures
 from engines.sample_columns import components, dense, jagged, numbers
+from engines.training_result import NothingToTrain, TrainingBatch
 from storage.columns import Status
 from storage.refs import BatchRef
 from storage.store import Store
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingBatch:
-    """The samples of a step that train."""
-
-    ref: BatchRef  # the kept samples with advantages
-    trained: int  # groups of which a sample is kept
-    filtered: int  # groups left out by the algorithm's selection
-    dropped: dict[str, int]  # groups left out for a failure, by reason
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-class NothingToTrain(RuntimeError):
-    """No sample of a step is left for the update."""
 
 
 def training_batch(

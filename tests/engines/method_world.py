@@ -17,7 +17,7 @@ from engines.hf import HFEngine
 from engines.rollout import RolloutRequest, RolloutSpec, Sampling
 from engines.scoring import ScoringEngine, ScoringSpec
 from engines.train_spec import TrainSpec
-from engines.training_batch import TrainingBatch
+from engines.training_result import TrainingBatch
 from storage.refs import BatchRef
 from storage.runs import RunStore
 from storage.store import Store

@@ -12,7 +12,8 @@ import pytest
 from configs.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.fsdp import FSDPEngine
-from engines.training_batch import NothingToTrain, TrainingBatch, training_batch
+from engines.training_batch import training_batch
+from engines.training_result import NothingToTrain, TrainingBatch
 from storage.batches import write_batch
 from storage.columns import Status
 from storage.refs import BatchRef

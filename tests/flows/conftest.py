@@ -91,7 +91,7 @@ def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
         if not embedded:
             variables["PREFECT_API_URL"] = prefect_api
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [sys.executable, "-m", "tests.flows.without_torch", module, *words],
             cwd=folder,
             env=variables,
             stdout=subprocess.PIPE,
