@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from distributed import Client, Scheduler
 
 from engines import on_worker
+from engines.certificates import Certificates
 from engines.lease import HostStatus
 
 TIMEOUT = 5.0  # seconds that the scheduler or a worker may take to answer
@@ -36,11 +37,17 @@ def list_queues(dask_scheduler: Scheduler) -> list[tuple[str, str, list[str], in
     ]
 
 
-def look(address: str) -> list[WorkerView]:
+def look(address: str, certificates: Certificates | None = None) -> list[WorkerView]:
     """Every worker of the scheduler at an address. Raises NotReached."""
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     try:
-        client = Client(address, timeout=TIMEOUT, set_as_default=False, name="refrain-inspect")
+        client = Client(
+            address,
+            timeout=TIMEOUT,
+            set_as_default=False,
+            name="refrain-inspect",
+            security=certificates.security() if certificates is not None else None,
+        )
     except (OSError, TimeoutError) as error:
         raise NotReached(f"The Dask scheduler at {address} does not answer ({error}).") from error
     try:

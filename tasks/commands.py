@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from configs.cluster import ClusterConfig
     from configs.storage import StoreConfig
     from storage.runs import RunStore
     from storage.store import Store
@@ -73,6 +72,7 @@ def parser(
         metavar="key=value",
         help=f"settings of where it is: {settings} (default: the store that runs use)",
     )
+    found.set_defaults(starts_workers=cluster)
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found
 
@@ -114,36 +114,26 @@ def _plain(value: Any) -> Any:
 def _request(arguments: argparse.Namespace) -> Request:
     from storage.store import Store
 
-    words = [word for word in arguments.words if not word.startswith("cluster.")]
-    store = places(words).store
     cluster = [word for word in arguments.words if word.startswith("cluster.")]
+    if not arguments.starts_workers:
+        cluster = []  # refused below, as settings that mean nothing here
+    store = store_of([word for word in arguments.words if word not in cluster])
     files = find_run(Store(store.uri, store.options), arguments.run)
     return Request(files=files, store=store, cluster=cluster, arguments=arguments)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Where runs are, and where their workers."""
-
-    store: StoreConfig
-    cluster: ClusterConfig
-
-
-def places(words: Sequence[str]) -> Places:
-    """The settings store.… and cluster.… of a command line; ConfigError for others."""
+def store_of(words: Sequence[str]) -> StoreConfig:
+    """The settings store.… of a command line; ConfigError for others."""
     from pydantic import Field
 
     from configs.base import Settings
-    from configs.cluster import ClusterConfig
     from configs.recipes import change
     from configs.storage import StoreConfig
 
-    class Both(Settings):
+    class Words(Settings):
         store: StoreConfig = Field(default_factory=StoreConfig)
-        cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
-    found = change(Both, {}, words)
-    return Places(store=found.store, cluster=found.cluster)
+    return change(Words, {}, words).store
 
 
 def find_run(store: Store, name: str) -> RunStore:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from configs.cluster_kinds import TemporaryTls
+from configs.grpo import GRPOConfig
+from engines.certificates import Certificates, certificates_for
 from engines.inspection import NotReached, WorkerView, look
 from storage.commits import Commit, head, read_commit
 from storage.errors import ObjectMissing
@@ -74,7 +77,7 @@ def answer(request: Request) -> Answer:
         tasks = task_views(live)
         record["tasks"] = [asdict(one) for one in tasks]
         try:
-            workers = look(live.scheduler)
+            workers = look(live.scheduler, _certificates(config))
             record["workers"] = [asdict(one) for one in workers]
             shown += _workers(workers)
         except NotReached as error:
@@ -84,6 +87,17 @@ def answer(request: Request) -> Answer:
     elif holder is not None:
         shown.append(text("Its workers are being started."))
     return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
+
+
+def _certificates(config: GRPOConfig) -> Certificates | None:
+    """What a process needs to speak to the run's cluster. Raises NotReached where it cannot."""
+    encryption = config.cluster.encryption
+    if isinstance(encryption, TemporaryTls):
+        raise NotReached(
+            "The workers cannot be asked: the cluster's certificates are temporary, and only the "
+            "run's own processes have them. Set cluster.tls.kind = files to look from outside."
+        )
+    return certificates_for(encryption)
 
 
 def step_view(files: RunStore, commit: Commit) -> StepView:
