@@ -54,7 +54,7 @@ def _shown(found: Audit) -> list[RenderableType]:
             problems.add_row(problem.kind, step, text(problem.message))
         lines.append(problems)
     if found.orphans:
-        lines.append(text(f"{len(found.orphans)} orphans, which nothing names:", "bold"))
+        lines.append(text(f"{len(found.orphans)} orphan(s), which nothing names:", "bold"))
         lines += [text(f"  {key}") for key in found.orphans[:SHOWN]]
         if len(found.orphans) > SHOWN:
             lines.append(text(f"  and {len(found.orphans) - SHOWN} more (--json names all)"))
@@ -65,7 +65,7 @@ def _shown(found: Audit) -> list[RenderableType]:
         f"{found.read.objects} objects ({bytes_text(found.read.nbytes)}) read and compared",
         f"{found.removed} batch objects removed by retention" if found.removed else "",
         f"{len(found.unfinished)} objects of a step under way" if found.unfinished else "",
-        f"{len(found.orphans)} orphans",
+        f"{len(found.orphans)} orphan(s)",
     ]
     lines.append(text("; ".join(fact for fact in facts if fact) + "."))
     count = len(found.problems)

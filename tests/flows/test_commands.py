@@ -162,6 +162,25 @@ def test_audit(world: World, ask: Ask) -> None:
     assert record["orphans"] == record["problems"] == []
 
 
+def test_audit_of_a_damaged_run(world: World, ask: Ask, tmp_path: Path) -> None:
+    shutil.copytree(world.folder / ".refrain/store", tmp_path / "store")
+    run, where = world.parent.run, f"store.uri=file://{tmp_path}/store"
+    (tmp_path / f"store/{run}/steps/000002/rollout/9-late.safetensors").write_bytes(b"late")
+    code, out, _ = ask(audit.main, run, where)
+    assert (code, "1 orphan(s), which nothing names:" in out) == (0, True)
+    assert ask(audit.main, run, where, "--strict")[0] == 1
+    (shard,) = (tmp_path / f"store/{run}/steps/000002/rollout").glob("1-*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    code, out, _ = ask(audit.main, run, where, "--json")
+    (problem,) = json.loads(out)["problems"]
+    assert (code, problem["kind"], problem["step"]) == (1, "batch", 2)
+    assert shard.name in problem["message"]
+    code, _, err = ask(audit.main, run, "cluster.kind=local")
+    assert (code, "there is no such setting" in err) == (2, True)
+
+
 def test_lineage(world: World, ask: Ask) -> None:
     code, out, _ = ask(lineage.main, world.child.run, "--version", "2", "--json")
     record = json.loads(out)
