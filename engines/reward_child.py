@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import hashlib
 import inspect
 import math
 import os
@@ -18,10 +19,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.reward_calls import (
@@ -29,6 +32,7 @@ from engines.reward_calls import (
     TRL_HIDDEN_COLUMNS,
     Broken,
     Call,
+    Code,
     Ready,
     Reply,
     Start,
@@ -81,10 +85,35 @@ def _die_with(owner: int) -> None:
 
 def _load(start: Start) -> tuple[Callable[[Call], Reply], Ready]:
     function = find_function(start.path)
+    code = code_of(function, start.packages)
     if start.built_in:
-        return SampleScorer(function(**start.params), start.sample_seconds), Ready(columns=())
+        scorer = SampleScorer(function(**start.params), start.sample_seconds)
+        return scorer, Ready(columns=(), code=code)
     columns = required_columns(function, start.params)
-    return FunctionScorer(function, start.params), Ready(columns=columns)
+    return FunctionScorer(function, start.params), Ready(columns=columns, code=code)
+
+
+def code_of(function: Callable[..., Any], packages: tuple[str, ...]) -> Code:
+    """Digests of the lines that were loaded, and versions of packages where they are installed."""
+    plain = inspect.unwrap(function)
+    plain = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
+    try:
+        source = _sha256(inspect.getsource(plain).encode())
+    except (OSError, TypeError):  # made at run time, or not in Python
+        source = ""
+    try:
+        module = _sha256(Path(inspect.getfile(plain)).read_bytes())
+    except (OSError, TypeError):
+        module = ""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return Code(source=source, module=module, packages=found)
+
+
+def _sha256(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 def _refusal(start: Start, error: Exception) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Lock
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -28,6 +28,7 @@ from configs.rewards import (
 from engines.reward_calls import Call, Prompt, Start, TrainerState
 from engines.reward_isolation import Column, score_column
 from engines.reward_process import RewardProcess
+from storage.digests import key_of
 from storage.json_values import Row
 from storage.prompt_source import PromptSource
 
@@ -73,6 +74,22 @@ class Scores:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCode:
+    """A reward function as it was loaded: enough to tell whether another is the same."""
+
+    name: str
+    settings: dict[str, Any]  # of the recipe: kind, import path, weight, params
+    source: str  # sha256 of the function's own lines; empty where they cannot be read
+    module: str  # sha256 of its file
+    packages: dict[str, str]  # versions, of its own package and of libraries that judge
+
+
+def code_digest(code: Sequence[RewardCode]) -> str:
+    """Names all functions of a run together: 16 hex digits."""
+    return key_of([asdict(one) for one in code])
+
+
 class RewardRunner:
     """The reward functions of one run, each in its process. Close it, or use it as a context."""
 
@@ -96,6 +113,23 @@ class RewardRunner:
         """
         ready = self._threads.map(RewardProcess.start, self._processes)
         return tuple(answer.columns for answer in ready)
+
+    def code(self) -> tuple[RewardCode, ...]:
+        """What the functions are, as they are loaded now."""
+        return tuple(
+            RewardCode(
+                name=reward.label,
+                settings=reward.model_dump(mode="json"),
+                source=ready.code.source,
+                module=ready.code.module,
+                packages=dict(ready.code.packages),
+            )
+            for reward, ready in zip(
+                self._rewards.functions,
+                self._threads.map(RewardProcess.start, self._processes),
+                strict=True,
+            )
+        )
 
     def score(
         self,
@@ -186,13 +220,17 @@ class RewardRunner:
 
 def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> Start:
     params: dict[str, Any]
+    packages: tuple[str, ...]
     match reward:
         case FunctionReward():
             path, params = reward.path, dict(reward.params)
+            packages = (path.partition(":")[0].partition(".")[0],)
         case MathReward():
             path, params = "engines.scorers:math_scorer", {"reward": reward}
+            packages = ("refrain", "math-verify")
         case ReasoningGymReward():
             path = "engines.scorers:reasoning_gym_scorer"
+            packages = ("refrain", "reasoning-gym")
             params = {"reward": reward, "source": data.source}
     return Start(
         name=reward.path if isinstance(reward, FunctionReward) else reward.label,
@@ -200,6 +238,7 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
         built_in=not isinstance(reward, FunctionReward),
         params=params,
         sample_seconds=rewards.timeout * _SAMPLE_SHARE,
+        packages=packages,
     )
 
 

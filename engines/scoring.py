@@ -23,7 +23,7 @@ from configs.model import Model
 from configs.rewards import RewardsConfig
 from engines.prompting import prompts_of, state_number, tokenize
 from engines.remote import Call, Engine
-from engines.rewards import RewardRunner
+from engines.rewards import RewardCode, RewardRunner, code_digest
 from storage.batches import write_batch
 from storage.columns import Status
 from storage.json_values import Row
@@ -72,10 +72,11 @@ class SampleFailure:
 class Scored:
     """A scored shard."""
 
-    ref: BatchRef  # reward, score/<function>, status
+    ref: BatchRef  # reward, score/<function>, status, reward_code
     failures: tuple[SampleFailure, ...]
     tracebacks: dict[str, str]  # of the functions' exceptions, by the failures' error
     failed: int  # samples
+    code: tuple[RewardCode, ...]  # what the functions were
     seconds: float  # in the reward functions
 
 
@@ -148,11 +149,13 @@ class ScoringEngine(Engine):
             completion_ids,
         )
         seconds = time.monotonic() - began
+        code = self._rewards.code()
         status, _ = samples.fetch_numpy(self._store, "status")
         columns: dict[str, object] = {
             # A failed sample's reward is not a number, so that no mistake can make it count as 0.
             "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
             "status": np.where(scores.failed, np.int64(Status.FAILED), status),
+            "reward_code": [code_digest(code)] * len(samples),
         }
         for position, name in enumerate(scores.names):
             given = scores.applied[:, position] & ~scores.failed
@@ -168,6 +171,7 @@ class ScoringEngine(Engine):
             ),
             tracebacks=scores.tracebacks,
             failed=int(scores.failed.sum()),
+            code=code,
             seconds=seconds,
         )
 

@@ -55,14 +55,15 @@ def grpo_step(run: Run, step: int) -> StepSummary:
 
 
 @flow(name="grpo", flow_run_name="{config.name}", persist_result=False)
-def grpo(config: GRPOConfig, resume: str | None = None) -> RunSummary:
+def grpo(config: GRPOConfig, resume: str | None = None, fork: str | None = None) -> RunSummary:
     """Post-train a language model by GRPO.
 
     Args:
         config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
+        fork: RUN@STEP of the store, where a new run is to begin.
     """
-    with open_run(config, resume) as run:
+    with open_run(config, resume, fork) as run:
         start_engines(run)
         for step in run.steps_left():
             with tags(f"step {step}"):

@@ -54,14 +54,15 @@ def ppo_step(run: Run, step: int) -> StepSummary:
 
 
 @flow(name="ppo", flow_run_name="{config.name}", persist_result=False)
-def ppo(config: PPOConfig, resume: str | None = None) -> RunSummary:
+def ppo(config: PPOConfig, resume: str | None = None, fork: str | None = None) -> RunSummary:
     """Post-train a language model by PPO with a critic.
 
     Args:
         config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
+        fork: RUN@STEP of the store, where a new run is to begin.
     """
-    with open_run(config, resume) as run:
+    with open_run(config, resume, fork) as run:
         start_engines(run)
         for step in run.steps_left():
             with tags(f"step {step}"):

@@ -42,6 +42,7 @@ COLUMNS: dict[str, Declared] = {
     ),
     "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
     "reward": Declared("dense", "F32", "score of the completion, [N]"),
+    "reward_code": Declared("str", "U8", "digest of the functions that scored; see the commit"),
     "token_rewards": Declared("jagged", "F32", "reward of each response token"),
     "advantages": Declared("jagged", "F32", "advantage of each response token"),
     "returns": Declared("jagged", "F32", "return of each response token"),

@@ -196,6 +196,12 @@ class RunLease:
         self.release()
 
 
+def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> Holder | None:
+    """Who writes the run now; None when nobody does."""
+    current = _read(run)
+    return None if current is None or current[0].gone(clock()) else current[0]
+
+
 def _taken(holder: Holder) -> str:
     return f"was taken over by {holder.owner} (epoch {holder.epoch})"
 

@@ -2,8 +2,9 @@
 
 Kept: the newest policy versions, those of kept snapshots, those that the last commit names, tagged
 ones; the newest snapshots; the batches of the newest steps and of every step after the oldest kept
-snapshot, which are needed to rebuild the trainer's state. Every commit.json stays. Nothing newer
-than HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
+snapshot, which are needed to rebuild the trainer's state; what runs that began here share with it.
+Every commit.json stays. Nothing newer than HEAD is touched. Markers go before what they mark, so a
+reader sees all of a thing or nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from storage import commits, documents, snapshots
+from storage.continuing import Pin, pins
 from storage.errors import ObjectMissing
+from storage.origins import committer, start_of
 from storage.runs import RunStore
 from storage.snapshots import MARKER, Snapshot
 from storage.weights import MANIFEST
@@ -40,21 +43,24 @@ def sweep(
         return []
     marked = [step for step in snapshots.snapshots(run) if step <= head]
     kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
-    removed = _sweep_snapshots(run, kept)
+    shared = pins(run)
+    removed = _sweep_snapshots(run, kept, shared)
     # The critic's are written before the actor's, at the same steps.
-    removed += _sweep_snapshots(replace(run, role="critic"), kept)
+    removed += _sweep_snapshots(replace(run, role="critic"), kept, shared)
+    tagged = {*tagged, *(pin.step for pin in shared)}
     removed += _sweep_versions(run, head, kept, keep_versions, tagged)
     if keep_steps is not None:
-        oldest = kept[0].step if kept else 0
-        removed += _sweep_batches(run, head, first_kept=min(head - keep_steps, oldest) + 1)
+        oldest = kept[0].step if kept else start_of(run)
+        first_kept = min(head - keep_steps, oldest) + 1
+        removed += _sweep_batches(run, head, first_kept, shared)
     return removed
 
 
-def _sweep_snapshots(run: RunStore, kept: list[Snapshot]) -> list[str]:
+def _sweep_snapshots(run: RunStore, kept: list[Snapshot], shared: list[Pin]) -> list[str]:
     """Snapshots older than the kept ones, and unfinished ones older than the newest of them."""
     if not kept:
         return []
-    stay = {snapshot.step for snapshot in kept}
+    stay = {snapshot.step for snapshot in kept} | {pin.snapshot for pin in shared}
     folder = run.state_folder
     removed = []
     for name in run.store.children(folder):
@@ -72,7 +78,8 @@ def _sweep_versions(
 ) -> list[str]:
     last = commits.read_commit(run, head)
     named = [last.version_in, last.version_out]
-    named += [commits.read_commit(run, snapshot.step).version_out for snapshot in kept]
+    made = [committer(run, snapshot.step) for snapshot in kept if snapshot.step > 0]
+    named += [commits.read_commit(owner, step).version_out for owner, step in made]
     stay = {ref.version for ref in named} | set(tagged)
     folder = f"{run.run}/weights"
     found = [VERSION_FOLDER.fullmatch(name) for name in run.store.children(folder)]
@@ -86,24 +93,26 @@ def _sweep_versions(
     return removed
 
 
-def _sweep_batches(run: RunStore, head: int, first_kept: int) -> list[str]:
-    """The stage results of the steps before `first_kept` that no kept commit names."""
+def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin]) -> list[str]:
+    """The stage results of the steps before `first_kept` that no kept commit or child names."""
     done = _swept(run)
     old = [step for step in _steps(run) if done <= step < first_kept]
     if not old:
         return []
     needed: set[str] = set()
-    for step in range(first_kept, head + 1):
+    for step in range(max(first_kept, start_of(run) + 1), head + 1):
         needed |= commits.read_commit(run, step).objects
     removed = []
-    spared = False
-    for step in old:
+    pinned = {step for pin in shared for step in range(pin.snapshot + 1, pin.step + 1)}
+    spared = not pinned.isdisjoint(old)
+    for step in (step for step in old if step not in pinned):
         keys = run.store.list(run.step_key(step))
         data = [key for key in keys if key != run.commit_key(step)]
         spared = spared or not needed.isdisjoint(data)
         removed += _remove(run, [key for key in data if key not in needed], ".json")
-    if not spared:  # else these steps are looked at again once the commits in need of them are old
-        run.store.write(_swept_key(run), documents.encode(FORMAT, {"steps_below": first_kept}))
+    # Steps with spared objects are looked at again once the commits in need of them are old.
+    record = {"steps_below": done if spared else first_kept, "batches_below": first_kept}
+    run.store.write(_swept_key(run), documents.encode(FORMAT, record))
     return removed
 
 
@@ -117,11 +126,20 @@ def _swept_key(run: RunStore) -> str:
 
 def _swept(run: RunStore) -> int:
     """Batches of the steps before this one are gone already; saves listing them again."""
+    return _recorded(run, "steps_below")
+
+
+def batches_below(run: RunStore) -> int:
+    """Of the steps before this one only batches that something still needs are there."""
+    return max(_recorded(run, "batches_below"), _recorded(run, "steps_below"))
+
+
+def _recorded(run: RunStore, field: str) -> int:
     try:
-        below = documents.read(run.store, _swept_key(run), FORMAT)["steps_below"]
+        number = documents.read(run.store, _swept_key(run), FORMAT).get(field)
     except ObjectMissing:
         return 0
-    return below if isinstance(below, int) else 0
+    return number if isinstance(number, int) else 0
 
 
 def _remove(run: RunStore, keys: list[str], marker: str) -> list[str]:

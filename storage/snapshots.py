@@ -1,25 +1,28 @@
 """Snapshots of the trainer's state: folders that torch.distributed.checkpoint writes, and markers.
 
 The engines write the files below `folder(run, step)` (see `address` for where that is); `mark`
-then lists them in marker.json, the last file. A snapshot without a marker does not exist.
+then lists them in marker.json, the last file. A snapshot without a marker does not exist. `base_of`
+says from which one the state of a version is rebuilt, which may be one of the parent run.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict
 
 from storage import documents
-from storage.digests import Digester
-from storage.errors import ObjectDamaged, StoreError
+from storage.digests import Digester, digest
+from storage.errors import ObjectDamaged, ObjectMissing, StoreError
+from storage.origins import origin_of, parent_of
+from storage.runs import RunStore
 from storage.weights import WeightsRef
-
-if TYPE_CHECKING:
-    from storage.runs import RunStore
 
 FORMAT = "refrain.snapshot/1"
 MARKER = "marker.json"
+STATE_FORMAT = "refrain.state/1"  # of the index of the tensors' pieces
+INDEX = "index.json"
 WINDOW_BYTES = 64 * 2**20  # read at once to make digests
 
 
@@ -101,6 +104,45 @@ def latest(run: RunStore, up_to: int) -> Snapshot | None:
     return read(run, found[-1]) if found else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The nearest point at or below a version from which the trainer's state can be rebuilt."""
+
+    version: int  # in the run that asks
+    run: str = ""  # whose snapshot it is
+    step: int = 0  # of the snapshot, in that run
+    weights: WeightsRef | None = None  # load these, with a fresh optimizer, instead of a snapshot
+
+
+def base_of(run: RunStore, version: int) -> Base | None:
+    """Where to begin for the state of a version; None: at the model's own weights, version 0.
+
+    Raises ObjectMissing for a run that goes on with its parent's state while that is stored only
+    as an older snapshot and batches: the parent's own settings must replay it first.
+    """
+    own = [step for step in snapshots(run) if step <= version]
+    if own:
+        return Base(version=own[-1], run=run.run, step=own[-1])
+    origin = origin_of(run)
+    if origin is None:
+        return None
+    if not origin.trainer_state:
+        return Base(version=origin.at, weights=origin.weights)
+    found = base_of(parent_of(run, origin), origin.step)
+    if found is None or found.version != origin.step:
+        raise ObjectMissing(f"There is no snapshot of {origin}, at which run {run.run} begins.")
+    return Base(version=origin.at, run=found.run, step=found.step)
+
+
+def has_base(run: RunStore, version: int) -> bool:
+    """Whether the state of a version can be rebuilt under the run's own settings."""
+    try:
+        base_of(run, version)
+    except ObjectMissing:
+        return False
+    return True
+
+
 def check(run: RunStore, snapshot: Snapshot) -> None:
     """Compare every file with the marker. Raises ObjectMissing, ObjectDamaged naming the file."""
     for name, file in snapshot.files.items():
@@ -110,3 +152,18 @@ def check(run: RunStore, snapshot: Snapshot) -> None:
             raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {file.nbytes}.")
         if file.digest is not None and _digest(run, key, file.nbytes) != file.digest:
             raise ObjectDamaged(f"Object {key} is damaged: its digest does not match.")
+
+
+def check_pieces(run: RunStore, folder: str) -> None:
+    """Read every piece of every tensor that a snapshot's index lists, and compare its digest.
+
+    Raises ObjectMissing, and ObjectDamaged naming the tensor.
+    """
+    body = cast("dict[str, Any]", documents.read(run.store, f"{folder}/{INDEX}", STATE_FORMAT))
+    for name, tensor in body["tensors"].items():
+        for piece in tensor["chunks"]:
+            key, (start, stop) = f"{folder}/{piece['file']}", piece["bytes"]
+            if digest(run.store.read_ranges([(key, start, stop)])[0]) != piece["digest"]:
+                raise ObjectDamaged(
+                    f"Object {key} is damaged: the digest of tensor {name!r} does not match."
+                )

@@ -21,10 +21,15 @@ from engines.rollout_pool import RolloutPool
 from engines.scoring import ScoringSpec
 from engines.train_spec import TrainSpec
 from engines.trainer import Trainer
+from storage import snapshots
+from storage.origins import parent_of
+from storage.runs import RunStore
+from tasks.forking import parent_config
 
 if TYPE_CHECKING:
     from tasks.run import Run
 
+TrainRole = Literal["actor", "ref", "critic"]
 MODELS = Path(".refrain/models")
 
 
@@ -87,14 +92,29 @@ class Engines:
         handles = self._made()
         start: dict[str, Callable[[], object]] = {
             "reward": handles.scorers.start,
-            "actor": lambda: handles.actor.at(self._run.head),
-            "critic": lambda: self.critic.at(self._run.head),
+            "actor": lambda: self._start_trained("actor", handles.actor),
+            "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
             "ref": lambda: self.ref.at(0),
         }
         start[role]()
         waiting = [name for name, future in self._started.items() if not future.done()]
         self._run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
+
+    def _start_trained(self, role: TrainRole, trainer: Trainer) -> None:
+        """Bring a trainer to the run's head; a fork between its parent's snapshots replays first.
+
+        The parent's settings made those steps, so they repeat them. The state is kept as the
+        fork's own snapshot, since its settings may be others.
+        """
+        run, origin = self._run, self._run.origin
+        if origin is not None and not snapshots.has_base(replace(run.files, role=role), run.head):
+            files = parent_of(run.files, origin)
+            settings = parent_config(run.files, origin)
+            settings = settings.model_copy(update={"cluster": run.config.cluster})
+            parent = self._trainer(self._made().cluster, role, files, settings)
+            parent.snapshot(origin.step, run.name, origin.at)
+        trainer.at(run.head)
 
     def _open(self) -> Handles:
         config = self._run.config
@@ -106,45 +126,44 @@ class Engines:
         cluster = open_cluster(settings, environment, cancel=self._run.cancelled)
         return Handles(
             cluster=cluster,
-            actor=self._trainer(cluster, "actor"),
-            ref=self._trainer(cluster, "ref") if needs_reference(config) else None,
-            critic=self._trainer(cluster, "critic") if config.has_critic else None,
+            actor=self._trainer(cluster, "actor", self._run.files, config),
+            ref=(
+                self._trainer(cluster, "ref", self._run.files, config)
+                if needs_reference(config)
+                else None
+            ),
+            critic=(
+                self._trainer(cluster, "critic", self._run.files, config)
+                if config.has_critic
+                else None
+            ),
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
         )
 
-    def _trainer(self, cluster: Cluster, role: Literal["actor", "ref", "critic"]) -> Trainer:
-        run, config = self._run, self._run.config
-        pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
-        spec = TrainSpec(
-            model=config.model,
-            model_cache=str(MODELS.absolute()),
-            train=train,
-            role=role,
-            store_uri=run.store.uri,
-            store_options=config.store.options,
-            cache_bytes=run.store.cache_bytes,
-            run=run.name,
-            threads=config.cluster.pools[pool].threads,
-            seed=config.seed,
-            total_steps=config.steps * train.epochs * train.mini_batches,
-        )
+    def _trainer(
+        self, cluster: Cluster, role: TrainRole, files: RunStore, config: GRPOConfig
+    ) -> Trainer:
+        """A trainer of a role for a run: this one, or its parent under the parent's settings."""
+        run = self._run
+        spec = train_spec(config, files, role, run.store.cache_bytes)
         gang = Gang(
             cluster,
-            pool,
+            config.cluster.roles.pool_of(role),
             role,
             EngineSpec.of("engines.fsdp:FSDPEngine", spec),
-            train.deadline,
+            config.train_of(role).deadline,
             start_timeout=config.cluster.start_timeout,
         )
         return Trainer(
             gang,
-            replace(run.files, role=role),
+            replace(files, role=role),
             epoch=run.epoch,
             cancel=run.cancelled,
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             on_replay=run.progress.replaying,
+            lease_name=run.name,
         )
 
     def _rollouts(self, cluster: Cluster) -> RolloutPool:
@@ -197,6 +216,11 @@ class Engines:
         return self._made().cluster
 
     @property
+    def scheduler(self) -> str:
+        """Address of the Dask scheduler."""
+        return str(self._made().cluster.client.scheduler_info()["address"])
+
+    @property
     def actor(self) -> Trainer:
         """The policy that is trained."""
         return self._made().actor
@@ -237,6 +261,26 @@ class Engines:
             # Not cancelled by now means opening or open: wait for it, so that nothing is left.
             with contextlib.suppress(Exception, CancelledError):
                 self._handles.result().cluster.close()
+
+
+def train_spec(
+    config: GRPOConfig, files: RunStore, role: TrainRole, cache_bytes: int = 0
+) -> TrainSpec:
+    """From what a run's train engine of a role is built."""
+    pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
+    return TrainSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        train=train,
+        role=role,
+        store_uri=files.store.uri,
+        store_options=config.store.options,
+        cache_bytes=cache_bytes,
+        run=files.run,
+        threads=config.cluster.pools[pool].threads,
+        seed=config.seed,
+        total_steps=config.steps * train.epochs * train.mini_batches,
+    )
 
 
 def used_pools(config: GRPOConfig) -> set[str]:

@@ -33,21 +33,26 @@ def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[
     """Run a flow from the command line's words; returns the exit code."""
     arguments = _parser(model).parse_args(list(words) or sys.argv[1:])
     quiet_libraries()
-    from tasks.preflight import check  # late, so that --help answers at once
+    from tasks.forking import origin_of_fork  # late, so that --help answers at once
+    from tasks.preflight import check
 
     try:
         config = _settings(model, arguments)
         check(config)
+        if arguments.fork is not None:
+            origin_of_fork(config, arguments.fork)
         if arguments.check:
             print(f"{config.name}: the settings are good, and a run would start.")
             return 0
-        return _run(run_flow, config, arguments.resume)
+        return _run(run_flow, config, arguments.resume, arguments.fork)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_SETTINGS
 
 
-def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -> int:
+def _run(
+    run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None, fork: str | None
+) -> int:
     """Start engines and server side by side, run the flow, say where everything is."""
     import httpx
     from prefect.exceptions import PrefectException
@@ -59,12 +64,17 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
     terminal = Terminal()
     run: Run | None = None
     try:
-        with prepared(config, terminal, resume) as run:
+        with prepared(config, terminal, resume, fork) as run:
             name = run.name
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
+            if run.origin is not None:
+                data = (
+                    "its data go on" if run.origin.cursor else "with other data, from their start"
+                )
+                terminal.say(f"It begins after {run.origin}; {data}.")
             with prefect_server(HOME / "prefect") as dashboard:
                 terminal.say(f"Dashboard {dashboard}")
-                summary = run_flow(config, resume)
+                summary = run_flow(config, resume, fork)
     except KeyboardInterrupt:
         return _stopped(terminal, run)
     except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
@@ -114,7 +124,12 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
     """The recipe of the words; for a resumed run without one, the settings that it began with."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
-    if arguments.resume is None or recipe is not None:
+    if arguments.resume is not None and arguments.fork is not None:
+        raise ConfigError(
+            "--resume goes on with a run and --fork begins a new one. Give one of them."
+        )
+    earlier = arguments.resume or (arguments.fork or "").partition("@")[0]
+    if not earlier or recipe is not None:
         return recipes.load(model, recipe or recipes.DEMO, words)
     from storage.runs import RunStore
     from storage.store import Store
@@ -122,17 +137,15 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
     given = [word for word in words if word.startswith("store.")]
     where = recipes.change(_Stored, {}, given).store
     uri = where.uri
-    written = RunStore(Store(uri, where.options), arguments.resume).read_run()
+    written = RunStore(Store(uri, where.options), earlier).read_run()
     if written is None:
         raise ConfigError(
-            f"There is no run {arguments.resume} in {uri}. Give --resume the name of a run of that "
-            "store, or add store.uri=… of another."
+            f"There is no run {earlier} in {uri}. Name a run of that store, or add store.uri=… of "
+            "another."
         )
     settings = cast(dict[str, Any], written["config"])
     if "critic" in settings and not model.has_critic:
-        raise ConfigError(
-            f"Run {arguments.resume} trains a critic. Resume it by python -m flows.ppo."
-        )
+        raise ConfigError(f"Run {earlier} trains a critic. Go on with it by python -m flows.ppo.")
     return recipes.change(model, settings, words)
 
 
@@ -145,7 +158,7 @@ class _Stored(Settings):
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_command(),
-        usage="%(prog)s [RECIPE] [key=value …] [--resume RUN] [--check]",
+        usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=settings_help(model),
@@ -158,6 +171,12 @@ def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
         f"it. Without a recipe: {recipes.DEMO}",
     )
     parser.add_argument("--resume", metavar="RUN", help="go on with a run from its last commit")
+    parser.add_argument(
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin a new run at a committed step of another one, whose settings it takes over "
+        "with those changes that are given",
+    )
     parser.add_argument("--check", action="store_true", help="check everything, start nothing")
     return parser
 

@@ -46,6 +46,7 @@ def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
         sampled=sampled,
         ref=sampled.ref.drop(["status"]).with_columns(result.ref),
         failures=result.failed,
+        code=result.code,
         seconds=result.seconds,
     )
 

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from importlib.metadata import version
 
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_API_URL
 
 from configs.algorithm import AlgorithmConfig
 from configs.environment import user
@@ -18,10 +19,13 @@ from configs.grpo import GRPOConfig
 from engines.kl_control import adapted_coefficient
 from engines.lease import Lease
 from engines.rollout import Sampling
-from storage.commits import Commit, head, read_commit
+from storage.commits import Commit, Ledger, head, read_commit
+from storage.continuing import pin, shared_weights
 from storage.cursor import Cursor
 from storage.leases import RunLease
 from storage.leftovers import clear
+from storage.live import Live, write_live
+from storage.origins import FIELD, Origin, origin_of, parent_of
 from storage.prompts import open_source
 from storage.retention import sweep
 from storage.runs import RunStore
@@ -31,6 +35,7 @@ from tasks.artifacts import show_curves
 from tasks.background import Background
 from tasks.engines import Engines, needs_reference
 from tasks.flow_run import flow_run_id, flow_run_url
+from tasks.forking import origin_of_fork, parent_config
 from tasks.interruption import dashboard_ends, set_closes, signals_end
 from tasks.progress import Progress
 from tasks.results import RunSummary
@@ -46,7 +51,14 @@ _prepared: ContextVar[Run | None] = ContextVar("prepared_run", default=None)
 class Run:
     """What the tasks of a run share: refs, clients and counters, never tensors."""
 
-    def __init__(self, config: GRPOConfig, terminal: Terminal, resume: str | None) -> None:
+    def __init__(
+        self,
+        config: GRPOConfig,
+        terminal: Terminal,
+        resume: str | None,
+        origin: Origin | None = None,
+    ) -> None:
+        """`origin`: where a new run begins, if not with the model's own weights."""
         self.config = config
         self.terminal = terminal
         self.name = resume or new_name(config.name)
@@ -57,21 +69,25 @@ class Run:
         self.source = open_source(config.data.source)
         if resume is not None:
             check_resumable(self.files, config)
+            origin = origin_of(self.files)
+        self.origin = origin
+        self.start = 0 if origin is None else origin.at  # the version that the run begins with
         self.held = RunLease.acquire(self.files, f"{user()}'s flow")
         self.held.keep()
         self.epoch = self.held.epoch
         # Only now: until a moment ago another flow may have been committing.
-        self.head = head(self.files) or 0 if resume is not None else 0
-        self.last: Commit | None = read_commit(self.files, self.head) if self.head else None
-        self.cursor = (
-            Cursor.from_json(self.last.cursor)
-            if self.last
-            else Cursor.start(config.data, self.source)
-        )
-        if resume is None:
-            self.files.write_run({"config": config.model_dump(mode="json"), "code": code_version()})
-        else:
+        own = head(self.files) if resume is not None else None
+        self.head = own or self.start
+        self.last: Commit | None = None  # of the step before the next one, which a fork inherits
+        self.cursor = Cursor.start(config.data, self.source)
+        self.ledger = Ledger()
+        self._stand_at(own)
+        if resume is not None:
             clear(self.files, self.head)
+        else:
+            self.files.write_run(self._record())
+            if origin is not None:
+                pin(self.files, origin)
         self.sampled_with: WeightsRef | None = None  # policy version of the step under way
         self.cancelled = threading.Event()  # ends every wait
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once closed
@@ -82,6 +98,41 @@ class Run:
         self.tracker = RunTracker(self)
         self.store_usage = StoreUsage()
         self.engines = Engines(self)
+
+    def _stand_at(self, own: int | None) -> None:
+        """Take cursor, ledger and the last commit from the run's own past, or from its parent's."""
+        if own is not None:
+            self.last = read_commit(self.files, own)
+            self.cursor, self.ledger = Cursor.from_json(self.last.cursor), self.last.ledger
+        elif self.origin is not None:
+            before = read_commit(parent_of(self.files, self.origin), self.origin.step)
+            if self.origin.cursor:
+                self.cursor = Cursor.from_json(before.cursor)
+            if self.origin.fork:
+                self.last, self.ledger = before, before.ledger.settled()
+
+    def _record(self) -> dict[str, object]:
+        """What run.json says."""
+        record: dict[str, object] = {
+            "config": self.config.model_dump(mode="json"),
+            "code": code_version(),
+        }
+        if self.origin is not None:
+            record[FIELD] = self.origin.model_dump(mode="json")
+        return record
+
+    @property
+    def shared_weights(self) -> WeightsRef | None:
+        """The parent's policy version that this run samples with first, without a copy."""
+        if self.origin is None or not self.origin.fork:
+            return None
+        same = parent_config(self.files, self.origin).rollout.dtype == self.config.rollout.dtype
+        return shared_weights(self.files) if same else None
+
+    def first_group(self, step: int) -> int:
+        """Number of a step's first group of prompts; no two steps of a run or fork share one."""
+        before = 0 if self.origin is None else self.origin.first_group
+        return before + (step - 1 - self.start) * self.config.prompts_per_step
 
     def steps_left(self) -> range:
         """The steps that are not committed yet, counted from 1."""
@@ -95,7 +146,7 @@ class Run:
     def algorithm(self) -> AlgorithmConfig:
         """The algorithm of the step under way: the recipe's, with the adapted KL coefficient."""
         recipe = self.config.algorithm
-        if recipe.kl.controller == "fixed" or self.last is None:
+        if recipe.kl.controller == "fixed" or self.last is None or self._forks_kl:
             return recipe
         before = AlgorithmConfig.model_validate(self.last.algorithm).kl.coefficient
         measured = self.last.metrics.get("train/kl_ref") or self.last.metrics.get(
@@ -110,6 +161,13 @@ class Run:
         )
         kl = recipe.kl.model_copy(update={"coefficient": coefficient})
         return recipe.model_copy(update={"kl": kl})
+
+    @property
+    def _forks_kl(self) -> bool:
+        """Whether the step is the first of a fork that has KL settings of its own."""
+        if self.origin is None or self.head > self.start:
+            return False
+        return parent_config(self.files, self.origin).algorithm.kl != self.config.algorithm.kl
 
     @property
     def needs_logprobs(self) -> bool:
@@ -140,6 +198,17 @@ class Run:
         """How the samples that train are drawn."""
         return Sampling.of(self.config.rollout, self.config.group_size)
 
+    def announce(self) -> None:
+        """Tell those who look at the run from outside where it goes on."""
+        flow = flow_run_id()
+        live = Live(
+            scheduler=self.engines.scheduler,
+            prefect=PREFECT_API_URL.value(),
+            flow_run=None if flow is None else str(flow),
+            epoch=self.epoch,
+        )
+        write_live(self.files, live)
+
     def begin(self, step: int) -> None:
         """A step starts, with the policy version that the rollout engines hold now."""
         self.sampled_with = self.engines.rollouts.weights
@@ -163,6 +232,7 @@ class Run:
         """A step is committed: the next one draws and trains from here."""
         self.head = record.step
         self.last = record
+        self.ledger = record.ledger
         self.cursor = Cursor.from_json(record.cursor)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
@@ -228,12 +298,15 @@ def code_version() -> str:
 
 
 @contextlib.contextmanager
-def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) -> Iterator[Run]:
+def prepared(
+    config: GRPOConfig, terminal: Terminal, resume: str | None = None, fork: str | None = None
+) -> Iterator[Run]:
     """Start a run's engines in the background; a flow called in the body takes the run over.
 
-    So engines start while the Prefect server does.
+    So engines start while the Prefect server does. `fork`: RUN@STEP where a new run begins.
     """
-    run = Run(config, terminal, resume)
+    origin = None if fork is None else origin_of_fork(config, fork)
+    run = Run(config, terminal, resume, origin)
     token = _prepared.set(run)
     failure: BaseException | None = None
     with signals_end(run.cancelled):
@@ -250,10 +323,12 @@ def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) 
 
 
 @contextlib.contextmanager
-def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
+def open_run(
+    config: GRPOConfig, resume: str | None = None, fork: str | None = None
+) -> Iterator[Run]:
     """The run that `prepared` started for this flow, or else a new one that ends with the body."""
     with contextlib.ExitStack() as stack:
-        run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume))
+        run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume, fork))
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
         stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
         yield run

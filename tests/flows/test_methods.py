@@ -114,7 +114,7 @@ def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
     name = broken.files.run
     code, out = launch("--resume", name).end()
     assert code == 2
-    assert "Resume it by python -m flows.ppo" in out
+    assert "Go on with it by python -m flows.ppo" in out
     resumed = launch("--resume", name, module="flows.ppo")
     code, out = resumed.end()
     assert code == 0, out
