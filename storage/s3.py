@@ -1,7 +1,7 @@
 """S3 through s3fs: conditional writes, parallel multipart uploads, one client for all threads.
 
-Retries are switched off in s3fs, botocore and aiohttp: `storage.store` does them, in one place, where a
-conditional write whose answer was lost can be told from one that another writer won.
+Retries are switched off in s3fs, botocore and aiohttp: `storage.store` does them, in one place, where
+a conditional write whose answer was lost can be told from one that another writer won.
 """
 
 from __future__ import annotations

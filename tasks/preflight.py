@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
+from engines.failures import InfrastructureError
 from engines.models import check_model
 from engines.placement import place_local
 from engines.rewards import check_rewards
@@ -31,7 +32,7 @@ def check(config: GRPOConfig) -> None:
         if config.cluster.kind == "local":
             place_local({name: config.cluster.pools[name] for name in used_pools(config)})
         Store(config.store.uri, config.store.options).check_writable()
-    except (ValueError, StoreError) as error:
+    except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
 
 
