@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -58,7 +59,7 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
     terminal = Terminal()
     run: Run | None = None
     try:
-        with prepared(config, terminal, resume) as run:
+        with prepared(config, terminal, resume, partial(_stopped, terminal)) as run:
             name = run.name
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             with prefect_server(HOME / "prefect") as dashboard:
