@@ -1,7 +1,7 @@
 """S3 through s3fs: conditional writes, parallel multipart uploads, one client for all threads.
 
-Retries are switched off in s3fs and in botocore: `storage.store` does them, in one place, where a
-conditional write whose answer was lost can be told from one that another writer won.
+Retries are switched off in s3fs, botocore and aiohttp: `storage.store` does them, in one place, where
+a conditional write whose answer was lost can be told from one that another writer won.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ class S3Backend(FsspecBackend):
     def __init__(self, path: str, options: Mapping[str, object]) -> None:
         import s3fs
 
+        from storage.s3_session import SingleSendSession
+
         settings: dict[str, Any] = dict(options)
         self.conditional = bool(settings.pop("conditional_writes", True))
-        config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 32}
+        config = {
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": 32,
+            "http_session_cls": SingleSendSession,
+        }
         config.update(settings.pop("config_kwargs", {}))
         fs = s3fs.S3FileSystem(
             use_listings_cache=False,

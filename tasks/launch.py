@@ -8,6 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -64,7 +65,7 @@ def _run(
     terminal = Terminal()
     run: Run | None = None
     try:
-        with prepared(config, terminal, resume, fork) as run:
+        with prepared(config, terminal, resume, fork, partial(_stopped, terminal)) as run:
             name = run.name
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
@@ -115,6 +116,7 @@ def quiet_libraries() -> None:
     """Keep warnings of Prefect and others off the terminal; Prefect's server still gets its logs."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    logging.raiseExceptions = False  # that a log cannot be sent is no news for the terminal
     setup_logging()  # Prefect read the environment when it was imported
     for name in ("distributed", "alembic", "mlflow", "httpx", "fsspec", "botocore"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from engines.clusters.opening import check_cluster
+from engines.failures import InfrastructureError
 from engines.models import check_model
 from engines.rewards import check_rewards
 from storage.prompts import open_source
@@ -31,7 +32,7 @@ def check(config: GRPOConfig) -> None:
         pools = {name: config.cluster.pools[name] for name in used_pools(config)}
         check_cluster(config.cluster.model_copy(update={"pools": pools}))
         Store(config.store.uri, config.store.options).check_writable()
-    except (ValueError, StoreError) as error:
+    except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
 
 

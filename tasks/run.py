@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib.metadata import version
 
@@ -299,17 +299,22 @@ def code_version() -> str:
 
 @contextlib.contextmanager
 def prepared(
-    config: GRPOConfig, terminal: Terminal, resume: str | None = None, fork: str | None = None
+    config: GRPOConfig,
+    terminal: Terminal,
+    resume: str | None = None,
+    fork: str | None = None,
+    last_words: Callable[[Run], object] = lambda run: None,
 ) -> Iterator[Run]:
     """Start a run's engines in the background; a flow called in the body takes the run over.
 
     So engines start while the Prefect server does. `fork`: RUN@STEP where a new run begins.
+    `last_words` are said before a process that cannot be stopped in order ends itself.
     """
     origin = None if fork is None else origin_of_fork(config, fork)
     run = Run(config, terminal, resume, origin)
     token = _prepared.set(run)
     failure: BaseException | None = None
-    with signals_end(run.cancelled):
+    with signals_end(run.cancelled, lambda: last_words(run)):
         try:
             with set_closes(run.cancelled, run.engines.close), terminal.live():
                 run.engines.launch()
