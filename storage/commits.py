@@ -21,6 +21,7 @@ from storage import documents
 from storage.digests import digest
 from storage.errors import Conflict, ObjectDamaged, ObjectMissing, StoreError
 from storage.leases import RunLease
+from storage.origins import origin_of, start_of
 from storage.refs import BatchRef
 from storage.runs import RunStore
 from storage.weights import WeightsRef
@@ -59,6 +60,10 @@ class Ledger(Record):
             )
         return self
 
+    def settled(self) -> Ledger:
+        """Without what is in flight: for a run that goes on from here and draws that again."""
+        return self.model_copy(update={"drawn": self.drawn - self.in_flight, "in_flight": 0})
+
     def plus(self, other: Ledger) -> Ledger:
         """The sums; for the ledger of one step added to that of all before."""
         reasons = {**self.dropped, **other.dropped}
@@ -76,6 +81,7 @@ class Commit(Record):
 
     step: int = Field(ge=1)  # counted from 1; its update makes policy version `step`
     parent: int = Field(ge=0)  # the step before; 0 for the first of a run
+    parent_run: str | None = None  # where that was committed, if in another run; see `commit`
     algorithm: dict[str, JsonValue] = Field(default_factory=dict)  # its settings
     refs: dict[str, BatchRef] = Field(default_factory=dict)  # in and out, by name: prompts, batch…
     version_in: WeightsRef  # that sampled
@@ -122,7 +128,9 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
     if lease is not None:
         lease.check()
         record = record.model_copy(update={"epoch": lease.epoch})
-    current = head(run) or 0
+    origin = origin_of(run)
+    start = 0 if origin is None else origin.at
+    current = head(run) or start
     if current >= record.step:
         return _same(run, record)
     if current != record.parent:
@@ -130,9 +138,11 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
             f"Step {record.step} of run {run.run} follows step {record.parent}, but the last "
             f"committed step is {current}."
         )
-    if current:
-        stored = digest(run.store.read(run.commit_key(current)))
-        record = record.model_copy(update={"parent_digest": stored})
+    if current > start:
+        record = record.model_copy(update={"parent_digest": read_commit_digest(run, current)})
+    elif origin is not None:
+        followed = {"parent_digest": origin.commit_digest, "parent_run": origin.run}
+        record = record.model_copy(update=followed)
     data = documents.encode(FORMAT, record.model_dump(mode="json"))
     if not run.store.create(run.commit_key(record.step), data):
         return _same(run, record)
@@ -143,7 +153,7 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
 def _same(run: RunStore, record: Commit) -> Commit:
     """The stored commit of the step, if it says the same as `record`."""
     stored = read_commit(run, record.step)
-    own = {"committed_at", "epoch", "parent_digest"}
+    own = {"committed_at", "epoch", "parent_digest", "parent_run"}
     if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
         raise Conflict(
             f"Step {record.step} of run {run.run} is already committed with other results, "
@@ -154,15 +164,16 @@ def _same(run: RunStore, record: Commit) -> Commit:
 
 
 def head(run: RunStore) -> int | None:
-    """The last committed step; None before the first.
+    """The run's last committed step; None before its first.
 
     A commit whose writer died before it moved HEAD is found, and HEAD moved for it.
     """
-    step = _read_head(run).step
+    start = start_of(run)
+    step = max(_read_head(run).step, start)
     while (found := _commit_digest(run, step + 1)) is not None:
         step += 1
         _advance(run, step, found)
-    return step or None
+    return step if step > start else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +195,15 @@ def _read_head(run: RunStore) -> _Head:
     return _Head(step, commit_digest, data)
 
 
+def read_commit_digest(run: RunStore, step: int) -> str:
+    """The digest of a step's commit.json. Raises ObjectMissing."""
+    return digest(run.store.read(run.commit_key(step)))
+
+
 def _commit_digest(run: RunStore, step: int) -> str | None:
-    """The digest of a step's commit.json; None when the step is not committed."""
+    """The same; None when the step is not committed."""
     try:
-        return digest(run.store.read(run.commit_key(step)))
+        return read_commit_digest(run, step)
     except ObjectMissing:
         return None
 
@@ -225,14 +241,15 @@ def _parse(run: RunStore, step: int, data: bytes) -> Commit:
 
 
 def history(run: RunStore) -> Iterator[Commit]:
-    """Every commit from HEAD back to the first, each checked against the one after it.
+    """The run's commits from HEAD back to its first, each checked against the one after it.
 
     Raises ObjectDamaged naming the commit that is not the one its successor (or HEAD) followed.
     """
+    start = start_of(run)
     head(run)
     newest = _read_head(run)
     step, expected = newest.step, newest.commit_digest
-    while step:
+    while step > start:
         data = run.store.read(run.commit_key(step))
         if digest(data) != expected:
             raise ObjectDamaged(

@@ -2,8 +2,9 @@
 
 Kept: the newest policy versions, those of kept snapshots, those that the last commit names, tagged
 ones; the newest snapshots; the batches of the newest steps and of every step after the oldest kept
-snapshot, which are needed to rebuild the trainer's state. Every commit.json stays. Nothing newer
-than HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
+snapshot, which are needed to rebuild the trainer's state; what runs that began here share with it.
+Every commit.json stays. Nothing newer than HEAD is touched. Markers go before what they mark, so a
+reader sees all of a thing or nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import re
 from collections.abc import Collection
 
 from storage import commits, documents, snapshots
+from storage.continuing import Pin, pins
 from storage.errors import ObjectMissing
+from storage.origins import committer, start_of
 from storage.runs import RunStore
 from storage.snapshots import MARKER, Snapshot
 from storage.weights import MANIFEST
@@ -39,19 +42,22 @@ def sweep(
         return []
     marked = [step for step in snapshots.snapshots(run) if step <= head]
     kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
-    removed = _sweep_snapshots(run, kept)
+    shared = pins(run)
+    removed = _sweep_snapshots(run, kept, shared)
+    tagged = {*tagged, *(pin.step for pin in shared)}
     removed += _sweep_versions(run, head, kept, keep_versions, tagged)
     if keep_steps is not None:
-        oldest = kept[0].step if kept else 0
-        removed += _sweep_batches(run, head, first_kept=min(head - keep_steps, oldest) + 1)
+        oldest = kept[0].step if kept else start_of(run)
+        first_kept = min(head - keep_steps, oldest) + 1
+        removed += _sweep_batches(run, head, first_kept, shared)
     return removed
 
 
-def _sweep_snapshots(run: RunStore, kept: list[Snapshot]) -> list[str]:
+def _sweep_snapshots(run: RunStore, kept: list[Snapshot], shared: list[Pin]) -> list[str]:
     """Snapshots older than the kept ones, and unfinished ones older than the newest of them."""
     if not kept:
         return []
-    stay = {snapshot.step for snapshot in kept}
+    stay = {snapshot.step for snapshot in kept} | {pin.snapshot for pin in shared}
     folder = f"{run.run}/state"
     removed = []
     for name in run.store.children(folder):
@@ -69,7 +75,8 @@ def _sweep_versions(
 ) -> list[str]:
     last = commits.read_commit(run, head)
     named = [last.version_in, last.version_out]
-    named += [commits.read_commit(run, snapshot.step).version_out for snapshot in kept]
+    made = [committer(run, snapshot.step) for snapshot in kept if snapshot.step > 0]
+    named += [commits.read_commit(owner, step).version_out for owner, step in made]
     stay = {ref.version for ref in named} | set(tagged)
     folder = f"{run.run}/weights"
     found = [VERSION_FOLDER.fullmatch(name) for name in run.store.children(folder)]
@@ -83,18 +90,19 @@ def _sweep_versions(
     return removed
 
 
-def _sweep_batches(run: RunStore, head: int, first_kept: int) -> list[str]:
-    """The stage results of the steps before `first_kept` that no kept commit names."""
+def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin]) -> list[str]:
+    """The stage results of the steps before `first_kept` that no kept commit or child names."""
     done = _swept(run)
     old = [step for step in _steps(run) if done <= step < first_kept]
     if not old:
         return []
     needed: set[str] = set()
-    for step in range(first_kept, head + 1):
+    for step in range(max(first_kept, start_of(run) + 1), head + 1):
         needed |= commits.read_commit(run, step).objects
     removed = []
-    spared = False
-    for step in old:
+    pinned = {step for pin in shared for step in range(pin.snapshot + 1, pin.step + 1)}
+    spared = not pinned.isdisjoint(old)
+    for step in (step for step in old if step not in pinned):
         keys = run.store.list(run.step_key(step))
         data = [key for key in keys if key != run.commit_key(step)]
         spared = spared or not needed.isdisjoint(data)

@@ -1,22 +1,22 @@
 """Snapshots of the trainer's state: folders that torch.distributed.checkpoint writes, and markers.
 
 The engines write the files below `folder(run, step)` (see `address` for where that is); `mark`
-then lists them in marker.json, the last file. A snapshot without a marker does not exist.
+then lists them in marker.json, the last file. A snapshot without a marker does not exist. `base_of`
+says from which one the state of a version is rebuilt, which may be one of the parent run.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
 from storage import documents
 from storage.digests import Digester
-from storage.errors import ObjectDamaged, StoreError
+from storage.errors import ObjectDamaged, ObjectMissing, StoreError
+from storage.origins import origin_of, parent_of
+from storage.runs import RunStore
 from storage.weights import WeightsRef
-
-if TYPE_CHECKING:
-    from storage.runs import RunStore
 
 FORMAT = "refrain.snapshot/1"
 MARKER = "marker.json"
@@ -99,6 +99,36 @@ def latest(run: RunStore, up_to: int) -> Snapshot | None:
     """The newest snapshot whose step is at most `up_to`; None when there is none."""
     found = [step for step in snapshots(run) if step <= up_to]
     return read(run, found[-1]) if found else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The nearest point at or below a version from which the trainer's state can be rebuilt."""
+
+    version: int  # in the run that asks
+    run: str = ""  # whose snapshot it is
+    step: int = 0  # of the snapshot, in that run
+    weights: WeightsRef | None = None  # load these, with a fresh optimizer, instead of a snapshot
+
+
+def base_of(run: RunStore, version: int) -> Base | None:
+    """Where to begin for the state of a version; None: at the model's own weights, version 0.
+
+    Raises ObjectMissing for a run that goes on with its parent's state while that is stored only
+    as an older snapshot and batches: the parent's own settings must replay it first.
+    """
+    own = [step for step in snapshots(run) if step <= version]
+    if own:
+        return Base(version=own[-1], run=run.run, step=own[-1])
+    origin = origin_of(run)
+    if origin is None:
+        return None
+    if not origin.trainer_state:
+        return Base(version=origin.at, weights=origin.weights)
+    found = base_of(parent_of(run, origin), origin.step)
+    if found is None or found.version != origin.step:
+        raise ObjectMissing(f"There is no snapshot of {origin}, at which run {run.run} begins.")
+    return Base(version=origin.at, run=found.run, step=found.step)
 
 
 def check(run: RunStore, snapshot: Snapshot) -> None:
