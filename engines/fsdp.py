@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -29,9 +30,16 @@ from engines.policy import Policy, load_policy, shard
 from engines.remote import Call, Ranked
 from engines.rendezvous import Meeting, meet
 from engines.train_rows import read_lengths, read_micro_batch
-from engines.train_spec import JoinReport, LogprobResult, TrainSpec, UpdateResult
+from engines.train_spec import (
+    JoinReport,
+    LogprobResult,
+    TrainSpec,
+    UpdateResult,
+    WeightsComparison,
+)
 from engines.trainer_state import load_snapshot, save_snapshot
 from engines.update import Forward, Updater
+from engines.weight_comparison import compare_weights, fill
 from storage.batches import Jagged, write_batch
 from storage.refs import BatchRef
 from storage.runs import RunStore
@@ -51,6 +59,8 @@ class FSDPEngine(Ranked):
         "export_weights": Call(split="none", collect="first"),
         "save_state": Call(split="none", collect="first"),
         "load_state": Call(split="none", collect="first"),
+        "load_weights": Call(split="none", collect="first"),
+        "compare": Call(split="none", collect="first"),
         "score": Call(split="none", collect="first"),
         "digest": Call(split="none", collect="first"),
         "status": Call(split="none", collect="all"),
@@ -232,29 +242,48 @@ class FSDPEngine(Ranked):
             pass
         return _share(meeting.group, [None])
 
-    def digest(self) -> str:
-        """Digest of all weights to the bit, whatever the number of ranks."""
+    def digest(self, dtype: str | None = None) -> str:
+        """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""
         self._joined()
         return weights_digest(
             (name, code_of(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
-            for name, tensor in self._whole_tensors(None)
+            for name, tensor in self._whole_tensors(DTYPES[dtype] if dtype else None)
         )
 
-    def save_state(self, step: int) -> None:
-        """Store weights, optimizer and counters as the snapshot after `step`."""
+    def compare(self, weights: WeightsRef, dtype: str) -> WeightsComparison:
+        """The weights held, cast to `dtype`, beside a published version's; rank 0 compares."""
+        meeting = self._joined()
+        held = self._whole_tensors(DTYPES[dtype])
+        if meeting.rank > 0:
+            return WeightsComparison(digest="", tensors=sum(1 for _ in held), differing=())
+        return compare_weights(self._store, weights, held)
+
+    def save_state(self, step: int, run: str | None = None) -> None:
+        """Store weights, optimizer and counters as a snapshot of this or another run."""
         meeting = self._joined()
         optimizer = self._trained()
         facts = {"step": step, "steps": optimizer.steps, "applied": optimizer.applied}
-        save_snapshot(self._files, step, self._state(), facts, meeting.group)
+        save_snapshot(self._files_of(run), step, self._state(), facts, meeting.group)
 
-    def load_state(self, step: int) -> None:
-        """Go back (or on) to the snapshot after `step`."""
+    def load_state(self, step: int, run: str | None = None, version: int | None = None) -> None:
+        """Go back (or on) to the snapshot after `step`, of this or another run.
+
+        `version`: what the weights are called here, if not `step`.
+        """
         meeting = self._joined()
         optimizer = self._trained()
         self.version = None
-        facts = load_snapshot(self._files, step, self._state(), meeting.group)
+        facts = load_snapshot(self._files_of(run), step, self._state(), meeting.group)
         optimizer.resume(facts["steps"], facts["applied"])
-        self.version = step
+        self.version = step if version is None else version
+
+    def load_weights(self, weights: WeightsRef, version: int) -> None:
+        """Take the weights of a published policy version, with the optimizer as it is."""
+        self._joined()
+        assert self._policy is not None
+        self.version = None
+        fill(self._policy.model, self._store, weights)
+        self.version = version
 
     def status(self) -> dict[str, float]:
         """Memory (bytes) and progress of this rank."""
@@ -262,6 +291,9 @@ class FSDPEngine(Ranked):
         if self._device.type == "cuda":
             found["memory_peak"] = float(torch.cuda.max_memory_allocated())
         return found
+
+    def _files_of(self, run: str | None) -> RunStore:
+        return self._files if run is None else replace(self._files, run=run)
 
     def _state(self) -> dict[str, Tensor]:
         optimizer = self._trained()

@@ -60,3 +60,22 @@ class UpdateResult:
     optimizer_steps: int  # made by this update
     skipped: int  # of them, left out because loss or gradient was not finite
     metrics: Mapping[str, float]  # train/loss, train/grad_norm, train/tokens_per_second, …
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDifference:
+    """A tensor that is not, to the bit, the published one of its name."""
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int  # that differ
+    largest: float  # absolute difference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsComparison:
+    """The weights held beside a published policy version."""
+
+    digest: str  # of the weights held, in the version's number format
+    tensors: int
+    differing: tuple[TensorDifference, ...]  # in the order in which they were published

@@ -1,9 +1,10 @@
 """The policy that is trained: a gang of FSDP ranks, brought to any committed version by replay.
 
-The weights of version v are those after v updates. A fresh gang holds version 0, the model's own
-weights. Any other version is reached from the nearest snapshot below it by applying the stored
-batches of the committed steps again, never by sampling again. That is how a gang which lost a rank,
-or a resumed run, gets its weights back.
+The weights of version v are those after v updates. A fresh gang holds the model's own weights, which
+are version 0 unless the run began at a step of another one. Any other version is reached from the
+nearest snapshot below it, the parent's where the run began, by applying the stored batches of the
+committed steps again, never by sampling again. That is how a gang which lost a rank, or a resumed
+run, gets its weights back.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from configs.algorithm import AlgorithmConfig
 from engines.gang import Gang
 from engines.lease import Lease
 from storage.commits import read_commit
+from storage.origins import origin_of
 from storage.refs import BatchRef
 from storage.runs import RunStore
-from storage.snapshots import snapshots
+from storage.snapshots import Base, base_of
 from storage.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train_spec import UpdateResult
+    from engines.train_spec import UpdateResult, WeightsComparison
+
+UNTRAINED = -1  # the version held where the model's own weights are no version of the run
 
 
 class Trainer:
@@ -40,8 +44,12 @@ class Trainer:
         max_new_tokens: int,
         cancel: threading.Event | None = None,
         on_replay: Callable[[int, int], None] = lambda step, last: None,
+        lease_name: str | None = None,
     ) -> None:
-        """`on_replay(step, last)` is told of each step whose update is applied again."""
+        """`on_replay(step, last)` is told of each step whose update is applied again.
+
+        `lease_name`: in whose name calls are made, if not the run's: of another run that reads it.
+        """
         self._gang = gang
         self._spec = gang.spec
         self._files = files
@@ -50,6 +58,7 @@ class Trainer:
         self._max_new_tokens = max_new_tokens
         self._cancel = cancel
         self._on_replay = on_replay
+        self._lease_name = lease_name or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
         self._lock = threading.RLock()
 
@@ -60,12 +69,10 @@ class Trainer:
                 self._form()
             if self._version == version:
                 return
-            base = max((step for step in snapshots(self._files) if step <= version), default=0)
-            if self._held > version and base == 0:
-                self._form()
-            elif base > self._held or self._held > version:
-                self._call("load_state", base, {"step": base})
-                self._version = base
+            base = base_of(self._files, version)
+            nearest = 0 if base is None else base.version
+            if self._held > version or self._held < nearest:
+                self._go_to(base)
             for step in range(self._held + 1, version + 1):
                 self._on_replay(step, version)
                 done = read_commit(self._files, step)
@@ -105,16 +112,49 @@ class Trainer:
             self.at(version)
             return self._call("score", version, arguments)
 
-    def snapshot(self, version: int) -> None:
-        """Store the whole trainer state of a version: weights, optimizer, schedule, RNG."""
+    def snapshot(self, version: int, run: str | None = None, step: int | None = None) -> None:
+        """Store the whole trainer state of a version: weights, optimizer, schedule, RNG.
+
+        `run`, `step`: of which it is to be the snapshot, if not of this run's step `version`.
+        """
         with self._lock:
             self.at(version)
-            self._call("save_state", version, {"step": version})
+            where = {"run": run, "step": version if step is None else step}
+            self._call("save_state", version, where)
+
+    def compare(self, version: int, weights: WeightsRef, dtype: str) -> WeightsComparison:
+        """The weights of a version, as the gang has them, beside published ones."""
+        with self._lock:
+            self.at(version)
+            return self._call("compare", version, {"weights": weights, "dtype": dtype})
+
+    def digest(self, version: int, dtype: str) -> str:
+        """The digest that publishing a version in a number format would give it."""
+        with self._lock:
+            self.at(version)
+            return self._call("digest", version, {"dtype": dtype})
 
     @property
     def _held(self) -> int:
         assert self._version is not None
         return self._version
+
+    def _go_to(self, base: Base | None) -> None:
+        """Bring the gang to a stored state, or to the beginning."""
+        if base is None:
+            self._form()
+            return
+        if base.weights is not None:
+            if self._held != UNTRAINED:
+                self._form()  # with a fresh optimizer
+            self._version = None
+            arguments = {"weights": base.weights, "version": base.version}
+            self._call("load_weights", base.version, arguments)
+        else:
+            self._version = None
+            where = {"run": base.run, "step": base.step, "version": base.version}
+            self._call("load_state", base.version, where)
+        self._version = base.version
 
     def _form(self) -> None:
         """Form the gang with the model's own weights, also on workers that hold trained ones."""
@@ -122,7 +162,7 @@ class Trainer:
         digest = f"{self._spec.digest}-{uuid.uuid4().hex[:8]}"
         self._gang.spec = dataclasses.replace(self._spec, digest=digest)
         self._gang.form(self._cancel)
-        self._version = 0
+        self._version = 0 if origin_of(self._files) is None else UNTRAINED
 
     def _update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
@@ -140,7 +180,7 @@ class Trainer:
 
     def _call(self, method: str, step: int, arguments: Mapping[str, Any], name: str = "") -> Any:
         lease = Lease(
-            run=self._files.run,
+            run=self._lease_name,
             epoch=self._epoch,
             step=step,
             call=f"{name or method}@{self._gang.generation}",
