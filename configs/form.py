@@ -27,6 +27,10 @@ WORDS = {
     "uri": "URI",
 }
 
+MOST_TABS = 8
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern")
+CHECKED = ("properties", "required", "additionalProperties")
+
 
 def title_of(name: str) -> str:
     """A setting's name as a heading: kv_cache_gib becomes KV cache (GiB)."""
@@ -47,52 +51,68 @@ def _property(schema: Schema, resolve: Resolve) -> Schema:
         return {**schema, "items": _property(dict(schema["items"]), resolve)}
     if "oneOf" not in schema or "discriminator" not in schema:
         return schema
+    choices = [resolve(choice) for choice in schema["oneOf"]]
     rest = {k: v for k, v in schema.items() if k not in ("oneOf", "discriminator")}
-    return {**rest, "anyOf": tabs(schema["oneOf"], resolve)}
+    shown = tabs(choices)
+    if len(shown) > MOST_TABS:  # more run out of the page: JSON is edited instead
+        kinds = ", ".join(_kind(choice) for choice in choices)
+        return {**rest, "description": f"{rest.get('description', '')} kind: one of {kinds}."} | (
+            rules(choices)
+        )
+    return {**rest, "anyOf": shown, **rules(choices)}
 
 
-def tabs(choices: list[Schema], resolve: Resolve) -> list[Schema]:
-    """The choices, those with the same properties as one, fewest properties first."""
+def tabs(choices: list[Schema]) -> list[Schema]:
+    """What is shown: choices with the same properties as one tab, fewest properties first.
+
+    Bounds stand in `rules`: a value that breaks one of them must still fit its tab, for else it is
+    refused with the complaint of another tab.
+    """
     groups: dict[frozenset[str], list[Schema]] = {}
     for choice in choices:
-        found = resolve(choice)
-        groups.setdefault(frozenset(found.get("properties", {})), []).append(found)
+        groups.setdefault(frozenset(choice["properties"]), []).append(choice)
     ordered = sorted(groups.items(), key=lambda group: len(group[0]))
     return [_tab(members) for _, members in ordered]
 
 
+def rules(choices: list[Schema]) -> Schema:
+    """What the server checks: the rules of the choice that `kind` names, so that it names the field."""
+    kinds = [_kind(choice) for choice in choices]
+    found: Schema = {"required": ["kind"], "properties": {"kind": {"enum": kinds}}}
+    for kind, choice in zip(kinds, choices, strict=True):
+        when = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        then = {k: choice[k] for k in CHECKED if k in choice}
+        found = {"if": when, "then": then, "else": found}
+    return found
+
+
 def _tab(members: list[Schema]) -> Schema:
-    kinds = [member["properties"]["kind"]["const"] for member in members]
-    meanings = [
-        f"{kind}: {member.get('description', '')}"
-        for kind, member in zip(kinds, members, strict=True)
-    ]
-    first = members[0]
-    kind = {
-        "title": "Kind",
-        "type": "string",
-        "enum": kinds,
-        "description": " ".join(meanings),
-    }
+    kinds = [_kind(member) for member in members]
+    meanings = [f"{_kind(member)}: {member.get('description', '')}" for member in members]
+    kind = {"title": "Kind", "type": "string", "enum": kinds, "description": " ".join(meanings)}
     if len(kinds) == 1:
         kind["default"] = kinds[0]
     return {
         "type": "object",
         "title": " / ".join(kinds),
         "properties": {**_common([member["properties"] for member in members]), "kind": kind},
-        "required": ["kind", *(name for name in first.get("required", []) if name != "kind")],
-        "additionalProperties": False,
+        "required": members[0].get("required", []),
     }
 
 
+def _kind(choice: Schema) -> str:
+    kind: str = choice["properties"]["kind"]["const"]
+    return kind
+
+
 def _common(members: list[dict[str, Schema]]) -> dict[str, Schema]:
-    """Each property with what all members say of it: where they differ, the model itself decides."""
+    """Each property with what all members say of it, for display."""
     first, *others = members
     return {
         name: {
             key: value
             for key, value in said.items()
-            if all(other[name].get(key) == value for other in others)
+            if key not in BOUNDS and all(other[name].get(key) == value for other in others)
         }
         for name, said in first.items()
     }

@@ -19,7 +19,10 @@ LOOK_EVERY = 2.0  # seconds
 
 @contextlib.contextmanager
 def signals_end(waits: threading.Event) -> Iterator[None]:
-    """During the body, SIGINT and SIGTERM set `waits` and raise KeyboardInterrupt.
+    """During the body, SIGINT and SIGTERM set `waits` and end the run as they did before.
+
+    Prefect's own handler, under a worker, says whether the run was cancelled; where there is none,
+    KeyboardInterrupt is raised.
 
     The tasks' threads wait on workers, and Prefect waits for the tasks' threads before it lets an
     interrupt through, so the waits have to be ended first.
@@ -30,9 +33,15 @@ def signals_end(waits: threading.Event) -> Iterator[None]:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         waits.set()
+        handler = before[signum]
+        if callable(handler):
+            handler(signum, frame)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {int(number): signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, stop)
     try:
         yield
     finally:
