@@ -76,7 +76,7 @@ def tabs(choices: list[Schema]) -> list[Schema]:
 
 
 def rules(choices: list[Schema]) -> Schema:
-    """What the server checks: the rules of the choice that `kind` names, so that it names the field."""
+    """What the server checks: the rules of the choice that `kind` names, and it names the field."""
     kinds = [_kind(choice) for choice in choices]
     found: Schema = {"required": ["kind"], "properties": {"kind": {"enum": kinds}}}
     for kind, choice in zip(kinds, choices, strict=True):

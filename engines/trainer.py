@@ -45,9 +45,11 @@ class Trainer:
         cancel: threading.Event | None = None,
         on_replay: Callable[[int, int], None] = lambda step, last: None,
         lease_name: str | None = None,
+        weights_only: bool = False,
     ) -> None:
         """`on_replay(step, last)` is told of each step whose update is applied again.
 
+        `weights_only`: has no optimizer (the reference), so an origin gives it no trainer state.
         `lease_name`: in whose name calls are made, if not the run's: of another run that reads it.
         """
         self._gang = gang
@@ -58,6 +60,7 @@ class Trainer:
         self._max_new_tokens = max_new_tokens
         self._cancel = cancel
         self._on_replay = on_replay
+        self._weights_only = weights_only
         self._lease_name = lease_name or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
         self._lock = threading.RLock()
@@ -69,7 +72,7 @@ class Trainer:
                 self._form()
             if self._version == version:
                 return
-            base = base_of(self._files, version)
+            base = self._base(version)
             nearest = 0 if base is None else base.version
             if self._held > version or self._held < nearest:
                 self._go_to(base)
@@ -138,6 +141,12 @@ class Trainer:
     def _held(self) -> int:
         assert self._version is not None
         return self._version
+
+    def _base(self, version: int) -> Base | None:
+        origin = origin_of(self._files) if self._weights_only else None
+        if origin is None:
+            return base_of(self._files, version)
+        return Base(version=origin.at, weights=origin.weights)
 
     def _go_to(self, base: Base | None) -> None:
         """Bring the gang to a stored state, or to the beginning."""

@@ -132,6 +132,7 @@ class Engines:
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             on_replay=run.progress.replaying,
+            weights_only=role == "ref",
         )
 
     def _rollouts(self, cluster: Cluster) -> RolloutPool:

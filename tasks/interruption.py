@@ -40,8 +40,8 @@ def signals_end(waits: threading.Event) -> Iterator[None]:
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {int(number): signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, stop)
+    for caught in numbers:
+        signal.signal(caught, stop)
     try:
         yield
     finally:

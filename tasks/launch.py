@@ -47,6 +47,7 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
     from prefect.exceptions import CancelledRun
 
     from engines.failures import CallCancelled
+    from tasks.continuing import NothingNew
     from tasks.run import prepared
     from tasks.server import prefect_server
     from tasks.terminal import Terminal
@@ -63,6 +64,9 @@ def _run(run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None) -
     except (KeyboardInterrupt, CancelledRun, CallCancelled):
         terminal.say(f"Stopped. To go on: python -m flows.grpo --resume {name}", style="yellow")
         return INTERRUPTED
+    except NothingNew as nothing:
+        terminal.say(str(nothing))
+        return 0
     except RuntimeError as error:
         terminal.say(f"{type(error).__name__}: {error}", style="red")
         terminal.say(f"To go on from the last step: python -m flows.grpo --resume {name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import yaml
@@ -87,7 +87,7 @@ def _register(declared: dict[str, Any], notify: str | None) -> str:
         {**declared, "actions": [_action(subject, notify)]}
     )
     try:
-        found = Automation.read(name=wanted.name)
+        found = cast(Automation, Automation.read(name=wanted.name))
     except ValueError:
         wanted.create()
     else:
@@ -99,7 +99,7 @@ def _action(subject: str, notify: str | None) -> dict[str, str]:
     if notify is None:
         return {"type": "do-nothing"}
     try:
-        block = Block.load(notify)
+        block = cast(Block, Block.load(notify))
     except ValueError as error:
         raise NotDeployed(
             f"There is no notification block {notify} on the server ({error}). Make it on the page "

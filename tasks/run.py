@@ -20,16 +20,20 @@ from engines.lease import Lease
 from storage.commits import Commit, head, read_commit
 from storage.cursor import Cursor
 from storage.leases import RunLease
+from storage.origins import origin_of
 from storage.prompts import open_source
 from storage.retention import sweep
 from storage.runs import RunStore
+from storage.seen import write_rows
 from storage.store import Store
 from storage.weights import WeightsRef
 from tasks.artifacts import show_curves
 from tasks.background import Background
+from tasks.continuing import beginning, fresh_rows, rebegun
 from tasks.engines import Engines, needs_reference
 from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.interruption import dashboard_ends, signals_end
+from tasks.preflight import check
 from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
@@ -54,18 +58,22 @@ class Run:
         self.source = open_source(config.data.source)
         if resume is not None:
             check_resumable(self.files, config)
+        begun = beginning(self.files, config, self.source) if resume is None else None
         self.head = head(self.files) or 0 if resume is not None else 0
         self.last: Commit | None = read_commit(self.files, self.head) if self.head else None
-        self.cursor = (
-            Cursor.from_json(self.last.cursor)
-            if self.last
-            else Cursor.start(config.data, self.source)
-        )
         self.held = RunLease.acquire(self.files, f"{user()}'s flow")
         self.held.keep()
         self.epoch = self.held.epoch
-        if resume is None:
-            self.files.write_run({"config": config.model_dump(mode="json"), "code": code_version()})
+        if begun is not None:
+            begun.write(
+                self.files, {"config": config.model_dump(mode="json"), "code": code_version()}
+            )
+        self.origin = origin_of(self.files)  # where the run began, if at a step of another one
+        if self.last is not None:
+            self.cursor = Cursor.from_json(self.last.cursor)
+        else:
+            self.cursor = (begun or rebegun(self.files, config, self.source)).cursor
+        self.fresh = fresh_rows(self.files, self.cursor, self.source)
         self.sampled_with: WeightsRef | None = None  # policy version of the step under way
         self.cancelled = threading.Event()
         self.attempts: list[Attempt] = []
@@ -78,6 +86,17 @@ class Run:
     def steps_left(self) -> range:
         """The steps that are not committed yet, counted from 1."""
         return range(self.head + 1, self.config.steps + 1)
+
+    @property
+    def after(self) -> int:
+        """The number under which calls after the last step are made."""
+        return self.head + 1
+
+    @property
+    def last_weights(self) -> str:
+        """Address of the last policy version."""
+        assert self.last is not None and self.last.version_out is not None
+        return self.store.url(self.last.version_out.key)
 
     def lease(self, step: int, call: str) -> Lease:
         """The right to make a call of a step on this run's behalf."""
@@ -173,20 +192,24 @@ class Run:
     def summary(self) -> RunSummary:
         """Where everything is; also leaves the curves in MLflow and on the dashboard."""
         self.background.drain()
+        self._keep_rows()
         image = self.tracker.plot()
         if image is not None:
             show_curves(self, image)
             self.files.store.write(self.plot_key, image)
-        assert self.last is not None
-        assert self.last.version_out is not None
         return RunSummary(
             run=self.name,
             steps=self.head,
-            checkpoint=self.store.url(self.last.version_out.key),
+            checkpoint=self.last_weights,
             dashboard=flow_run_url() or "",
             tracking=self.tracker.link,
             plot=self.store.url(self.plot_key),
         )
+
+    def _keep_rows(self) -> None:
+        """Keep which rows the data had, unless they changed meanwhile, for runs that go on."""
+        if open_source(self.config.data.source).digest == self.source.digest:
+            write_rows(self.files, self.source)
 
     @property
     def plot_key(self) -> str:
@@ -230,6 +253,9 @@ def prepared(config: GRPOConfig, terminal: Terminal, resume: str | None = None) 
 def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
     """The run that `prepared` started for this flow, or else a new one that ends with the body."""
     with contextlib.ExitStack() as stack:
-        run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume))
+        run = _prepared.get()
+        if run is None:  # started by a worker, not by tasks/launch
+            check(config)
+            run = stack.enter_context(prepared(config, Terminal(), resume))
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
         yield run

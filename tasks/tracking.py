@@ -27,7 +27,7 @@ class RunTracker:
         self._error: Exception | None = None
         self._finished = False
         self.history: list[tuple[int, Metrics]] = []
-        self.registered: set[int] = set()  # policy versions in the registry, which are kept
+        self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
 
     def start(self) -> None:
         """Begin the page in the background. To be called inside the flow run."""
@@ -50,14 +50,36 @@ class RunTracker:
 
     def register(self, step: int, weights: WeightsRef) -> None:
         """Put a policy version into the model registry."""
-        self._ready().register_version(
+        number = self._ready().register_version(
             weights.version,
             uri=self._run.store.url(weights.key),
             digest=weights.digest,
             step=step,
             store_uri=self._run.store.uri,
         )
-        self.registered.add(weights.version)
+        self.registered[weights.version] = number
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record figures that are not a step's own, such as an evaluation's."""
+        self._ready().log_step(step, metrics)
+
+    def tag(self, name: str, value: str) -> None:
+        """Write a tag on the run's page."""
+        self._ready().tag(name, value)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the run's model in the registry."""
+        return self._ready().model_name
+
+    def number_of(self, version: int) -> str:
+        """Number in the registry of a policy version, which is registered if it is not yet."""
+        if version not in self.registered:
+            last = self._run.last
+            assert last is not None and last.version_out is not None
+            assert last.version_out.version == version
+            self.register(last.step, last.version_out)
+        return self.registered[version]
 
     def plot(self) -> bytes | None:
         """The run's curves as a PNG, kept with the run; None before the first step."""
@@ -104,4 +126,5 @@ class RunTracker:
             model_name=run.config.name,
             flow_run_id=str(flow_run_id() or "") or None,
             flow_run_url=flow_run_url(),
+            forked_from=run.origin.run if run.origin is not None else None,
         )
