@@ -11,7 +11,8 @@ RUN_STARTED = "refrain.run.started"
 RUN_ENDED = "refrain.run.ended"
 STEP_COMMITTED = "refrain.step.committed"
 ATTEMPT_FAILED = "refrain.attempt.failed"
-GUARD = "refrain.guard."  # and which: not-finite, scoring-failed
+NOT_FINITE = "refrain.guard.not-finite"  # an update was left out
+SCORING_FAILED = "refrain.guard.scoring-failed"  # samples without a reward
 PROMOTED = "refrain.policy.promoted"
 NOT_PROMOTED = "refrain.policy.not-promoted"
 

@@ -27,7 +27,8 @@ from storage.runs import RunStore
 from storage.seen import write_rows
 from storage.store import Store
 from storage.weights import WeightsRef
-from tasks.artifacts import show_curves
+from tasks import events
+from tasks.artifacts import show_curves, show_run, show_steps
 from tasks.background import Background
 from tasks.continuing import beginning, fresh_rows, rebegun
 from tasks.engines import Engines, needs_reference
@@ -196,6 +197,7 @@ class Run:
         image = self.tracker.plot()
         if image is not None:
             show_curves(self, image)
+            show_steps(self, self.tracker.history)
             self.files.store.write(self.plot_key, image)
         return RunSummary(
             run=self.name,
@@ -258,4 +260,7 @@ def open_run(config: GRPOConfig, resume: str | None = None) -> Iterator[Run]:
             check(config)
             run = stack.enter_context(prepared(config, Terminal(), resume))
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        events.emit(events.RUN_STARTED, run.name, steps=config.steps)
+        stack.callback(lambda: events.emit(events.RUN_ENDED, run.name, step=run.head))
+        show_run(run)
         yield run
