@@ -144,6 +144,11 @@ class GiGPOAdvantage(Method):
     step_weight: float = Field(1.0, ge=0, description="Weight of the turn's advantage.")
     normalize: bool = Field(False, description="Divide by the standard deviations.")
     epsilon: Epsilon = 1e-6
+    among: Literal["group", "batch"] = Field(
+        "group",
+        description="Turns are compared with those of the group that began in an equal state (the "
+        "paper), or with those of the whole batch.",
+    )
 
 
 class OptimalTokenBaselineAdvantage(Method):

@@ -113,6 +113,16 @@ class AlgorithmConfig(Settings):
         return self.advantage.kind == "gae"
 
     @property
+    def needs_baselines(self) -> bool:
+        """Whether each prompt's greedy completion must be sampled and scored too."""
+        return self.advantage.kind == "remax"
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether sum_pi_squared must be a column before the advantages."""
+        return self.advantage.kind.endswith("optimal_token_baseline")
+
+    @property
     def needs_reference(self) -> bool:
         """Whether ref_logprobs are needed."""
         return self.kl.coefficient > 0
@@ -120,6 +130,29 @@ class AlgorithmConfig(Settings):
     @property
     def needs_stored_logprobs(self) -> bool:
         """Whether old_logprobs must be a column before the advantages, not those of the update."""
-        token_baseline = self.advantage.kind.endswith("optimal_token_baseline")
-        whole = any(isinstance(s, WeightCorrection) and s.normalize for s in self.correction)
-        return token_baseline or whole or (self.needs_reference and self.kl.placement == "reward")
+        in_reward = self.needs_reference and self.kl.placement == "reward"
+        return self.needs_squares or self._normalizes or in_reward
+
+    @property
+    def _normalizes(self) -> bool:
+        """Whether a correction is divided by its mean over the batch."""
+        return any(isinstance(s, WeightCorrection) and s.normalize for s in self.correction)
+
+    @model_validator(mode="after")
+    def _mean_weight_exists(self) -> "AlgorithmConfig":
+        if self._normalizes and self.ratio_against == "rollout_logprobs":
+            raise ValueError(
+                "algorithm.correction with normalize = true needs weights that are known before the "
+                "update, but with algorithm.ratio_against = rollout_logprobs they change with every "
+                "optimizer step. Set normalize = false, or ratio_against = old_logprobs."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _penalties_reach_the_advantages(self) -> "AlgorithmConfig":
+        if self.advantage.kind == "gdpo" and self.needs_reference and self.kl.placement == "reward":
+            raise ValueError(
+                "algorithm.advantage.kind = gdpo compares the reward functions one by one, and a KL "
+                "in the reward belongs to none of them. Set algorithm.kl.placement = loss."
+            )
+        return self

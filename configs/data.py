@@ -53,6 +53,11 @@ class DataConfig(Settings):
         None, description="System message put before each prompt (template = chat only)."
     )
     prompt_suffix: str = Field("", description="Text appended to each prompt string.")
+    state_column: str | None = Field(
+        None,
+        description="Column that names the state in which a row's turn begins: rows of equal value "
+        "begin alike (gigpo). None: each prompt is a state of its own.",
+    )
     max_prompt_tokens: int = Field(
         512, ge=1, description="Longest prompt, in tokens; a longer one is dropped and counted."
     )

@@ -1,10 +1,12 @@
 """The settings of a GRPO run: the parts put together, and the rules that span several parts."""
 
+from typing import ClassVar, Self
+
 from pydantic import Field, model_validator
 
 from configs.algorithm import AlgorithmConfig
 from configs.base import Settings
-from configs.cluster import ClusterConfig
+from configs.cluster import ClusterConfig, Role
 from configs.data import DataConfig, ReasoningGymSource
 from configs.model import Model
 from configs.retraining import (
@@ -19,18 +21,11 @@ from configs.rollout import RolloutConfig
 from configs.storage import StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
-# What estimators of the catalogue need beyond rewards and log-probs.
-NEEDS_MORE = {
-    "gae": "a critic's values",
-    "remax": "the reward of each prompt's greedy completion",
-    "gigpo": "the states of an agent's turns",
-    "optimal_token_baseline": "sums of squared probabilities",
-    "multi_turn_optimal_token_baseline": "sums of squared probabilities",
-}
-
 
 class GRPOConfig(Settings):
     """Group relative policy optimisation (arXiv:2402.03300) and its relatives."""
+
+    has_critic: ClassVar[bool] = False
 
     name: str = Field(
         "grpo",
@@ -79,21 +74,13 @@ class GRPOConfig(Settings):
         """Completions of one step."""
         return self.prompts_per_step * self.group_size
 
+    def train_of(self, role: Role) -> TrainConfig:
+        """The settings with which a role is trained."""
+        return self.train
+
     @model_validator(mode="after")
-    def _batches_divide(self) -> "GRPOConfig":
-        if self.samples_per_step % self.train.mini_batches:
-            raise ValueError(
-                f"prompts_per_step x group_size = {self.samples_per_step} samples cannot be split "
-                f"into train.mini_batches = {self.train.mini_batches} equal parts. "
-                f"Set train.mini_batches to a divisor of {self.samples_per_step}."
-            )
-        ranks = self.cluster.pools[self.cluster.roles.actor].workers
-        if self.samples_per_step // self.train.mini_batches < ranks:
-            raise ValueError(
-                f"A mini-batch of {self.samples_per_step // self.train.mini_batches} samples has "
-                f"fewer rows than cluster.pools.{self.cluster.roles.actor}.workers = {ranks} ranks. "
-                "Set prompts_per_step or group_size higher, or train.mini_batches lower."
-            )
+    def _batches_divide(self) -> Self:
+        self.check_mini_batches("actor", "train")
         if self.rollout.shards > self.prompts_per_step:
             raise ValueError(
                 f"rollout.shards = {self.rollout.shards} is more than prompts_per_step = "
@@ -102,17 +89,45 @@ class GRPOConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _estimator_has_its_inputs(self) -> "GRPOConfig":
-        kind = self.algorithm.advantage.kind
-        if kind in NEEDS_MORE:
+    def _estimator_has_its_inputs(self) -> Self:
+        if self.algorithm.needs_critic:
             raise ValueError(
-                f"algorithm.advantage.kind = {kind} needs {NEEDS_MORE[kind]}, which this flow does "
-                "not make. Set it to grpo, rloo or another estimator that works on rewards alone."
+                f"algorithm.advantage.kind = {self.algorithm.advantage.kind} needs a critic, which "
+                "this flow does not train. Run it with python -m flows.ppo, or set "
+                "algorithm.advantage.kind = grpo or another estimator without a critic."
             )
         return self
 
     @model_validator(mode="after")
-    def _rewards_fit_data(self) -> "GRPOConfig":
+    def _stored_logprobs_exist(self) -> Self:
+        if self.train.recompute_old_logprobs is False and self.algorithm.needs_stored_logprobs:
+            raise ValueError(
+                "train.recompute_old_logprobs = false, but the token baselines, a KL in the reward "
+                "and normalised corrections need the policy's log-probs before the update. "
+                "Set train.recompute_old_logprobs = auto."
+            )
+        return self
+
+    def check_mini_batches(self, role: Role, group: str) -> None:
+        """ValueError unless a step's samples fill the role's mini-batches; group: its settings."""
+        parts = self.train_of(role).mini_batches
+        if self.samples_per_step % parts:
+            raise ValueError(
+                f"prompts_per_step x group_size = {self.samples_per_step} samples cannot be split "
+                f"into {group}.mini_batches = {parts} equal parts. "
+                f"Set {group}.mini_batches to a divisor of {self.samples_per_step}."
+            )
+        pool = self.cluster.roles.pool_of(role)
+        ranks = self.cluster.pools[pool].workers
+        if self.samples_per_step // parts < ranks:
+            raise ValueError(
+                f"A mini-batch of {self.samples_per_step // parts} samples has fewer rows than "
+                f"cluster.pools.{pool}.workers = {ranks} ranks. "
+                f"Set prompts_per_step or group_size higher, or {group}.mini_batches lower."
+            )
+
+    @model_validator(mode="after")
+    def _rewards_fit_data(self) -> Self:
         made = isinstance(self.data.source, ReasoningGymSource)
         for position, function in enumerate(self.rewards.functions):
             if function.kind == "reasoning_gym" and not made:
@@ -124,7 +139,7 @@ class GRPOConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _store_is_shared(self) -> "GRPOConfig":
+    def _store_is_shared(self) -> Self:
         if self.store.uri.startswith("memory:"):
             raise ValueError(
                 f"store.uri = {self.store.uri} lives in one process, and workers are others. "
@@ -133,10 +148,10 @@ class GRPOConfig(Settings):
         relative = "://" not in self.store.uri or (
             self.store.uri.startswith("file://") and not self.store.uri.startswith("file:///")
         )
-        if self.cluster.kind == "address" and relative:
+        if self.cluster.kind != "local" and relative:
             raise ValueError(
                 f"store.uri = {self.store.uri} is relative to this process, and the workers of "
-                f"cluster.address = {self.cluster.address} run elsewhere. Set store.uri to "
+                f"cluster.kind = {self.cluster.kind} run elsewhere. Set store.uri to "
                 "s3://BUCKET/PREFIX, or to file:///PATH on a file system that all nodes share."
             )
         return self

@@ -1,8 +1,9 @@
 """Where batches, policy versions and trainer states are kept, and for how long."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.base import Settings
+from configs.secrets import refuse_password, refuse_secrets
 
 
 class StoreConfig(Settings):
@@ -15,7 +16,8 @@ class StoreConfig(Settings):
     options: dict[str, str | int | float | bool] = Field(
         default_factory=dict,
         description="Arguments of the fsspec file system, such as endpoint_url. No credentials: "
-        "those come from the environment.",
+        "those come from the environment. For S3, conditional_writes=false names an endpoint that "
+        "has none (docs/operations.md).",
     )
     snapshot_every: int = Field(
         10, ge=1, description="Steps between snapshots of the trainer's state."
@@ -29,6 +31,24 @@ class StoreConfig(Settings):
     keep_snapshots: int = Field(2, ge=1, description="Snapshots of the trainer's state kept.")
     cache_mib: int = Field(256, ge=0, description="Batch cache of each worker, in MiB.")
 
+    @field_validator("options", mode="before")
+    @classmethod
+    def _no_credentials(cls, options: object) -> object:
+        if isinstance(options, dict):
+            refuse_secrets(
+                "store.options",
+                options,
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or your provider's variables) in "
+                "the environment instead.",
+            )
+        return options
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str) -> str:
+        refuse_password("store.uri", uri)
+        return uri
+
 
 class TrackingConfig(Settings):
     """MLflow."""
@@ -38,3 +58,9 @@ class TrackingConfig(Settings):
     registered_model: str | None = Field(
         None, description="Name in the model registry; none takes the run family's name."
     )
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str) -> str:
+        refuse_password("tracking.uri", uri)
+        return uri

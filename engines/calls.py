@@ -270,11 +270,14 @@ def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> Hos
 def _run_on(
     cluster: Cluster, address: str, function: Callable[..., Any], *args: Any, timeout: float
 ) -> Any:
+    lost = WorkerLost(cluster.name_of(address), f"there is no worker at {address}")
+    if cluster.pool_of(address, max_age=0.0) is None:
+        raise lost  # Dask would try to connect to it for half a minute
     try:
         answers = cluster.ask(
             cluster.client.run, function, *args, workers=[address], timeout=timeout
         )
     except ValueError:
         # Dask's word for an address that is no worker's.
-        raise WorkerLost(cluster.name_of(address), f"there is no worker at {address}") from None
+        raise lost from None
     return answers[address]

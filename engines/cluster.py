@@ -1,7 +1,7 @@
-"""The Dask cluster: start or join it, find its workers, kill and restart them, end it.
+"""A running Dask cluster: find its workers, kill and restart them, end it.
 
-Calls on engines are in engines/calls.py, gangs in engines/gang.py. This module imports no engine
-library; it runs in the flow process.
+How a cluster is started or joined is in engines/clusters/, calls on engines in engines/calls.py,
+gangs in engines/gang.py. This module imports no engine library; it runs in the flow process.
 """
 
 from __future__ import annotations
@@ -11,27 +11,38 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from distributed import Client
 
 from configs.cluster import ClusterConfig
 from engines.failures import CallCancelled, ClusterLost, NoWorkers
-from engines.host import HOST, EngineHost
 from engines.launch import NodeProcess
-from engines.membership import Member, allowed_failures, by_name, kill_worker, list_workers
-from engines.node import WorkerPlan
-from engines.on_worker import examine
-from engines.placement import check_seated, place_local
+from engines.membership import Member, by_name, kill_worker, list_workers
 
 ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
 KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
 CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
 SCAN_AGE = 1.0  # seconds for which a list of workers is good enough to see that one is gone
-Environments = Mapping[str, Mapping[str, str]]
+
+
+class Fleet(Protocol):
+    """Workers that run elsewhere on our behalf: Slurm jobs, pods, processes behind SSH."""
+
+    def leaving(self) -> frozenset[str]:
+        """Names of workers that will end soon and are being replaced."""
+
+    def failure(self) -> str | None:
+        """Why no more workers will come; None while all is well."""
+
+    def watch(self, cluster: Cluster) -> None:
+        """Begin to replace workers that end."""
+
+    def close(self) -> None:
+        """End every worker."""
 
 
 class Cluster:
@@ -43,17 +54,22 @@ class Cluster:
         client: Client,
         node: NodeProcess | None = None,
         logs: Path | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
-        """`node`: of a local cluster; `logs`: directory of its workers' log files."""
+        """`node`: the process of the scheduler that we started, `fleet`: its workers elsewhere;
+        `logs`: directory of the workers' log files.
+        """
         self.config = config
         self.client = client
         self.logs = logs
         self._node = node
+        self._fleet = fleet
         self._scan_lock = threading.Lock()
         self._scanned: tuple[float, dict[str, Member]] = (-SCAN_AGE, {})
         self._names: dict[str, str] = {}  # of every address ever seen
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
+        self._closing = threading.Lock()
         self._lost: str | None = None  # why the scheduler has been given up
 
     def __enter__(self) -> Cluster:
@@ -101,8 +117,19 @@ class Cluster:
         return {one.name: one for one in sorted(found, key=by_name)}
 
     def workers(self, pool: str) -> dict[str, str]:
-        """Addresses of a pool's live workers by name. Ask anew on every attempt: they change."""
-        return {name: one.address for name, one in self.members(pool).items()}
+        """Addresses of a pool's live workers by name. Ask anew on every attempt: they change.
+
+        Workers that are about to leave are among them only as long as others are missing.
+        """
+        return {name: one.address for name, one in self.staying(pool).items()}
+
+    def staying(self, pool: str) -> dict[str, Member]:
+        """The pool's workers that get calls: those that stay, and until they are enough, others."""
+        members = self.members(pool)
+        leaving = self._fleet.leaving() if self._fleet is not None else frozenset()
+        spare = self.config.pools[pool].workers - len(members.keys() - leaving)
+        kept = [name for name in members if name in leaving][: max(spare, 0)]
+        return {name: one for name, one in members.items() if name not in leaving or name in kept}
 
     def name_of(self, address: str) -> str:
         """Name of the worker that has or had an address."""
@@ -214,13 +241,26 @@ class Cluster:
             return await asyncio.wait_for(question(*args, **kwargs), timeout)
 
         try:
-            return self.client.sync(bounded)
+            # Bounded from outside too: the loop may have been stopped by `close` in another thread.
+            return self.client.sync(bounded, callback_timeout=timeout + CLOSE_TIMEOUT)
         except TimeoutError:
             self.check()
             raise TimeoutError(f"no answer from the cluster within {timeout:g} s") from None
         except OSError as error:
             self.check()
-            raise ClusterLost(f"the Dask scheduler cannot be reached: {error}") from error
+            if self._answers():  # then it is a worker that does not
+                raise TimeoutError(f"a worker cannot be reached: {error}") from error
+            raise ClusterLost(
+                f"the Dask scheduler cannot be reached: {error}. The run can be resumed."
+            ) from error
+
+    def _answers(self) -> bool:
+        """Whether the scheduler answers."""
+        try:
+            self.client.sync(self.client.scheduler.identity, callback_timeout=KILL_TIMEOUT)
+        except (TimeoutError, OSError):
+            return False
+        return True
 
     def check(self) -> None:
         """Raise ClusterLost when the cluster is closed or its scheduler is known to be gone."""
@@ -233,6 +273,8 @@ class Cluster:
                 f"the process of the Dask scheduler ended (exit status {status}), and all workers "
                 "with it. The run can be resumed."
             )
+        if self._fleet is not None and (why := self._fleet.failure()) is not None:
+            raise ClusterLost(why)
         if self.client.status not in ("running", "connecting"):
             raise ClusterLost(
                 f"the connection to the Dask scheduler is {self.client.status}. "
@@ -244,132 +286,26 @@ class Cluster:
 
         A cluster that was joined goes on without us.
         """
-        if self._closed:
-            return
-        self._closed = True
-        with _quiet_client():
-            try:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            with _quiet_client(), contextlib.ExitStack() as stack:
+                stack.callback(self._close_client)
                 if self._node is not None:
-                    self._node.end()
-            finally:
-                with contextlib.suppress(TimeoutError, OSError):
-                    self.client.close(timeout=CLOSE_TIMEOUT)
+                    stack.callback(self._node.end)
+                if self._fleet is not None:
+                    stack.callback(self._fleet.close)
+
+    def _close_client(self) -> None:
+        with contextlib.suppress(TimeoutError, OSError):
+            self.client.close(timeout=CLOSE_TIMEOUT)
 
 
 def raise_if_set(cancel: threading.Event | None) -> None:
     """Raise CallCancelled when the caller's cancel event is set."""
     if cancel is not None and cancel.is_set():
         raise CallCancelled("cancelled by the caller")
-
-
-def open_cluster(
-    config: ClusterConfig,
-    worker_env: Environments | None = None,
-    logs: Path | None = None,
-) -> Cluster:
-    """Start or join the cluster and wait until every pool has its workers.
-
-    Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
-    pools' own `env` goes before it. `logs`: directory for a file per local worker with what it and
-    its children print; without it they print where this process does.
-    Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
-    cluster.start_timeout.
-    """
-    env = {
-        pool: {**(worker_env or {}).get(pool, {}), **wanted.env}
-        for pool, wanted in config.pools.items()
-    }
-    if config.kind == "address":
-        cluster = _join(config)
-        plugin = EngineHost(env=env)
-    else:
-        cluster = _start(config, env, logs)
-        plugin = EngineHost(logs=str(logs) if logs is not None else None)
-    try:
-        cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
-        for pool, wanted in config.pools.items():
-            cluster.wait(pool, wanted.workers, config.start_timeout)
-        if config.kind == "address":
-            _check_members(cluster)
-    except BaseException:
-        cluster.close()
-        raise
-    return cluster
-
-
-def _start(config: ClusterConfig, env: Environments, logs: Path | None) -> Cluster:
-    """Start the node process and connect to the scheduler in it."""
-    placement = place_local(config.pools)
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
-    node = NodeProcess(
-        [
-            WorkerPlan(
-                name=seat.name,
-                pool=seat.pool,
-                slots=config.pools[seat.pool].slots,
-                env={**seat.env, **env[seat.pool]},
-            )
-            for seat in placement.seats
-        ],
-        config.no_workers_timeout,
-        config.start_timeout,
-    )
-    try:
-        return Cluster(config, _connect(node.address, config.start_timeout), node, logs)
-    except BaseException:
-        node.end()
-        raise
-
-
-def _join(config: ClusterConfig) -> Cluster:
-    """Join a running cluster, if its scheduler keeps our promises."""
-    assert config.address is not None
-    try:
-        client = _connect(config.address, min(config.start_timeout, 30.0))
-    except (OSError, TimeoutError) as error:
-        raise ValueError(
-            f"cluster.address = {config.address} does not answer ({error}). Start the Dask "
-            "scheduler there, or set cluster.kind = local and cluster.address = null."
-        ) from error
-    cluster = Cluster(config, client)
-    allowed = cluster.ask(client.run_on_scheduler, allowed_failures)
-    if allowed:
-        cluster.close()
-        raise ValueError(
-            f"The scheduler at {config.address} re-runs a dead worker's calls (allowed-failures = "
-            f"{allowed}), so an update could be applied twice. Start it with "
-            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0."
-        )
-    return cluster
-
-
-def _connect(address: str, timeout: float) -> Client:
-    return Client(address, timeout=timeout, set_as_default=False, name="refrain")
-
-
-def _check_members(cluster: Cluster) -> None:
-    """Refuse workers that others started otherwise than the plan needs them."""
-    members = cluster.members()
-    answers = cluster.ask(
-        cluster.client.run, examine, workers=[one.address for one in members.values()]
-    )
-    for one in members.values():
-        traits = answers[one.address]
-        if not traits.nanny:
-            raise ValueError(
-                f"Worker {one.name} at {one.address} has no nanny, so nobody would start it again. "
-                "Start it without --no-nanny."
-            )
-        if traits.daemonic:
-            raise ValueError(
-                f"Worker {one.name} at {one.address} may not start processes, which vLLM does. "
-                "Start it with DASK_DISTRIBUTED__WORKER__DAEMON=False."
-            )
-    check_seated(
-        cluster.config.pools,
-        {one.name: (one.pool, answers[one.address].node) for one in members.values()},
-    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The train engine: one rank of a policy (or its frozen reference) sharded by FSDP2.
+"""The train engine: one rank of a policy, its frozen reference or its critic, sharded by FSDP2.
 
 Every rank gets the same arguments, the whole BatchRef among them, makes the same plan from the
 rows' lengths (engines/packing.py) and reads its own rows only. The loss is in engines/objective.py,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -22,17 +22,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from configs.algorithm import AlgorithmConfig
+from engines.critic import Critic, load_critic
+from engines.critic_update import CriticUpdater
 from engines.models import companion_files, materialize
 from engines.optimizer import Optimizer
 from engines.packed import pack
-from engines.packing import CostModel, plan_logprobs
+from engines.packing import CostModel
 from engines.policy import Policy, load_policy, shard
 from engines.remote import Call, Ranked
 from engines.rendezvous import Meeting, meet
-from engines.train_rows import read_lengths, read_micro_batch
+from engines.token_columns import write_token_columns
+from engines.train_rows import MicroBatch
 from engines.train_spec import (
+    ColumnsResult,
     JoinReport,
-    LogprobResult,
     TrainSpec,
     UpdateResult,
     WeightsComparison,
@@ -40,7 +43,6 @@ from engines.train_spec import (
 from engines.trainer_state import load_snapshot, save_snapshot
 from engines.update import Forward, Updater
 from engines.weight_comparison import compare_weights, fill
-from storage.batches import Jagged, write_batch
 from storage.refs import BatchRef
 from storage.runs import RunStore
 from storage.store import Store
@@ -55,6 +57,7 @@ class FSDPEngine(Ranked):
 
     REMOTE: ClassVar[Mapping[str, Call]] = {
         "logprobs": Call(split="rows", collect="concat"),
+        "values": Call(split="rows", collect="concat"),
         "update": Call(split="rows", collect="first"),
         "export_weights": Call(split="none", collect="first"),
         "save_state": Call(split="none", collect="first"),
@@ -69,13 +72,13 @@ class FSDPEngine(Ranked):
     def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec
         self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
-        self._files = RunStore(self._store, spec.run)
+        self._files = RunStore(self._store, spec.run, spec.role)
         torch.set_num_threads(spec.threads)
         # torch 2.13 warns of a renaming in its own checkpointing code.
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = materialize(spec.model, Path(spec.model_cache))
-        self._policy: Policy | None = load_policy(self._directory)
+        self._policy: Policy | Critic | None = self._load()
         self._optimizer: Optimizer | None = None
         self._meeting: Meeting | None = None
 
@@ -90,7 +93,7 @@ class FSDPEngine(Ranked):
             rank, world, host, port, self._device, timeout, self._spec.train.deadline
         )
         began = time.monotonic()
-        policy = self._policy or load_policy(self._directory)
+        policy = self._policy or self._load()
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
         if self._spec.role == "ref":
@@ -99,7 +102,7 @@ class FSDPEngine(Ranked):
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         shard(policy, self._meeting.group, self._device, self._compute)
         self._policy = policy.train()
-        if self._spec.role == "actor":
+        if self._spec.role != "ref":
             self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
         self.version = 0
         seconds = {**self._meeting.seconds, "model": time.monotonic() - began}
@@ -122,6 +125,10 @@ class FSDPEngine(Ranked):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _load(self) -> Policy | Critic:
+        """The model of version 0."""
+        return (load_critic if self._spec.role == "critic" else load_policy)(self._directory)
+
     # --- forward passes -----------------------------------------------------------------------
 
     def logprobs(
@@ -130,50 +137,70 @@ class FSDPEngine(Ranked):
         column: Literal["old_logprobs", "ref_logprobs"],
         out_key: str,
         temperature: float,
-    ) -> LogprobResult:
+        squared: bool = False,
+    ) -> ColumnsResult:
         """Write log-probs of response tokens under the weights held; all rows, in their order.
 
-        Ranks take contiguous rows, so that `concat` gives back the batch's order.
+        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too.
         """
-        meeting = self._joined()
         forward = self._forward(temperature)
-        plan = plan_logprobs(
-            read_lengths(self._store, batch),
-            world=meeting.world,
+
+        def figures(micro: MicroBatch) -> dict[str, Tensor]:
+            logprobs, entropy, *squares = forward.policy(
+                micro.packed,
+                temperature=forward.temperature,
+                chunk=forward.chunk,
+                dtype=forward.dtype,
+                squared=squared,
+            )
+            found = {column: logprobs, "entropy": entropy}
+            return {**found, "sum_pi_squared": squares[0]} if squared else found
+
+        return self._columns(batch, out_key, figures, (column, "sum_pi_squared"))
+
+    def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
+        """Write the critic's value of every response token; all rows, in their order."""
+        critic = self._policy
+        if not isinstance(critic, Critic):
+            raise ValueError(f"An engine of role {self._spec.role} has no values. Ask the critic.")
+
+        def figures(micro: MicroBatch) -> dict[str, Tensor]:
+            return {"values": critic(micro.packed)[0]}
+
+        return self._columns(batch, out_key, figures, ("values",))
+
+    def _columns(
+        self,
+        batch: BatchRef,
+        out_key: str,
+        figures: Callable[[MicroBatch], dict[str, Tensor]],
+        names: tuple[str, ...],
+    ) -> ColumnsResult:
+        ref, sums = write_token_columns(
+            self._store,
+            self._joined(),
+            batch,
+            out_key,
+            figures,
+            names,
             budget=self._spec.train.micro_batch_tokens,
             cost=self._cost,
         )
-        found: dict[int, np.ndarray] = {}
-        entropy = 0.0
-        for rows in plan.ranks[meeting.rank]:
-            micro = read_micro_batch(self._store, batch, rows, (), self._device)
-            with torch.no_grad():
-                logprobs, entropies = forward(micro.packed)
-            entropy += float((entropies * micro.mask).sum())
-            split = logprobs.float().cpu().split(micro.packed.rows.lengths.tolist())
-            found.update(zip(rows, (row.numpy() for row in split), strict=True))
-        if not found:
-            return LogprobResult(batch=None)
-        if meeting.world > 1:
-            stem, dot, suffix = out_key.rpartition(".")
-            out_key = f"{stem}-{meeting.rank}of{meeting.world}{dot}{suffix}"
-        rows_found = [found[row] for row in sorted(found)]
-        jagged = Jagged(
-            np.concatenate(rows_found), np.cumsum([0, *map(len, rows_found)], dtype=np.int64)
-        )
-        ref = write_batch(self._store, out_key, {column: jagged})
-        tokens = float(sum(map(len, rows_found)))
-        return LogprobResult(batch=ref, metrics={"entropy_sum": entropy, "tokens": tokens})
+        return ColumnsResult(batch=ref, metrics=sums)
 
     @staticmethod
-    def concat(method: str, parts: list[LogprobResult]) -> LogprobResult:
-        """The ranks' rows, in rank order."""
-        assert method == "logprobs", method
-        tokens = sum(part.metrics.get("tokens", 0.0) for part in parts)
-        entropy = sum(part.metrics.get("entropy_sum", 0.0) for part in parts)
-        return LogprobResult(
+    def concat(method: str, parts: list[ColumnsResult]) -> ColumnsResult:
+        """The ranks' rows, in rank order; of their sums the means over tokens."""
+        assert method in ("logprobs", "values"), method
+        tokens = sum(part.metrics["tokens"] for part in parts)
+        names = {name for part in parts for name in part.metrics} - {"tokens"}
+        means = {
+            name: sum(part.metrics.get(name, 0.0) for part in parts) / max(tokens, 1.0)
+            for name in sorted(names)
+        }
+        return ColumnsResult(
             batch=BatchRef.concat([part.batch for part in parts if part.batch is not None]),
-            metrics={"tokens": tokens, "entropy": entropy / max(tokens, 1.0)},
+            metrics={"tokens": tokens, **means},
         )
 
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
@@ -205,7 +232,8 @@ class FSDPEngine(Ranked):
             raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
         torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
         self.version = None
-        updater = Updater(
+        kind = CriticUpdater if self._spec.role == "critic" else Updater
+        updater = kind(
             store=self._store,
             meeting=meeting,
             optimizer=self._optimizer,
@@ -226,6 +254,8 @@ class FSDPEngine(Ranked):
         also where it is tied to the embedding.
         """
         meeting = self._joined()
+        if self._spec.role == "critic":
+            raise ValueError("A critic is no policy, so it has no version to publish.")
         target = DTYPES[dtype]
         if meeting.rank == 0:
             ref = publish(
@@ -303,7 +333,8 @@ class FSDPEngine(Ranked):
     def _whole_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every weight, cast before it is gathered; a collective."""
         assert self._policy is not None
-        for name, tensor in self._policy.model.state_dict().items():
+        whole = self._policy if isinstance(self._policy, Critic) else self._policy.model
+        for name, tensor in whole.state_dict().items():
             value = tensor.detach()
             if dtype is not None and value.is_floating_point():
                 value = value.to(dtype)
@@ -340,8 +371,8 @@ def _share(group: dist.ProcessGroup, value: list[WeightsRef | None]) -> WeightsR
     return value[0]
 
 
-def cost_model(policy: Policy) -> CostModel:
-    """FLOPs of a policy's forward pass, from its shapes."""
+def cost_model(policy: Policy | Critic) -> CostModel:
+    """FLOPs of a forward pass, from the model's shapes."""
     config = policy.model.config.get_text_config()
     head, embedding = policy.head, policy.model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)

@@ -63,10 +63,12 @@ class Gang:
         spec: EngineSpec,
         deadline: float,
         *,
+        start_timeout: float | None = None,
         join_timeout: float = 60.0,
         retry_runtime_errors: bool = True,
     ) -> None:
-        """`deadline`: seconds that building, and any call without its own, may take.
+        """`deadline`: seconds that any call without its own may take; `start_timeout`: that building
+        may take, else the deadline.
 
         `join_timeout`: seconds for each phase of the rendezvous. `retry_runtime_errors`: count an
         engine's RuntimeError and OSError (a broken collective, say) as the machinery's, so that
@@ -77,6 +79,7 @@ class Gang:
         self.role = role
         self.spec = spec
         self.deadline = deadline
+        self.start_timeout = deadline if start_timeout is None else start_timeout
         self.join_timeout = join_timeout
         self.generation = 0
         self.world = cluster.config.pools[pool].workers
@@ -97,17 +100,20 @@ class Gang:
         Raises NoWorkers, GangLost or GangFailed; after any of them, `form` can be tried again.
         """
         began = time.monotonic()
-        self.cluster.wait(self.pool, self.world, cancel=cancel)
         with self.cluster.turn(self.pool, cancel):
+            # Within the turn: the gang before may have failed, and taken the workers with it.
+            self.cluster.wait(self.pool, self.world, cancel=cancel)
             self._ranks = ()
             self.generation += 1
-            members = list(self.cluster.members(self.pool).values())[: self.world]
+            members = list(self.cluster.staying(self.pool).values())[: self.world]
+            if len(members) < self.world:
+                raise GangLost(0, self.pool, "its workers left while it was formed")
             builds = self._all(
                 members,
                 lambda rank, wake: start_build(
                     self.cluster, members[rank].address, self.role, self.spec, wake
                 ),
-                self.deadline,
+                self.start_timeout,
                 cancel,
             )
             joins = self._join(members, cancel)

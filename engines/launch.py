@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 
 from engines.failures import ClusterLost
-from engines.node import NodePlan, WorkerPlan
+from engines.node import AT_END_TIMEOUT, NodePlan
 from engines.parent_death import kill_all, session
 
 END_TIMEOUT = 3.0  # seconds in which the node process ends all below it and itself
@@ -25,25 +25,29 @@ class NodeProcess:
     """The node process of this flow process."""
 
     def __init__(
-        self, workers: Sequence[WorkerPlan], no_workers_timeout: float, start_timeout: float
+        self, plan: NodePlan, start_timeout: float, command: Sequence[str] | None = None
     ) -> None:
         """Start it and wait (at most `start_timeout` seconds) until its scheduler listens.
 
-        The workers follow; see NodePlan for `no_workers_timeout`.
+        The workers follow. `command` starts it on another machine, and passes its streams on.
         """
         self._scratch = tempfile.mkdtemp(prefix="refrain-")
-        plan = NodePlan(
-            scratch=self._scratch, no_workers_timeout=no_workers_timeout, workers=tuple(workers)
-        )
+        if command is None:
+            plan = plan.model_copy(update={"scratch": self._scratch})
+            command = [sys.executable, "-W", NO_LEAK_WARNING, "-m", "engines.node"]
+        self._end_timeout = END_TIMEOUT + AT_END_TIMEOUT * len(plan.at_end)
         self._process = subprocess.Popen(
-            [sys.executable, "-W", NO_LEAK_WARNING, "-m", "engines.node"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
             env={
+                # glibc keeps a heap per thread; a worker's calls change threads, so that each of its
+                # heaps would grow to the size of a whole update.
+                "MALLOC_ARENA_MAX": "1",
                 **os.environ,
                 # What can be imported here can be imported on the workers.
-                "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
+                "PYTHONPATH": python_path(),
                 # The image that workers are forked from must have no thread pools.
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
@@ -89,10 +93,15 @@ class NodeProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT)
+            self._process.wait(self._end_timeout)
         if self._process.returncode != 0:  # it hangs, or was killed itself and could not clean up
             kill_all(session(self._process.pid))
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def python_path() -> str:
+    """The folders that modules are imported from here."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

@@ -1,5 +1,7 @@
 """The node process: Dask's scheduler and one nanny per worker, apart from the flow process.
 
+With workers as jobs it has the scheduler only; on a machine behind SSH, nannies only.
+
 The flow process starts it (engines/cluster.py), writes a NodePlan as one line to its standard
 input, reads the scheduler's address as one line from its standard output, and keeps the input open
 for as long as it lives: end of file means that the flow process is gone, however it died, and then
@@ -19,7 +21,9 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -31,12 +35,14 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from engines import dask_settings
+from engines.certificates import Certificates
 from engines.parent_death import adopt_orphans, descendants, kill_all
 
 LOOPBACK = "127.0.0.1"
 DEAD = psutil.STATUS_ZOMBIE
 KILL_TIMEOUT = 2.0  # seconds for which killing goes on while processes appear
 SWEEP = 0.5  # seconds between looks for orphans
+AT_END_TIMEOUT = 10.0  # seconds that a command at the end may take
 
 
 class WorkerPlan(BaseModel):
@@ -55,12 +61,20 @@ class NodePlan(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    scratch: str  # directory of this cluster alone; removed at the end
+    scratch: str | None = (
+        None  # directory of this cluster alone, removed at the end; none: make one
+    )
     no_workers_timeout: float  # seconds
     workers: tuple[WorkerPlan, ...]
+    host: str | None = LOOPBACK  # address to listen at; none: the one that reaches the scheduler
+    scheduler: str | None = None  # address of a scheduler elsewhere; none: start one
+    certificates: Certificates | None = None  # for TLS
+    at_end: tuple[
+        tuple[str, ...], ...
+    ] = ()  # commands that end what runs elsewhere for the cluster
 
 
-def _start_fork_server() -> set[int]:
+def start_fork_server() -> set[int]:
     """Start the process that workers are forked from; returns the pids of Python's helpers.
 
     It imports Dask once for all workers, in parallel with this process: a worker starts in 0.1 s
@@ -78,6 +92,7 @@ class Node:
     def __init__(self, plan: NodePlan, address_fd: int, helpers: set[int]) -> None:
         """`address_fd`: where the scheduler's address goes; `helpers`: pids of Python's helpers."""
         self.plan = plan
+        self.scratch = plan.scratch or tempfile.mkdtemp(prefix="refrain-")
         self.address_fd = address_fd
         self.helpers = helpers
         self.nannies: list[Any] = []  # distributed.Nanny, which is imported later
@@ -86,6 +101,9 @@ class Node:
         """Kill everything below this process, clean up and end it."""
         for nanny in self.nannies:
             nanny.close_gracefully()  # start no new workers
+        for command in self.plan.at_end:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, timeout=AT_END_TIMEOUT, check=False, capture_output=True)
         silence = os.open(os.devnull, os.O_WRONLY)  # nobody needs to read what Dask makes of it
         os.dup2(silence, sys.stderr.fileno())
         until = time.monotonic() + KILL_TIMEOUT
@@ -93,7 +111,7 @@ class Node:
         while clear < 2 and time.monotonic() < until:
             clear = 0 if kill_all(descendants(os.getpid())) else clear + 1
             time.sleep(0.02)
-        shutil.rmtree(self.plan.scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         os._exit(status)
 
     def watch_parent(self) -> None:
@@ -132,25 +150,42 @@ class Node:
         dask_settings.apply()
         dask.config.set({"distributed.scheduler.no-workers-timeout": self.plan.no_workers_timeout})
         from distributed import Nanny, Scheduler  # reads the settings
+        from distributed.comm import get_address_host
+        from distributed.utils import get_ip
 
-        # Dask opens an HTTP port even without a dashboard: keep it, too, from the network.
-        scheduler = await Scheduler(
-            host=LOOPBACK, port=0, dashboard=False, dashboard_address=f"{LOOPBACK}:0"
-        )
-        os.write(self.address_fd, f"{scheduler.address}\n".encode())
+        secured = self.plan.certificates
+        connection: dict[str, Any] = {}
+        if secured is not None:
+            connection = {"protocol": "tls", "security": secured.security()}
+        address, host = self.plan.scheduler, self.plan.host
+        if address is None:
+            assert host is not None
+            # Dask opens an HTTP port even without a dashboard: keep it, too, from the network.
+            scheduler = await Scheduler(
+                host=host,
+                port=0,
+                dashboard=False,
+                dashboard_address=f"{LOOPBACK}:0",
+                **connection,
+            )
+            address = scheduler.address
+        else:
+            host = host or get_ip(get_address_host(address))
+        os.write(self.address_fd, f"{address}\n".encode())
         os.close(self.address_fd)
         self.nannies = [
             Nanny(
-                scheduler.address,
+                address,
                 name=worker.name,
                 nthreads=worker.slots + 1,  # one thread beside the slots, for small things
                 resources={worker.pool: worker.slots},
                 env=worker.env,
                 memory_limit=0,
-                local_directory=self.plan.scratch,
+                local_directory=self.scratch,
                 silence_logs="ERROR",
-                host=LOOPBACK,
+                host=host,
                 dashboard_address=f"{LOOPBACK}:0",
+                **connection,
             )
             for worker in self.plan.workers
         ]
@@ -162,7 +197,7 @@ def main() -> None:
     adopt_orphans()
     address_fd = os.dup(sys.stdout.fileno())  # not inherited, unlike standard output, which
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # from here on is everybody's, for people
-    helpers = _start_fork_server()
+    helpers = start_fork_server()
     plan = NodePlan.model_validate(json.loads(sys.stdin.buffer.readline()))
     node = Node(plan, address_fd, helpers)
     node.watch_parent()

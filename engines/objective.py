@@ -16,6 +16,7 @@ from torch import Tensor
 
 from configs.algorithm import AlgorithmConfig
 from engines.aggregation import Normaliser, aggregate
+from engines.correction_sums import correction_sums, gap_sums
 from engines.corrections import CORRECTIONS, Mismatch, Step, correct
 from engines.imports import imported
 from engines.kl import KL_ESTIMATORS
@@ -32,7 +33,7 @@ class Objective:
     params: Mapping[str, Any]  # keyword arguments of the method's functions
     aggregation: str
     against_rollout: bool  # the ratio's denominator is the rollout policy
-    corrections: tuple[Step, ...]  # applied unless the batch brings its weights
+    corrections: tuple[Step, ...]  # applied here unless the batch brings its weights
     kl: Callable[[Tensor, Tensor], Tensor] | None  # in the loss; None: not there
     kl_coefficient: float
     kl_unbiased: bool
@@ -61,11 +62,14 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Columns of PolicyBatch that must be there beside logprobs, advantages, old_logprobs."""
+        """Columns that a batch must have beside logprobs, advantages, old_logprobs."""
         needs = set(self.method.needs)
         needs |= {"ref_logprobs"} if self.kl is not None else set()
         needs |= {"entropy"} if self.entropy_gradient or self.entropy_top_share < 1 else set()
         needs |= {"rollout_logprobs"} if self.against_rollout or self.corrections else set()
+        # A mean over the batch is not that of a micro-batch, so it is taken before the update.
+        normalized = any(params.get("normalize") for _, params in self.corrections)
+        needs |= {"correction_weights"} if normalized else set()
         return frozenset(needs)
 
     @property
@@ -75,14 +79,18 @@ class Objective:
 
     @property
     def selects(self) -> bool:
-        """Whether the method chooses tokens over the whole mini-batch (`select`)."""
-        return self.method.select is not None
+        """Whether tokens are chosen over the whole mini-batch (`select`)."""
+        return self.method.select is not None or self.entropy_top_share < 1
 
     def select(self, mini_batch: PolicyBatch) -> Tensor:
-        """bool [T] for PolicyBatch.selected, from all tokens of a mini-batch, of all ranks."""
-        assert self.method.select is not None, "this method selects nothing"
+        """bool [2, T]: PolicyBatch.selected and .counted, from a whole mini-batch, of all ranks."""
+        selected = counted = mini_batch.mask
         with torch.no_grad():
-            return self.method.select(self._against(mini_batch), **self.params)
+            if self.method.select is not None:
+                selected = self.method.select(self._against(mini_batch), **self.params)
+            if self.entropy_top_share < 1:
+                counted = self._uncertain(mini_batch)
+        return torch.stack([selected, counted])
 
     def __call__(
         self, batch: PolicyBatch, normaliser: Normaliser, kl_coefficient: float | None = None
@@ -115,9 +123,9 @@ class Objective:
 
     def _corrected(self, batch: PolicyBatch) -> tuple[PolicyBatch, MetricSums]:
         """The batch with weights and without the tokens that the corrections leave out."""
-        if batch.weights is not None or not self.corrections:
-            return batch, MetricSums()
-        assert batch.rollout_logprobs is not None, "corrections need rollout_logprobs"
+        if batch.rollout_logprobs is None:
+            assert batch.weights is not None or not self.corrections, "they need rollout_logprobs"
+            return self._weighted(batch, batch.weights, batch.kept), MetricSums()
         mismatch = Mismatch(
             rows=batch.rows,
             mask=batch.mask,
@@ -125,20 +133,21 @@ class Objective:
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
         )
-        weights, kept = correct(mismatch, self.corrections)
-        log_ratio = mismatch.log_ratio()
-        metrics = MetricSums(
-            means={
-                "correction_weight": mean_over(weights, batch.mask),
-                "correction_weight_squared": mean_over(weights.square(), batch.mask),
-                "correction_left_out": mean_over(~kept, batch.mask),
-                "kl_rollout_k1": mean_over(-log_ratio, batch.mask),
-                "kl_rollout_k3": mean_over(log_ratio.exp() - 1 - log_ratio, batch.mask),
-            }
-        )
-        if self.against_rollout and self.method.ratio:
-            return dataclasses.replace(batch, mask=kept), metrics
-        return dataclasses.replace(batch, weights=weights, mask=kept), metrics
+        metrics = gap_sums(mismatch)
+        weights, kept = batch.weights, batch.kept
+        if weights is None and self.corrections:
+            weights, kept = correct(mismatch, self.corrections)
+        if weights is not None:
+            metrics += correction_sums(mismatch, weights, kept, self.corrections)
+        return self._weighted(batch, weights, kept), metrics
+
+    def _weighted(
+        self, batch: PolicyBatch, weights: Tensor | None, kept: Tensor | None
+    ) -> PolicyBatch:
+        mask = batch.mask if kept is None else batch.mask & kept
+        if self.against_rollout and self.method.ratio:  # the ratio itself corrects
+            weights = batch.weights
+        return dataclasses.replace(batch, weights=weights, mask=mask)
 
     def _policy_term(self, batch: PolicyBatch, normaliser: Normaliser) -> tuple[Tensor, MetricSums]:
         result = self.method.loss(batch, **self.params)
@@ -146,12 +155,15 @@ class Objective:
         if batch.weights is not None and not self.method.own_weights:
             values = values * batch.under_mask(batch.weights.detach())
         if self.entropy_top_share < 1:
-            assert batch.entropy is not None, "entropy.top_share needs the entropy"
-            kept = high_entropy(batch.entropy.detach(), batch.mask, self.entropy_top_share)
-            values = torch.where(kept, values, 0.0)
+            counted = self._uncertain(batch) if batch.counted is None else batch.counted
+            values = torch.where(counted, values, 0.0)
         loss = self._aggregated(values, batch, normaliser)
         total = MetricSums(sums={"policy_loss": loss.detach() / normaliser.ranks})
         return loss, result.metrics + total
+
+    def _uncertain(self, batch: PolicyBatch) -> Tensor:
+        assert batch.entropy is not None, "entropy.top_share needs the entropy"
+        return high_entropy(batch.entropy.detach(), batch.mask, self.entropy_top_share)
 
     def _divergence(self, batch: PolicyBatch) -> Tensor:
         assert self.kl is not None and batch.ref_logprobs is not None, "the KL needs ref_logprobs"

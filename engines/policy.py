@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from engines.attention import PACKED
 from engines.logprobs import token_statistics
 from engines.models import load_for_training
 from engines.packed import PackedBatch
+
+if TYPE_CHECKING:
+    from engines.critic import Critic
 
 
 class Policy(nn.Module):
@@ -43,8 +46,9 @@ class Policy(nn.Module):
         chunk: int,
         dtype: torch.dtype,
         entropy_gradient: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs [R] and entropy [R] of response tokens, float32.
+        squared: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Log-probs [R] and entropy [R] of response tokens, float32; `squared`: sums of pi^2 [R] too.
 
         dtype is that of the output head's product; chunk the number of logit rows held at once.
         A tuple, because FSDP looks for the outputs' gradients there.
@@ -62,8 +66,10 @@ class Policy(nn.Module):
             temperature=temperature,
             chunk=chunk,
             entropy_gradient=entropy_gradient,
+            squared=squared,
         )
-        return stats.logprobs.clone(), stats.entropy.clone()  # FSDP warns of views
+        found = (stats.logprobs.clone(), stats.entropy.clone())  # FSDP warns of views
+        return found if stats.sum_pi_squared is None else (*found, stats.sum_pi_squared.clone())
 
 
 def load_policy(directory: Path) -> Policy:
@@ -72,16 +78,21 @@ def load_policy(directory: Path) -> Policy:
 
 
 def policy_of(model: PreTrainedModel) -> Policy:
-    """Make a policy of a transformers model, in place: packed attention, no dropout."""
+    """Make a policy of a transformers model, in place."""
+    return Policy(packed_attention(model))
+
+
+def packed_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model take packed batches, in place; without dropout."""
     model.set_attn_implementation(PACKED)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return Policy(model)
+    return model
 
 
 def shard(
-    policy: Policy, group: dist.ProcessGroup, device: torch.device, compute: torch.dtype
+    policy: Policy | Critic, group: dist.ProcessGroup, device: torch.device, compute: torch.dtype
 ) -> None:
     """Shard the policy over a group, one unit per decoder layer, in place.
 
@@ -99,7 +110,7 @@ def shard(
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
 
-def layers(policy: Policy) -> list[nn.Module]:
+def layers(policy: Policy | Critic) -> list[nn.Module]:
     """The decoder's repeated layers: the largest list of modules in it."""
     lists = [module for module in policy.model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:

@@ -31,7 +31,10 @@ class PolicyBatch:
     weights: Tensor | None = (
         None  # [T] factors on the loss; None: made by the objective's correction
     )
-    selected: Tensor | None = None  # bool [T] from the method's `select` over the whole mini-batch
+    kept: Tensor | None = None  # bool [T] the correction's verdicts that belong to `weights`
+    # Chosen over the whole mini-batch by Objective.select; None: over this batch, where it is whole.
+    selected: Tensor | None = None  # bool [T] tokens that the method treats apart
+    counted: Tensor | None = None  # bool [T] tokens whose entropy is high enough to count
 
     @property
     def proximal(self) -> Tensor:

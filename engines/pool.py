@@ -16,7 +16,7 @@ from typing import Any
 
 from engines.calls import build, stop, submit
 from engines.cluster import Cluster
-from engines.failures import InfrastructureError
+from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.lease import Lease
 from engines.remote import EngineSpec
 
@@ -64,7 +64,7 @@ class EnginePool:
     def live(self) -> dict[str, str]:
         """Name -> address of the pool's live workers; waits for one, then NoWorkers."""
         workers = self.cluster.workers(self.pool)
-        return workers or self.cluster.wait(self.pool, 1)
+        return workers or self.cluster.wait(self.pool, 1, cancel=self.cancel)
 
     def call(
         self, method: str, lease: Lease, assignment: Assignment | None = None, **arguments: Any
@@ -86,10 +86,13 @@ class EnginePool:
                 deadline=self.deadline,
                 cancel=self.cancel,
             )
+        except (WorkerLost, CallDeadline):
+            self.forget(address)
+            raise
         except InfrastructureError:
             self.forget(address)
             # The worker may live on without its engine (vLLM's own process died): a build would
-            # find the dead engine, so it is closed. A worker that is gone has nothing to close.
+            # find the dead engine, so it is closed.
             with contextlib.suppress(InfrastructureError, TimeoutError):
                 stop(self.cluster, address, self.role)
             raise

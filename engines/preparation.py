@@ -30,7 +30,7 @@ class Shaped:
 
     rewards: Tensor  # [N]
     mask: Tensor  # bool [T]
-    metrics: MetricSums  # mean of each penalty over the samples
+    metrics: MetricSums  # mean of each penalty over the samples, and how many it touched
 
 
 def shape(
@@ -72,17 +72,27 @@ def shape(
     every = torch.ones_like(truncated)
     means = {f"penalty_{name}": mean_over(term, every) for name, term in terms.items()}
     means["truncated"] = mean_over(truncated, every)
-    return Shaped(rewards=changed, mask=mask, metrics=MetricSums(means=means))
+    touched = {f"{name}_samples": (term != 0).sum().double() for name, term in terms.items()}
+    touched["truncated_samples"] = truncated.sum().double()
+    return Shaped(rewards=changed, mask=mask, metrics=MetricSums(means=means, sums=touched))
 
 
-def select(rewards: Tensor, groups: Tensor, steps: Sequence[SelectionStep]) -> Tensor:
-    """keep: bool [N], True for the samples that every step of the recipe keeps.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selected:
+    """Which samples every step of a recipe keeps."""
 
-    A step sees only what the steps before it have kept.
-    """
+    keep: Tensor  # bool [N]
+    metrics: dict[str, float]  # samples that each step left out
+
+
+def select(rewards: Tensor, groups: Tensor, steps: Sequence[SelectionStep]) -> Selected:
+    """Apply the recipe's steps to rewards [N] and groups [N]; each sees what those before it kept."""
     keep = torch.ones_like(groups, dtype=torch.bool)
+    metrics: dict[str, float] = {}
     for step in steps:
         function = imported(step.path) if step.kind == "function" else SELECTIONS[step.kind]
         left = keep.nonzero().squeeze(-1)
         keep[left] = function(rewards[left], groups[left], **step.arguments())
-    return keep
+        name = f"{step.kind}_left_out"
+        metrics[name] = metrics.get(name, 0.0) + float(left.numel() - int(keep.sum()))
+    return Selected(keep=keep, metrics=metrics)

@@ -5,6 +5,8 @@ The tokenizer is the caller's: this module loads none. Which rows are drawn is s
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -142,6 +144,12 @@ def _encode_texts(
             "Set data.template = chat."
         )
     return tokenizer(list(prompts))["input_ids"] if prompts else []
+
+
+def state_number(value: object) -> int:
+    """A number for a row's state, in [0, 2**63): equal for equal values, whatever run or worker."""
+    text = json.dumps(value, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def decode(response_ids: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:

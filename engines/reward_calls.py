@@ -46,6 +46,16 @@ class Start:
     built_in: bool  # whether `path` makes a scorer for single samples out of settings
     params: Mapping[str, Any]  # keyword arguments of each call of a function, or of the maker
     sample_seconds: float  # longest time for one sample of a built-in scorer, in seconds
+    packages: tuple[str, ...] = ()  # whose versions tell what the function does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """What a loaded function is: its lines, those of its module, the packages around it."""
+
+    source: str  # sha256 of the function's own lines; empty where it has none to read
+    module: str  # sha256 of the file that it is in; empty for what has no file
+    packages: Mapping[str, str]  # version of each installed package that was asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,7 @@ class Ready:
     """The function is loaded."""
 
     columns: tuple[str, ...]  # columns that it cannot be called without
+    code: Code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,5 +91,6 @@ class Reply:
     values: Sequence[float | None]  # one per sample; None: not applicable, or see `errors`
     errors: Mapping[int, str]  # position of a sample that has no valid value, and why
     error: str | None  # why the whole call failed
+    tracebacks: Mapping[str, str]  # of the exceptions among those errors, by the error
     metrics: Mapping[str, Sequence[float]]  # values given to log_metric
     extras: Mapping[str, Sequence[Any]]  # columns given to log_extra, one entry per sample

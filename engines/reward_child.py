@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import hashlib
 import inspect
 import math
 import os
@@ -18,10 +19,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.reward_calls import (
@@ -29,6 +32,7 @@ from engines.reward_calls import (
     TRL_HIDDEN_COLUMNS,
     Broken,
     Call,
+    Code,
     Ready,
     Reply,
     Start,
@@ -39,16 +43,21 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
+_TRACE_CHARACTERS = 8000  # of a traceback; its end tells most
 
 
 class SampleTookTooLong(BaseException):
     """Raised by the alarm; no Exception, so that a scorer's own handlers let it pass."""
 
 
-def main(socket: int, owner: int) -> None:
-    """Load the function named by the first message, then answer calls until the owner is gone."""
+def main(socket: int, owner: int, dump: int) -> None:
+    """Load the function named by the first message, then answer calls until the owner is gone.
+
+    `dump`: file descriptor that gets the stacks at a crash in native code, and at SIGUSR1.
+    """
     _die_with(owner)
-    faulthandler.enable()  # a crash in native code leaves a traceback in the worker's log
+    faulthandler.enable(dump)
+    faulthandler.register(signal.SIGUSR1, dump)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with Connection(socket) as connection:
         start: Start = connection.recv()
@@ -76,10 +85,35 @@ def _die_with(owner: int) -> None:
 
 def _load(start: Start) -> tuple[Callable[[Call], Reply], Ready]:
     function = find_function(start.path)
+    code = code_of(function, start.packages)
     if start.built_in:
-        return SampleScorer(function(**start.params), start.sample_seconds), Ready(columns=())
+        scorer = SampleScorer(function(**start.params), start.sample_seconds)
+        return scorer, Ready(columns=(), code=code)
     columns = required_columns(function, start.params)
-    return FunctionScorer(function, start.params), Ready(columns=columns)
+    return FunctionScorer(function, start.params), Ready(columns=columns, code=code)
+
+
+def code_of(function: Callable[..., Any], packages: tuple[str, ...]) -> Code:
+    """Digests of the lines that were loaded, and versions of packages where they are installed."""
+    plain = inspect.unwrap(function)
+    plain = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
+    try:
+        source = _sha256(inspect.getsource(plain).encode())
+    except (OSError, TypeError):  # made at run time, or not in Python
+        source = ""
+    try:
+        module = _sha256(Path(inspect.getfile(plain)).read_bytes())
+    except (OSError, TypeError):
+        module = ""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return Code(source=source, module=module, packages=found)
+
+
+def _sha256(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 def _refusal(start: Start, error: Exception) -> str:
@@ -151,7 +185,7 @@ class FunctionScorer:
                 result = self._loop.run(_finish(result))
             values = [] if result is None else list(result)
         except Exception as error:
-            return _failed_call(_describe(error))
+            return _failed_call(_describe(error), _trace(error))
         if result is None or len(values) != len(call.completions):
             got = "None" if result is None else f"{len(values)} values"
             return _failed_call(f"returned {got} for {len(call.completions)} samples")
@@ -162,6 +196,7 @@ class FunctionScorer:
             error=None,
             metrics=metrics,
             extras={c: v for c, v in extras.items() if len(v) == len(values)},
+            tracebacks={},
         )
 
 
@@ -175,6 +210,7 @@ class SampleScorer:
     def __call__(self, call: Call) -> Reply:
         values: list[float | None] = []
         errors: dict[int, str] = {}
+        tracebacks: dict[str, str] = {}
         for position, (text, row) in enumerate(zip(call.completions, call.rows, strict=True)):
             value: float | str | None
             try:
@@ -184,10 +220,13 @@ class SampleScorer:
                 value = f"took longer than {self._seconds:g} s"
             except Exception as error:
                 value = _describe(error)
+                tracebacks[value] = _trace(error)
             if isinstance(value, str):
                 errors[position] = value
             values.append(value if isinstance(value, float) else None)
-        return Reply(values=values, errors=errors, error=None, metrics={}, extras={})
+        return Reply(
+            values=values, errors=errors, error=None, metrics={}, extras={}, tracebacks=tracebacks
+        )
 
 
 async def _finish(result: Awaitable[Any]) -> Any:
@@ -227,8 +266,9 @@ def _checked(value: Any) -> float | str | None:
     return number
 
 
-def _failed_call(error: str) -> Reply:
-    return Reply(values=(), errors={}, error=error, metrics={}, extras={})
+def _failed_call(error: str, trace: str = "") -> Reply:
+    tracebacks = {error: trace} if trace else {}
+    return Reply(values=(), errors={}, error=error, metrics={}, extras={}, tracebacks=tracebacks)
 
 
 def _printable(value: Any) -> Any:
@@ -243,6 +283,16 @@ def _describe(error: Exception) -> str:
     if frames := traceback.extract_tb(error.__traceback__):
         where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     return _shortened(f"{type(error).__name__}: {error}", _ERROR_CHARACTERS) + where
+
+
+def _trace(error: Exception) -> str:
+    """The traceback, from the function on: what called it is ours."""
+    frames = error.__traceback__
+    own = os.path.abspath(__file__)
+    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename == own:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return text if len(text) <= _TRACE_CHARACTERS else f"…{text[-_TRACE_CHARACTERS:]}"
 
 
 def _shortened(text: str, characters: int) -> str:

@@ -3,8 +3,9 @@
 The whole batch is one call. When that call raises or returns nonsense, the batch is halved, again
 and again, until the guilty samples stand alone: calls are cheap. When it hangs or the process dies,
 samples are called one by one, because each guilty call costs a process: first with an eighth of
-the deadline each, then those that were too slow with the whole of it, so that a few hanging samples
-cannot use up the time of the many good ones.
+the deadline each, then those that hung or crashed once more with the whole of it, so that a few
+hanging samples cannot use up the time of the many good ones, and a process that was killed by
+somebody from outside is no sample's fault.
 
 All this has to fit into ISOLATION_BUDGET deadlines, counted in the time of calls; a lost process
 counts as an eighth of a deadline at least, however quickly it crashed. A sample that could not be
@@ -37,6 +38,7 @@ class Column:
     errors: dict[int, str] = field(default_factory=dict)  # sample without a valid value, and why
     metrics: dict[str, list[float]] = field(default_factory=dict)  # values given to log_metric
     extras: dict[str, list[Any]] = field(default_factory=dict)  # columns given to log_extra, N each
+    tracebacks: dict[str, str] = field(default_factory=dict)  # of errors, by the error
 
 
 def score_column(process: RewardProcess, batch: Call, seconds: float) -> Column:
@@ -55,7 +57,6 @@ def score_column(process: RewardProcess, batch: Call, seconds: float) -> Column:
 class _Fault:
     error: str
     costly: bool  # the process was lost: the call hung or crashed
-    timed_out: bool
 
 
 class _Scoring:
@@ -90,14 +91,14 @@ class _Scoring:
 
     def _one_by_one(self, samples: Sequence[int]) -> None:
         for allowed in (self._seconds * FIRST_LOOK, self._seconds):
-            slow = []
+            again = []
             for sample in samples:
                 fault = self._attempt([sample], allowed)
                 if fault is not None:
                     self._column.errors[sample] = fault.error
-                    if fault.timed_out:
-                        slow.append(sample)
-            samples = slow
+                    if fault.costly:  # too slow, or killed by somebody from outside
+                        again.append(sample)
+            samples = again
 
     def _attempt(self, samples: Sequence[int], seconds: float) -> _Fault | None:
         """One call; its result goes into the column, or its fault is returned."""
@@ -114,12 +115,14 @@ class _Scoring:
             reply = self._process.call(_part(self._batch, samples), min(seconds, self._budget))
         except (CallTimedOut, ProcessDied) as error:
             least = self._seconds * FIRST_LOOK
-            timed_out = isinstance(error, CallTimedOut)
-            return _Fault(str(error), costly=True, timed_out=timed_out)
+            if error.stacks:
+                self._column.tracebacks[str(error)] = error.stacks
+            return _Fault(str(error), costly=True)
         finally:
             self._budget -= max(time.monotonic() - started, least)
+        self._column.tracebacks.update(reply.tracebacks)
         if reply.error is not None:
-            return _Fault(reply.error, costly=False, timed_out=False)
+            return _Fault(reply.error, costly=False)
         self._record(samples, reply)
         return None
 

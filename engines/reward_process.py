@@ -13,23 +13,39 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from threading import Event, Lock, Timer
 
+from engines.failures import InfrastructureError
 from engines.reward_calls import Broken, Call, Ready, Reply, Start
+
+DUMP_SECONDS = 0.05  # in which a process that hangs writes its stacks before it is killed
 
 # The kernel's parent-death signal follows the thread that started a process, not its process:
 # this thread lives as long as the interpreter, a worker's task threads do not.
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-starter")
 
 
-class CallTimedOut(RuntimeError):
+class NotStarted(InfrastructureError):
+    """The process of a reward function ended, or hung, before its function was loaded."""
+
+
+class CallLost(RuntimeError):
+    """The function never returned."""
+
+    def __init__(self, text: str, stacks: str) -> None:
+        super().__init__(text)
+        self.stacks = stacks  # of the function at that moment, where it could still be asked
+
+
+class CallTimedOut(CallLost):
     """The call did not end by its deadline; the process was killed."""
 
 
-class ProcessDied(RuntimeError):
+class ProcessDied(CallLost):
     """The process ended in the middle of a call."""
 
 
@@ -46,12 +62,13 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._ready: Ready | None = None
+        self._dump = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as this object)
 
     def start(self) -> Ready:
         """Start the process unless it runs, and wait until its function is loaded.
 
-        ValueError when the function cannot be loaded; RuntimeError when the process dies or is not
-        ready in time, which is no fault of any sample.
+        ValueError when the function cannot be loaded; NotStarted when the process dies, twice, or
+        is not ready in time, which is no fault of any sample.
         """
         with self._lock:
             return self._ensure_started()
@@ -64,11 +81,12 @@ class RewardProcess:
             try:
                 reply = self._exchange(call, seconds)
             except TimeoutError:
-                raise CallTimedOut(f"took longer than {seconds:.3g} s") from None
+                text = f"took longer than {seconds:.3g} s"
+                raise CallTimedOut(text, self._stacks()) from None
             except (EOFError, OSError):
                 end = self._end(grace=1.0)
                 self._refuse_closed()  # then it is the owner who ended it
-                raise ProcessDied(f"its process {end}") from None
+                raise ProcessDied(f"its process {end}", self._stacks()) from None
             assert isinstance(reply, Reply)
             return reply
 
@@ -87,18 +105,28 @@ class RewardProcess:
             self._end()  # nothing is due to arrive: the other end has closed
         if self._ready is not None:
             return self._ready
-        self._process, self._connection = _starter.submit(_spawn).result()
+        try:
+            return self._start()
+        except ProcessDied:  # killed from outside, perhaps: one more try tells
+            pass
+        try:
+            return self._start()
+        except ProcessDied as error:
+            raise NotStarted(
+                f"While the reward function {self.name} was loaded, {error}.\n{error.stacks}".rstrip()
+            ) from None
+
+    def _start(self) -> Ready:
+        self._process, self._connection = _starter.submit(_spawn, self._dump.fileno()).result()
         try:
             answer = self._exchange(self._start_message, self._start_seconds)
         except TimeoutError:
-            raise RuntimeError(
+            raise NotStarted(
                 f"The reward function {self.name} was not loaded after {self._start_seconds:g} s."
             ) from None
         except (EOFError, OSError):
             end = self._end(grace=1.0)
-            raise RuntimeError(
-                f"While the reward function {self.name} was loaded, its process {end}."
-            ) from None
+            raise ProcessDied(f"its process {end}", self._stacks()) from None
         if isinstance(answer, Broken):
             self._end()
             raise ValueError(answer.error)
@@ -121,6 +149,9 @@ class RewardProcess:
 
         def kill(process: subprocess.Popen[bytes] = self._process) -> None:
             late.set()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)  # it writes down where it hangs
+            time.sleep(DUMP_SECONDS)
             _kill_group(process)
 
         timer = Timer(seconds, kill)
@@ -138,6 +169,14 @@ class RewardProcess:
             timer.join()
             if late.is_set():
                 self._end()
+
+    def _stacks(self) -> str:
+        """What the process wrote of its stacks before it ended; empty where it wrote nothing."""
+        self._dump.seek(0)
+        found = self._dump.read().decode(errors="replace").strip()
+        self._dump.seek(0)
+        self._dump.truncate()
+        return found
 
     def _end(self, grace: float = 0.0) -> str:
         """Kill and reap the process; how it ended, for people.
@@ -158,16 +197,16 @@ class RewardProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], Connection]:
+def _spawn(dump: int) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     with theirs:
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from engines.reward_child import main; "
-            f"main({theirs.fileno()}, {os.getpid()})"
+            f"main({theirs.fileno()}, {os.getpid()}, {dump})"
         )
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore::SyntaxWarning", "-c", program],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), dump],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Lock
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -28,6 +28,7 @@ from configs.rewards import (
 from engines.reward_calls import Call, Prompt, Start, TrainerState
 from engines.reward_isolation import Column, score_column
 from engines.reward_process import RewardProcess
+from storage.digests import key_of
 from storage.json_values import Row
 from storage.prompt_source import PromptSource
 
@@ -62,6 +63,7 @@ class Scores:
     metrics: dict[str, float]  # means of what functions passed to log_metric
     extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra, as function/column
     seconds: dict[str, float]  # time that each function took
+    tracebacks: dict[str, str]  # of the errors among the failures, by the error
 
     def means(self) -> dict[str, float]:
         """Mean score of each function over the samples that it scored; absent where none."""
@@ -70,6 +72,22 @@ class Scores:
             for f, name in enumerate(self.names)
             if self.applied[:, f].any()
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCode:
+    """A reward function as it was loaded: enough to tell whether another is the same."""
+
+    name: str
+    settings: dict[str, Any]  # of the recipe: kind, import path, weight, params
+    source: str  # sha256 of the function's own lines; empty where they cannot be read
+    module: str  # sha256 of its file
+    packages: dict[str, str]  # versions, of its own package and of libraries that judge
+
+
+def code_digest(code: Sequence[RewardCode]) -> str:
+    """Names all functions of a run together: 16 hex digits."""
+    return key_of([asdict(one) for one in code])
 
 
 class RewardRunner:
@@ -95,6 +113,23 @@ class RewardRunner:
         """
         ready = self._threads.map(RewardProcess.start, self._processes)
         return tuple(answer.columns for answer in ready)
+
+    def code(self) -> tuple[RewardCode, ...]:
+        """What the functions are, as they are loaded now."""
+        return tuple(
+            RewardCode(
+                name=reward.label,
+                settings=reward.model_dump(mode="json"),
+                source=ready.code.source,
+                module=ready.code.module,
+                packages=dict(ready.code.packages),
+            )
+            for reward, ready in zip(
+                self._rewards.functions,
+                self._threads.map(RewardProcess.start, self._processes),
+                strict=True,
+            )
+        )
 
     def score(
         self,
@@ -157,6 +192,12 @@ class RewardRunner:
                 for logged, values in column.extras.items()
             },
             seconds=dict(zip(names, seconds, strict=True)),
+            tracebacks={
+                failure.error: column.tracebacks[failure.error]
+                for column in columns
+                for failure in failures
+                if failure.error in column.tracebacks
+            },
         )
 
     def close(self) -> None:
@@ -179,13 +220,17 @@ class RewardRunner:
 
 def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> Start:
     params: dict[str, Any]
+    packages: tuple[str, ...]
     match reward:
         case FunctionReward():
             path, params = reward.path, dict(reward.params)
+            packages = (path.partition(":")[0].partition(".")[0],)
         case MathReward():
             path, params = "engines.scorers:math_scorer", {"reward": reward}
+            packages = ("refrain", "math-verify")
         case ReasoningGymReward():
             path = "engines.scorers:reasoning_gym_scorer"
+            packages = ("refrain", "reasoning-gym")
             params = {"reward": reward, "source": data.source}
     return Start(
         name=reward.path if isinstance(reward, FunctionReward) else reward.label,
@@ -193,6 +238,7 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
         built_in=not isinstance(reward, FunctionReward),
         params=params,
         sample_seconds=rewards.timeout * _SAMPLE_SHARE,
+        packages=packages,
     )
 
 

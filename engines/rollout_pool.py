@@ -7,11 +7,13 @@ log-probs on a probe against the trainer's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from engines.calls import control
 from engines.cluster import Cluster
 from engines.failures import InfrastructureError
 from engines.lease import Lease
@@ -123,6 +125,19 @@ class RolloutPool(EnginePool):
             with self._locks[address]:
                 if self._loaded.get(address) != self.weights.digest:
                     self._load(name, address)
+
+    def tokens(self, timeout: float = 1.0) -> dict[str, int]:
+        """Worker -> tokens that its engine has drawn since it was built, those in flight among them.
+
+        For a look from outside: a worker that does not answer within `timeout` seconds is left out.
+        """
+        drawn = {}
+        for address, name in list(self._ready.items()):
+            with contextlib.suppress(InfrastructureError, TimeoutError):
+                drawn[name] = control(
+                    self.cluster, address, "rollout", "status", timeout=timeout
+                ).tokens
+        return drawn
 
     def _load(self, name: str, address: str) -> Loaded:
         weights, probe = self.weights, self._probe

@@ -15,7 +15,7 @@ from storage.refs import BatchRef
 from storage.store import Store
 
 # Columns that a sample shares with its prompt; they are referred to, not written again.
-PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row")
+PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row", "state_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

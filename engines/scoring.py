@@ -21,9 +21,9 @@ from configs.base import Settings
 from configs.data import DataConfig, Source
 from configs.model import Model
 from configs.rewards import RewardsConfig
-from engines.prompting import prompts_of, tokenize
+from engines.prompting import prompts_of, state_number, tokenize
 from engines.remote import Call, Engine
-from engines.rewards import RewardRunner
+from engines.rewards import RewardCode, RewardRunner, code_digest
 from storage.batches import write_batch
 from storage.columns import Status
 from storage.json_values import Row
@@ -32,7 +32,7 @@ from storage.refs import BatchRef
 from storage.store import Store
 
 if TYPE_CHECKING:
-    from engines.training_batch import TrainingBatch
+    from engines.training_result import TrainingBatch
 
 PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
@@ -72,9 +72,11 @@ class SampleFailure:
 class Scored:
     """A scored shard."""
 
-    ref: BatchRef  # reward, score/<function>, status
+    ref: BatchRef  # reward, score/<function>, status, reward_code
     failures: tuple[SampleFailure, ...]
+    tracebacks: dict[str, str]  # of the functions' exceptions, by the failures' error
     failed: int  # samples
+    code: tuple[RewardCode, ...]  # what the functions were
     seconds: float  # in the reward functions
 
 
@@ -112,17 +114,18 @@ class ScoringEngine(Engine):
         if not made.kept:
             return MadePrompts(ref=None, dropped=dropped)
         count = len(made.kept)
-        ref = write_batch(
-            self._store,
-            out_key,
-            {
-                "prompt_ids": made.prompt_ids,
-                "group_id": np.arange(first_group, first_group + count, dtype=np.int64),
-                "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
-                "row": [found[p] for p in made.kept],
-            },
-        )
-        return MadePrompts(ref=ref, dropped=dropped)
+        columns: dict[str, object] = {
+            "prompt_ids": made.prompt_ids,
+            "group_id": np.arange(first_group, first_group + count, dtype=np.int64),
+            "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
+            "row": [found[p] for p in made.kept],
+        }
+        state = self._spec.data.state_column
+        if state is not None:
+            columns["state_id"] = np.asarray(
+                [state_number(found[p][state]) for p in made.kept], dtype=np.int64
+            )
+        return MadePrompts(ref=write_batch(self._store, out_key, columns), dropped=dropped)
 
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """A few short sequences of the dataset, and how many tokens of each stand for the prompt."""
@@ -152,11 +155,13 @@ class ScoringEngine(Engine):
             completion_ids,
         )
         seconds = time.monotonic() - began
+        code = self._rewards.code()
         status, _ = samples.fetch_numpy(self._store, "status")
         columns: dict[str, object] = {
             # A failed sample's reward is not a number, so that no mistake can make it count as 0.
             "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
             "status": np.where(scores.failed, np.int64(Status.FAILED), status),
+            "reward_code": [code_digest(code)] * len(samples),
         }
         for position, name in enumerate(scores.names):
             given = scores.applied[:, position] & ~scores.failed
@@ -170,21 +175,34 @@ class ScoringEngine(Engine):
                 SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
                 for f in scores.failures
             ),
+            tracebacks=scores.tracebacks,
             failed=int(scores.failed.sum()),
+            code=code,
             seconds=seconds,
         )
 
     def advantages(
-        self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str
+        self,
+        samples: BatchRef,
+        algorithm: AlgorithmConfig,
+        out_key: str,
+        baselines: BatchRef | None = None,
     ) -> TrainingBatch:
         """Choose the samples that train, and write their advantages.
 
-        Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+        baselines: scored greedy completions of the prompts. Raises RewardsFailed
+        (rewards.on_failure = abort) or NothingToTrain.
         """
         from engines.training_batch import training_batch
 
         return training_batch(
-            self._store, samples, algorithm, self._spec.rewards, self._spec.max_new_tokens, out_key
+            self._store,
+            samples,
+            baselines,
+            algorithm,
+            self._spec.rewards,
+            self._spec.max_new_tokens,
+            out_key,
         )
 
     def close(self) -> None:

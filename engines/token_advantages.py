@@ -63,15 +63,21 @@ def remax(batch: AdvantageBatch) -> Advantages:
 
 
 def gigpo(
-    batch: AdvantageBatch, *, gamma: float, step_weight: float, normalize: bool, epsilon: float
+    batch: AdvantageBatch,
+    *,
+    gamma: float,
+    step_weight: float,
+    normalize: bool,
+    epsilon: float,
+    among: str,
 ) -> Advantages:
     """GiGPO: the advantage of the episode in its group plus that of the turn among equal states.
 
     A = A_E + w A_S. A_E: GRPO's advantage of the sample. A_S: GRPO's advantage of the turn's
     discounted return R_k = sum_j gamma^j r_{k+j} (r_k the sum of the turn's token rewards), among
-    the turns of the group that began in the same state; a turn is the run of a row's tokens (mask 1)
-    with the same number. normalize = false divides by nothing; a
-    state that was met once gives 0. arXiv:2505.10978.
+    the turns of the group that began in the same state (among = "group"), or of the whole batch
+    ("batch"); a turn is the run of a row's tokens (mask 1) with the same number. normalize = false
+    divides by nothing; a state that was met once gives 0. arXiv:2505.10978.
     """
     assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
     kept = batch.rows.kept(batch.mask)
@@ -84,7 +90,9 @@ def gigpo(
     state = torch.unique(torch.masked_select(batch.states, batch.mask)[first], return_inverse=True)[
         1
     ]
-    same = Groups.of(batch.groups).member[row] * (state.numel() + 1) + state
+    same = state
+    if among == "group":
+        same = Groups.of(batch.groups).member[row] * (state.numel() + 1) + state
     of_turns = AdvantageBatch(
         rows=turns,
         mask=torch.ones_like(rows.ids, dtype=torch.bool),

@@ -15,7 +15,14 @@ from engines.packing import Lengths
 from storage.refs import BatchRef
 from storage.store import Store
 
-PER_TOKEN = ("advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+PER_TOKEN = (
+    "advantages",
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+    "correction_weights",
+    "correction_kept",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +31,7 @@ class MicroBatch:
 
     packed: PackedBatch
     mask: Tensor  # bool [R]
-    columns: dict[str, Tensor]  # float32 [R] each: those of PER_TOKEN that were asked for
+    columns: dict[str, Tensor]  # float32 [R] each: those that were asked for
 
     @property
     def tokens(self) -> int:

@@ -20,7 +20,9 @@ class TrainSpec(Settings):
     model: Model = Field(description="The model at version 0.")
     model_cache: str = Field(description="Directory for models that are converted or drawn.")
     train: TrainConfig = Field(description="Optimizer, precision, batching.")
-    role: Literal["actor", "ref"] = Field(description="ref has no optimizer and never changes.")
+    role: Literal["actor", "ref", "critic"] = Field(
+        description="ref has no optimizer and never changes; critic has a value head."
+    )
     store_uri: str = Field(description="Store of batches, weights and snapshots.")
     store_options: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="Arguments of its file system."
@@ -45,10 +47,11 @@ class JoinReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogprobResult:
-    """Log-probs of responses as a new column."""
+class ColumnsResult:
+    """Figures of response tokens (log-probs, values) as new columns."""
 
-    batch: BatchRef | None  # that column only; of one rank, None where it had no rows
+    batch: BatchRef | None  # those columns only; of one rank, None where it had no rows
+    # name -> sum over tokens of mask 1, of one rank; mean over them, of all. tokens: their number.
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

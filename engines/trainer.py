@@ -1,10 +1,11 @@
-"""The policy that is trained: a gang of FSDP ranks, brought to any committed version by replay.
+"""What is trained (policy or critic): a gang of FSDP ranks, brought to any version by replay.
 
 The weights of version v are those after v updates. A fresh gang holds the model's own weights, which
 are version 0 unless the run began at a step of another one. Any other version is reached from the
 nearest snapshot below it, the parent's where the run began, by applying the stored batches of the
-committed steps again, never by sampling again. That is how a gang which lost a rank, or a resumed
-run, gets its weights back.
+steps since again, never by sampling again. That is how a gang which lost a rank, or a resumed run,
+gets its weights back. The step under way is not committed yet: its batch is remembered here, and a
+snapshot of it is not built upon, for it may be of an attempt that another flow made.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.algorithm import AlgorithmConfig
 from engines.gang import Gang
 from engines.lease import Lease
-from storage.commits import read_commit
-from storage.origins import origin_of
+from storage.commits import head, read_commit
+from storage.origins import origin_of, start_of
 from storage.refs import BatchRef
 from storage.runs import RunStore
 from storage.snapshots import Base, base_of
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
     from engines.train_spec import UpdateResult, WeightsComparison
 
 UNTRAINED = -1  # the version held where the model's own weights are no version of the run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What an update was made of."""
+
+    batch: BatchRef
+    algorithm: AlgorithmConfig
 
 
 class Trainer:
@@ -45,11 +55,9 @@ class Trainer:
         cancel: threading.Event | None = None,
         on_replay: Callable[[int, int], None] = lambda step, last: None,
         lease_name: str | None = None,
-        weights_only: bool = False,
     ) -> None:
         """`on_replay(step, last)` is told of each step whose update is applied again.
 
-        `weights_only`: has no optimizer (the reference), so an origin gives it no trainer state.
         `lease_name`: in whose name calls are made, if not the run's: of another run that reads it.
         """
         self._gang = gang
@@ -60,9 +68,11 @@ class Trainer:
         self._max_new_tokens = max_new_tokens
         self._cancel = cancel
         self._on_replay = on_replay
-        self._weights_only = weights_only
+        self._base = 0
         self._lease_name = lease_name or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
+        self._begun: dict[int, Begun] = {}  # updates of steps that were not committed when made
+        self._loads = 0  # of older states; tells calls that are repeated on purpose from retries
         self._lock = threading.RLock()
 
     def at(self, version: int) -> None:
@@ -72,33 +82,57 @@ class Trainer:
                 self._form()
             if self._version == version:
                 return
-            base = self._base(version)
+            committed = head(self._files) or start_of(self._files)
+            base = base_of(self._files, min(version, committed))
             nearest = 0 if base is None else base.version
             if self._held > version or self._held < nearest:
                 self._go_to(base)
             for step in range(self._held + 1, version + 1):
                 self._on_replay(step, version)
-                done = read_commit(self._files, step)
-                algorithm = AlgorithmConfig.model_validate(done.algorithm)
-                self._update(step, done.refs["batch"], algorithm)
+                again = self._stored(step) if step <= committed else self._begun[step]
+                self._update(step, again.batch, again.algorithm)
 
     def update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         """Apply step's update to version step - 1; the gang then holds version step."""
         with self._lock:
             self.at(step - 1)
+            self._begun[step] = Begun(batch=batch, algorithm=algorithm)
             return self._update(step, batch, algorithm)
 
-    def logprobs(self, version: int, batch: BatchRef, column: str, out_key: str) -> BatchRef:
-        """Log-probs of the responses [N, jagged] under a version, as a new column."""
+    @property
+    def base(self) -> int:
+        """Version of the stored state that the weights held were last rebuilt from."""
+        return self._base
+
+    def committed(self, step: int) -> None:
+        """A step has been committed: its batch is found in the store from now on."""
+        with self._lock:
+            self._begun = {later: begun for later, begun in self._begun.items() if later > step}
+
+    def logprobs(
+        self, version: int, batch: BatchRef, column: str, out_key: str, squared: bool = False
+    ) -> BatchRef:
+        """Log-probs of the responses [N, jagged] under a version, as a new column.
+
+        `squared`: sum_pi_squared is a second one.
+        """
         arguments = {
             "batch": batch,
             "column": column,
             "out_key": out_key,
             "temperature": self._temperature,
+            "squared": squared,
         }
         with self._lock:
             self.at(version)
             return self._call("logprobs", version, arguments, name=f"{column}-{out_key}").batch
+
+    def values(self, version: int, batch: BatchRef, out_key: str) -> BatchRef:
+        """A critic's values of the responses [N, jagged] under a version, as a new column."""
+        arguments = {"batch": batch, "out_key": out_key}
+        with self._lock:
+            self.at(version)
+            return self._call("values", version, arguments, name=f"values-{out_key}").batch
 
     def export(self, version: int, dtype: str) -> WeightsRef:
         """Publish the weights of a version to the store."""
@@ -137,21 +171,26 @@ class Trainer:
             self.at(version)
             return self._call("digest", version, {"dtype": dtype})
 
+    def _stored(self, step: int) -> Begun:
+        """A committed step's update."""
+        done = read_commit(self._files, step)
+        algorithm = AlgorithmConfig.model_validate(done.algorithm)
+        return Begun(batch=done.refs["batch"], algorithm=algorithm)
+
     @property
     def _held(self) -> int:
         assert self._version is not None
         return self._version
 
-    def _base(self, version: int) -> Base | None:
-        origin = origin_of(self._files) if self._weights_only else None
-        if origin is None:
-            return base_of(self._files, version)
-        return Base(version=origin.at, weights=origin.weights)
-
     def _go_to(self, base: Base | None) -> None:
-        """Bring the gang to a stored state, or to the beginning."""
+        """Bring the gang to a stored state, or to the beginning.
+
+        Updates that follow are made again, not looked up.
+        """
+        self._loads += 1
         if base is None:
             self._form()
+            self._base = 0
             return
         if base.weights is not None:
             if self._held != UNTRAINED:
@@ -163,7 +202,7 @@ class Trainer:
             self._version = None
             where = {"run": base.run, "step": base.step, "version": base.version}
             self._call("load_state", base.version, where)
-        self._version = base.version
+        self._version = self._base = base.version
 
     def _form(self) -> None:
         """Form the gang with the model's own weights, also on workers that hold trained ones."""
@@ -171,7 +210,8 @@ class Trainer:
         digest = f"{self._spec.digest}-{uuid.uuid4().hex[:8]}"
         self._gang.spec = dataclasses.replace(self._spec, digest=digest)
         self._gang.form(self._cancel)
-        self._version = 0 if origin_of(self._files) is None else UNTRAINED
+        first = self._files.role == "ref" or origin_of(self._files) is None
+        self._version = 0 if first else UNTRAINED
 
     def _update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
@@ -192,6 +232,6 @@ class Trainer:
             run=self._lease_name,
             epoch=self._epoch,
             step=step,
-            call=f"{name or method}@{self._gang.generation}",
+            call=f"{name or method}@{self._gang.generation}.{self._loads}",
         )
         return self._gang.call(method, lease, arguments, cancel=self._cancel)

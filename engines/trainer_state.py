@@ -41,11 +41,8 @@ from storage.batch_format import DTYPES
 from storage.digests import digest
 from storage.errors import ObjectDamaged
 from storage.runs import RunStore
-from storage.snapshots import mark, read
+from storage.snapshots import INDEX, STATE_FORMAT, mark, read
 from storage.tensors import bytes_of, code_of, dtype_of, tensor_of
-
-FORMAT = "refrain.state/1"
-INDEX = "index.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +178,7 @@ class _Writer(StorageWriter):
         }
         body = {"facts": self._facts, "tensors": tensors}
         key = f"{self._folder}/{INDEX}"
-        self._files.store.write(key, documents.encode(FORMAT, body))
+        self._files.store.write(key, documents.encode(STATE_FORMAT, body))
         # The index has a digest of every piece, so the marker need not read the files back.
         mark(self._files, self._step, policy=None, digests=False)
 
@@ -198,7 +195,7 @@ class _Reader(StorageReader):
     def __init__(self, files: RunStore, step: int) -> None:
         self._store, self._folder = files.store, files.state_key(step)
         read(files, step)  # raises ObjectMissing for a snapshot that was not finished
-        index = documents.read(files.store, f"{self._folder}/{INDEX}", FORMAT)
+        index = documents.read(files.store, f"{self._folder}/{INDEX}", STATE_FORMAT)
         self._record = cast("dict[str, Any]", index)
         self.facts: dict[str, int] = self._record["facts"]
         self._chunks: dict[MetadataIndex, Chunk] = {}

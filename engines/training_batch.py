@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from configs.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
-from engines.advantage_batch import AdvantageBatch
-from engines.advantages import estimate
+from engines.advantage_columns import Chosen, write_advantages
 from engines.batch_metrics import sample_metrics
 from engines.jagged import Rows
-from engines.preparation import select, shape
+from engines.preparation import Selected, select, shape
 from engines.rewards import resolve_failures
-from storage.batches import Jagged, write_batch
+from engines.sample_columns import components, dense, jagged, numbers
+from engines.training_result import NothingToTrain, TrainingBatch
 from storage.columns import Status
 from storage.refs import BatchRef
 from storage.store import Store
-
-SCORE = "score/"  # prefix of the columns with each reward function's own score
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingBatch:
-    """The samples of a step that train."""
-
-    ref: BatchRef  # the kept samples with advantages
-    trained: int  # groups of which a sample is kept
-    filtered: int  # groups left out by the algorithm's selection
-    dropped: dict[str, int]  # groups left out for a failure, by reason
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-class NothingToTrain(RuntimeError):
-    """No sample of a step is left for the update."""
 
 
 def training_batch(
     store: Store,
     samples: BatchRef,
+    baselines: BatchRef | None,
     algorithm: AlgorithmConfig,
     on_failure: RewardsConfig,
     max_new_tokens: int,
@@ -50,18 +34,22 @@ def training_batch(
 ) -> TrainingBatch:
     """Choose the samples that train and write their advantages.
 
+    baselines: group_id and reward of each prompt's greedy completion, where the method wants them.
     Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
     """
     groups, status = dense(store, samples, "group_id"), dense(store, samples, "status")
+    per_sample = None if baselines is None else baseline_rewards(store, baselines, groups)
     failed = status == Status.FAILED
+    if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
+        failed = failed | np.isnan(per_sample)
     whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure).keep)
     metrics = figures(store, samples, groups, status)
+    if per_sample is not None:
+        metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
     dropped = len(np.unique(groups)) - len(np.unique(groups[whole]))
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
-    metrics |= shaped.metrics
-    kept = np.flatnonzero(
-        select(shaped.rewards, torch.from_numpy(groups[whole]), algorithm.selection).numpy()
-    )
+    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), algorithm.selection)
+    kept = np.flatnonzero(selected.keep.numpy())
     if not len(kept):
         raise NothingToTrain(
             f"Of {len(groups)} samples, scoring failed for {int(failed.sum())}, and "
@@ -69,14 +57,22 @@ def training_batch(
             "or set algorithm.selection = []."
         )
     index = whole[kept]
-    ref, advantages = with_advantages(store, samples.take(index), shaped, kept, algorithm, out_key)
+    chosen = Chosen(
+        samples=samples.take(index),
+        rewards=shaped.rewards[selected.keep],
+        mask=shaped.mask[selected.keep[shaped.rows.ids]],
+        components={name: part[selected.keep] for name, part in shaped.components.items()},
+        baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
+    )
+    ref, advantages = write_advantages(store, chosen, algorithm, out_key)
     trained = len(np.unique(groups[index]))
+    filtered = len(np.unique(groups[whole])) - trained
     return TrainingBatch(
         ref=ref,
         trained=trained,
-        filtered=len(np.unique(groups[whole])) - trained,
+        filtered=filtered,
         dropped={"reward_failed": dropped} if dropped else {},
-        metrics=metrics | {f"advantage/{name}": value for name, value in advantages.items()},
+        metrics=metrics | shaped.metrics | selection_metrics(selected, filtered) | advantages,
     )
 
 
@@ -84,8 +80,10 @@ def training_batch(
 class ShapedSamples:
     """Samples after shaping, response tokens only."""
 
-    rewards: torch.Tensor  # [N]
-    masks: list[torch.Tensor]  # bool [tokens] of each sample
+    rows: Rows
+    rewards: Tensor  # [N]
+    mask: Tensor  # bool [T]
+    components: dict[str, Tensor]  # name -> [N]: the reward functions' parts, and the shaping's
     metrics: dict[str, float]
 
 
@@ -96,56 +94,58 @@ def shaped_samples(
     mask, offsets = jagged(store, samples, "response_mask")
     ids, _ = jagged(store, samples, "response_ids")
     rows = Rows.of_offsets(torch.from_numpy(np.array(offsets)))
+    rewards = numbers(store, samples, "reward")
+    truncated = torch.from_numpy(dense(store, samples, "status") == Status.TRUNCATED)
     shaped = shape(
-        torch.from_numpy(np.array(dense(store, samples, "reward"))),
-        torch.from_numpy(np.array(dense(store, samples, "group_id"))),
+        rewards,
+        numbers(store, samples, "group_id"),
         torch.from_numpy(np.array(ids)),
         rows,
         torch.from_numpy(mask.astype(bool)),
-        torch.from_numpy(dense(store, samples, "status") == Status.TRUNCATED),
+        truncated,
         algorithm.shaping,
         max_new_tokens,
     )
+    parts = components(store, samples)
+    given = rewards
+    if algorithm.shaping.truncated == "zero":
+        parts = {name: torch.where(truncated, 0.0, part) for name, part in parts.items()}
+        given = torch.where(truncated, 0.0, given)
+    penalties = shaped.rewards - given
+    if penalties.any():  # a component of its own for a method that compares them one by one
+        parts["shaping"] = penalties
     return ShapedSamples(
+        rows=rows,
         rewards=shaped.rewards,
-        masks=list(shaped.mask.split(rows.lengths.tolist())),
+        mask=shaped.mask,
+        components=parts,
         metrics={f"shaping/{name}": value for name, value in shaped.metrics.values().items()},
     )
 
 
-def with_advantages(
-    store: Store,
-    samples: BatchRef,
-    shaped: ShapedSamples,
-    kept: NDArray[np.int64],
-    algorithm: AlgorithmConfig,
-    out_key: str,
-) -> tuple[BatchRef, dict[str, float]]:
-    """The samples with advantages, and returns where the method has them; the method's figures."""
-    _, offsets = jagged(store, samples, "response_mask")
-    mask = torch.cat([shaped.masks[position] for position in kept.tolist()])
-    batch = AdvantageBatch(
-        rows=Rows.of_offsets(torch.from_numpy(np.array(offsets))),
-        mask=mask,
-        rewards=shaped.rewards[torch.from_numpy(kept)],
-        groups=torch.from_numpy(np.array(dense(store, samples, "group_id"))),
-        components={
-            name.removeprefix(SCORE): torch.from_numpy(np.nan_to_num(dense(store, samples, name)))
-            for name in samples.names
-            if name.startswith(SCORE)
-        },
-        logprobs=tokens(store, samples, "old_logprobs"),
-        ref_logprobs=tokens(store, samples, "ref_logprobs"),
+def baseline_rewards(
+    store: Store, baselines: BatchRef, groups: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Reward of the greedy completion of each sample's prompt [N]; NaN where it has none."""
+    known = dict(
+        zip(
+            dense(store, baselines, "group_id").tolist(),
+            dense(store, baselines, "reward").tolist(),
+            strict=True,
+        )
     )
-    result = estimate(batch, algorithm)
-    columns: dict[str, object] = {
-        "advantages": Jagged(result.advantages.float().numpy(), offsets),
-        "response_mask": Jagged(mask.to(torch.uint8).numpy(), offsets),
+    return np.array([known.get(group, np.nan) for group in groups.tolist()], dtype=np.float32)
+
+
+def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
+    """Samples kept, and left out by each step of the recipe's selection; groups left out."""
+    kept = float(selected.keep.sum())
+    return {
+        "selection/samples_kept": kept,
+        "selection/samples_left_out": float(selected.keep.numel()) - kept,
+        "selection/groups_left_out": float(filtered),
+        **{f"selection/{name}": count for name, count in selected.metrics.items()},
     }
-    if result.returns is not None:
-        columns["returns"] = Jagged(result.returns.float().numpy(), offsets)
-    written = write_batch(store, out_key, columns)
-    return samples.drop(["response_mask"]).with_columns(written), result.metrics.values()
 
 
 def figures(
@@ -154,32 +154,9 @@ def figures(
     """Reward and length figures of all samples, before anything is left out but failures."""
     return sample_metrics(
         rewards=dense(store, samples, "reward"),
-        components={
-            name.removeprefix(SCORE): dense(store, samples, name)
-            for name in samples.names
-            if name.startswith(SCORE)
-        },
+        components={name: part.numpy() for name, part in components(store, samples).items()},
         failed=status == Status.FAILED,
         truncated=status == Status.TRUNCATED,
         lengths=samples.lengths(store, "response_ids"),
         groups=groups,
     )
-
-
-def tokens(store: Store, samples: BatchRef, column: str) -> torch.Tensor | None:
-    """A jagged column's values [T], or None where the batch has no such column."""
-    if column not in samples.names:
-        return None
-    return torch.from_numpy(np.array(jagged(store, samples, column)[0]))
-
-
-def dense(store: Store, samples: BatchRef, column: str) -> NDArray[Any]:
-    """A column with one number a row, [N]."""
-    return samples.fetch_numpy(store, column)[0]
-
-
-def jagged(store: Store, samples: BatchRef, column: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """A jagged column: values [T] and offsets [N + 1]."""
-    values, offsets = samples.fetch_numpy(store, column)
-    assert offsets is not None, column
-    return values, offsets

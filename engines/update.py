@@ -14,12 +14,15 @@ from torch import Tensor
 from configs.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.aggregation import Normaliser
+from engines.correction_sums import effective_sample_size
+from engines.critic import Critic
 from engines.jagged import Rows
 from engines.metric_sums import MetricSums, largest_of, mean_over
 from engines.objective import Objective
 from engines.optimizer import Optimizer, StepReport
 from engines.packed import PackedBatch
 from engines.packing import CostModel, MiniBatch, plan_update
+from engines.peak_flops import peak_flops
 from engines.policy import Policy
 from engines.policy_batch import PolicyBatch
 from engines.rendezvous import Meeting
@@ -39,7 +42,7 @@ from storage.store import Store
 class Forward:
     """A policy's forward pass with its settings."""
 
-    policy: Policy
+    policy: Policy | Critic
     temperature: float
     chunk: int  # rows of logits held at once
     dtype: torch.dtype
@@ -169,6 +172,7 @@ class Updater:
         selected: Tensor | None,
     ) -> tuple[Tensor, MetricSums]:
         logprobs, entropy = self._forward(micro.packed, objective.entropy_gradient)
+        kept = micro.columns.get("correction_kept")
         batch = PolicyBatch(
             rows=micro.packed.rows,
             mask=micro.mask,
@@ -178,7 +182,10 @@ class Updater:
             old_logprobs=micro.columns.get("old_logprobs"),
             rollout_logprobs=micro.columns.get("rollout_logprobs"),
             ref_logprobs=micro.columns.get("ref_logprobs"),
-            selected=selected,
+            weights=micro.columns.get("correction_weights"),
+            kept=None if kept is None else kept.bool(),
+            selected=None if selected is None else selected[0],
+            counted=None if selected is None else selected[1],
         )
         loss, sums = objective(batch, normaliser)
         return loss, sums + self._mismatch(batch)
@@ -196,9 +203,9 @@ class Updater:
     def _select(
         self, batch: BatchRef, mini: MiniBatch, columns: list[str], objective: Objective
     ) -> list[Tensor] | None:
-        """For methods that choose tokens over the whole mini-batch: the choice for each micro-batch.
+        """For recipes that choose tokens over the whole mini-batch: the choice for each micro-batch.
 
-        Needs a forward pass of its own, whose log-probs are exchanged.
+        Needs a forward pass of its own, whose log-probs and entropies are exchanged.
         """
         if not objective.selects:
             return None
@@ -211,24 +218,25 @@ class Updater:
             for micro in mini.ranks[self._meeting.rank]
         ]
         index = [torch.cat(place) if place else torch.zeros(0).long() for place in places]
-        logprobs = torch.zeros(whole.mask.numel())
+        figures = torch.zeros(2, whole.mask.numel())
         for place, micro_rows in zip(index, mini.ranks[self._meeting.rank], strict=True):
             micro = read_micro_batch(self._store, batch, micro_rows, (), self._meeting.device)
             with torch.no_grad():
-                logprobs[place] = self._forward(micro.packed)[0].cpu()
-        dist.all_reduce(logprobs, group=self._meeting.group)
+                figures[:, place] = torch.stack(self._forward(micro.packed)).cpu()
+        figures = self._added(figures).cpu()
         chosen = objective.select(
             PolicyBatch(
                 rows=Rows.of_offsets(whole.packed.rows.offsets),
                 mask=whole.mask,
-                logprobs=logprobs,
+                logprobs=figures[0],
+                entropy=figures[1],
                 advantages=whole.columns["advantages"],
                 old_logprobs=whole.columns.get("old_logprobs"),
                 rollout_logprobs=whole.columns.get("rollout_logprobs"),
                 ref_logprobs=whole.columns.get("ref_logprobs"),
             )
         )
-        return None if chosen is None else [chosen[i].to(self._meeting.device) for i in index]
+        return [chosen[:, i].to(self._meeting.device) for i in index]
 
     def _normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:
         mine = [row for micro in mini.ranks[self._meeting.rank] for row in micro]
@@ -258,6 +266,13 @@ class Updater:
         tally.responses += responses
         tally.flops += 3 * self._cost.forward(micro.tokens, responses, packed.squares)
 
+    def _utilisation(self, rate: float) -> dict[str, float]:
+        """Model FLOPs utilisation: `rate` (FLOP/s of all ranks) by the devices' peak, if known."""
+        if self._meeting.device.type != "cuda":
+            return {}
+        peak = peak_flops(torch.cuda.get_device_name(self._meeting.device))
+        return {} if peak is None else {"mfu": rate / (peak * self._meeting.world)}
+
     def _result(self, step: int, seconds: float) -> UpdateResult:
         tally, meeting = self._tally, self._meeting
         added, peaks = (part.to(meeting.device) for part in tally.sums.stacked())
@@ -268,6 +283,7 @@ class Updater:
         )
         tokens, responses, flops = totals.tolist()
         figures = tally.sums.restored(added, peaks).values()
+        figures |= effective_sample_size(figures)
         for name in ("loss", "policy_loss"):  # sums over optimizer steps
             if name in figures:
                 figures[name] /= len(tally.reports)
@@ -284,6 +300,7 @@ class Updater:
             "flops": flops,
             "flops_per_second": flops / seconds,
             "seconds": seconds,
+            **self._utilisation(flops / seconds),
             **{f"{phase}_seconds": spent for phase, spent in tally.seconds.items()},
         }
         return UpdateResult(

@@ -15,14 +15,14 @@ from prefect.states import State
 
 from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
+from tasks.baseline import baseline
 from tasks.commit import commit, snapshot
 from tasks.continuing import NothingNew
 from tasks.draw import draw
-from tasks.evaluate import evaluate
 from tasks.flow_run import untagged_tasks
 from tasks.launch import main
 from tasks.logprob import logprob
-from tasks.promotion import promote
+from tasks.promotion import judge_policy
 from tasks.results import RunSummary, StepSummary, result_of
 from tasks.reward import reward
 from tasks.rollout import rollout
@@ -37,43 +37,45 @@ from tasks.weight_sync import weight_sync
 def grpo_step(run: Run, step: int) -> StepSummary:
     """One RL step: the policy of version step - 1 samples, version step comes out."""
     shards = run.config.rollout.shards
+    numbers = range(1, shards + 1)
     run.begin(step)
     with untagged_tasks():
         prompts = draw.submit(run, step)
-        sampled = [
-            rollout.submit(run, step, prompts, shard, shards) for shard in range(1, shards + 1)
-        ]
-        scored = [
-            reward.submit(run, step, one, shard, shards) for shard, one in enumerate(sampled, 1)
+        sampled = [rollout.submit(run, step, prompts, shard, shards) for shard in numbers]
+        scored = [reward.submit(run, step, sampled[n - 1], n, shards) for n in numbers]
+        greedy = [
+            baseline.submit(run, step, prompts, shard, shards)
+            for shard in numbers
+            if run.needs_baselines
         ]
         logprobs = logprob.submit(run, step, sampled) if run.needs_logprobs else None
-        batch = advantage.submit(run, step, scored, logprobs)
+        batch = advantage.submit(run, step, scored, logprobs, greedy=greedy)
         updated = update.submit(run, step, batch)
         synced = weight_sync.submit(run, step, updated)
         if run.snapshot_due(step):
             updated = snapshot.submit(run, step, updated, wait_for=[synced])
         committed = commit.submit(run, step, prompts, scored, batch, updated, synced)
-        return result_of(committed, prompts, *sampled, *scored, batch, updated, synced)
+        return result_of(committed, prompts, *sampled, *scored, *greedy, batch, updated, synced)
 
 
 @flow(name="grpo", flow_run_name="{config.name}", persist_result=False)
-def grpo(config: GRPOConfig, resume: str | None = None) -> RunSummary | State[None]:
+def grpo(
+    config: GRPOConfig, resume: str | None = None, fork: str | None = None
+) -> RunSummary | State[None]:
     """Post-train a language model by GRPO.
 
     Args:
         config: the run's settings.
         resume: name of a run in the store that is to go on from its last committed step.
+        fork: RUN@STEP of the store, where a new run is to begin.
     """
     try:
-        with open_run(config, resume) as run:
+        with open_run(config, resume, fork) as run:
             start_engines(run)
             for step in run.steps_left():
                 with tags(f"step {step}"):
                     grpo_step(run, step)
-            if config.evaluation is not None:
-                evaluated = evaluate(run)
-                if config.promotion is not None:
-                    promote(run, evaluated)
+            judge_policy(run)
             return run.summary()
     except NothingNew as nothing:
         return skipped(nothing)

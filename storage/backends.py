@@ -32,6 +32,7 @@ class Backend(Protocol):
     """One attempt at each operation; keys are checked POSIX paths relative to the store."""
 
     remote: bool  # a read costs a round trip, so near ranges are merged and reads are cached
+    counts_requests: bool  # it counts its requests itself, each that it really makes
 
     def url(self, key: str) -> str: ...
     def read(self, key: str) -> bytes: ...
@@ -44,7 +45,9 @@ class Backend(Protocol):
     def list(self, prefix: str) -> Keys: ...
     def children(self, prefix: str) -> Keys: ...
     def delete(self, keys: Sequence[str]) -> None: ...
+    def delete_unfinished(self, prefix: str) -> None: ...
     def transient(self, error: BaseException) -> bool: ...
+    def conditions_hold(self, key: str) -> bool: ...
 
 
 class LocalBackend:
@@ -55,6 +58,7 @@ class LocalBackend:
     """
 
     remote = False
+    counts_requests = False
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -167,19 +171,26 @@ class LocalBackend:
             with contextlib.suppress(OSError):
                 (self.root / folder).rmdir()
 
+    def delete_unfinished(self, prefix: str) -> None:
+        for folder, _, _ in os.walk(self.root / prefix):
+            self._remove_leftovers(Path(folder), 0.0)
+
     @staticmethod
-    def _remove_leftovers(folder: Path) -> None:
+    def _remove_leftovers(folder: Path, age: float = ABANDONED) -> None:
         """Locks of files that are gone, and what killed writers left half written."""
         for lock in folder.glob(".*.lock"):
             if not (folder / lock.name[1 : -len(".lock")]).exists():
                 lock.unlink(missing_ok=True)
         for half in folder.glob(".*.tmp"):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - half.stat().st_mtime > ABANDONED:
+                if time.time() - half.stat().st_mtime >= age:
                     half.unlink()
 
     def transient(self, error: BaseException) -> bool:
         return isinstance(error, OSError) and error.errno in LOCAL_TRANSIENT
+
+    def conditions_hold(self, key: str) -> bool:
+        return True
 
 
 def _write_all(file: IO[bytes], chunk: memoryview) -> None:
@@ -206,6 +217,7 @@ class FsspecBackend:
     """
 
     remote = True
+    counts_requests = False
 
     def __init__(self, fs: Any, root: str) -> None:
         self.fs = fs
@@ -272,8 +284,15 @@ class FsspecBackend:
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
 
+    def delete_unfinished(self, prefix: str) -> None:
+        """Nothing is begun where writes appear at once."""
+
     def transient(self, error: BaseException) -> bool:
         return isinstance(error, (ConnectionError, TimeoutError))
+
+    def conditions_hold(self, key: str) -> bool:
+        """Whether writes that must not overwrite are refused; `key` is an object that exists."""
+        return True
 
 
 def open_backend(uri: str, options: Mapping[str, object]) -> Backend:

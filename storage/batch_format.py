@@ -179,7 +179,7 @@ def parse(head: memoryview) -> dict[str, StoredColumn]:
     size = int.from_bytes(head[:8], "little")
     header = json.loads(bytes(head[8 : 8 + size]))
     note = json.loads(header["__metadata__"]["refrain"])
-    if note["version"] > VERSION:
+    if note["version"] != VERSION:
         raise ValueError(f"it has format version {note['version']}; this one reads {VERSION}")
     base = 8 + size
 

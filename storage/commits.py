@@ -89,6 +89,12 @@ class Commit(Record):
     cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
     rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
     ledger: Ledger = Field(default_factory=Ledger)
+    # Rows of the dataset that the step drew and could not use, by reason.
+    dropped_rows: dict[str, list[int]] = Field(default_factory=dict)
+    # What scored the samples, by the digest in their column reward_code: a record per function.
+    reward_code: dict[str, list[dict[str, JsonValue]]] = Field(default_factory=dict)
+    # What the update was made with besides the algorithm: settings, seed, ranks.
+    update: dict[str, JsonValue] = Field(default_factory=dict)
     metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number
     attempts: list[dict[str, JsonValue]] = Field(
         default_factory=list
@@ -153,7 +159,9 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
 def _same(run: RunStore, record: Commit) -> Commit:
     """The stored commit of the step, if it says the same as `record`."""
     stored = read_commit(run, record.step)
-    own = {"committed_at", "epoch", "parent_digest", "parent_run"}
+    # How long it took, and which attempts, is not what a step did: a commit that is tried again
+    # after an answer was lost measures anew.
+    own = {"committed_at", "epoch", "parent_digest", "parent_run", "metrics", "attempts"}
     if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
         raise Conflict(
             f"Step {record.step} of run {run.run} is already committed with other results, "
@@ -234,10 +242,10 @@ def _parse(run: RunStore, step: int, data: bytes) -> Commit:
     unknown = sorted(set(body) - set(Commit.model_fields))
     if unknown:
         log.warning("%s has fields that this version does not know: %s", key, ", ".join(unknown))
-    try:
-        return Commit.model_validate(body)
-    except ValueError as error:
-        raise ObjectDamaged(f"Object {key} is no valid commit: {error}") from error
+    found = documents.validated(Commit, key, body)
+    if found.step != step:
+        raise ObjectDamaged(f"Object {key} is the commit of step {found.step}.")
+    return found
 
 
 def history(run: RunStore) -> Iterator[Commit]:

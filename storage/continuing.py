@@ -70,11 +70,7 @@ def check(run: RunStore, origin: Origin) -> None:
         if not origin.trainer_state:
             open_manifest(run.store, origin.weights)
             return
-        base = snapshots.base_of(parent, origin.step)
-        for step in range((0 if base is None else base.version) + 1, origin.step + 1):
-            owner, number = committer(parent, step)
-            for key in read_commit(owner, number).refs["batch"].objects:
-                run.store.size(key)
+        check_state(parent, origin.step)
     except ObjectMissing as error:
         what = "trainer state" if origin.trainer_state else "policy version"
         raise NoSuchOrigin(
@@ -82,6 +78,14 @@ def check(run: RunStore, origin: Origin) -> None:
             "Begin from a later step; store.keep_snapshots, store.keep_steps and "
             "store.keep_versions of a run say what it keeps."
         ) from error
+
+
+def check_state(run: RunStore, version: int) -> None:
+    """Whether the trainer's state of a version can be rebuilt. Raises ObjectMissing."""
+    base = snapshots.base_of(run, version)
+    for step in range((0 if base is None else base.version) + 1, version + 1):
+        for key in read_commit(run, step).refs["batch"].objects:
+            run.store.size(key)
 
 
 def inherited(run: RunStore) -> Commit | None:

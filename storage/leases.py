@@ -196,6 +196,12 @@ class RunLease:
         self.release()
 
 
+def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> Holder | None:
+    """Who writes the run now; None when nobody does."""
+    current = _read(run)
+    return None if current is None or current[0].gone(clock()) else current[0]
+
+
 def _taken(holder: Holder) -> str:
     return f"was taken over by {holder.owner} (epoch {holder.epoch})"
 
@@ -209,7 +215,8 @@ def _read(run: RunStore) -> tuple[Holder, bytes] | None:
         data = run.store.read(run.lease_key)
     except ObjectMissing:
         return None
-    return Holder.model_validate(documents.decode(FORMAT, run.lease_key, data)), data
+    body = documents.decode(FORMAT, run.lease_key, data)
+    return documents.validated(Holder, run.lease_key, body), data
 
 
 def _host() -> str:

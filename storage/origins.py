@@ -7,6 +7,7 @@ parent. How an origin is made, and what the parent keeps for it, is storage/cont
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
@@ -63,7 +64,7 @@ def start_of(run: RunStore) -> int:
 
 def parent_of(run: RunStore, origin: Origin) -> RunStore:
     """The run that an origin names."""
-    return RunStore(run.store, origin.run)
+    return replace(run, run=origin.run)
 
 
 def ancestry(run: RunStore) -> Iterator[tuple[RunStore, Origin | None]]:

@@ -93,12 +93,17 @@ class _Part:
         return f"column {self.name!r} of object {self.source.key}"
 
 
-def heads(store: Store, sources: set[Source]) -> dict[str, dict[str, StoredColumn]]:
-    """The columns of each source, by the digest of its head, read where they are not known."""
+def heads(
+    store: Store, sources: set[Source], anew: bool = False
+) -> dict[str, dict[str, StoredColumn]]:
+    """The columns of each source, by the digest of its head, read where they are not known.
+
+    anew: read them all, to see whether they are still what was written.
+    """
     found = {}
     with _lock:
         for source in sources:
-            if source.digest in _heads:
+            if source.digest in _heads and not anew:
                 _heads.move_to_end(source.digest)
                 found[source.digest] = _heads[source.digest]
     missing = [source for source in sources if source.digest not in found]

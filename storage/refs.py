@@ -239,6 +239,8 @@ class BatchRef:
 
     def verify(self, store: Store) -> None:
         """Read every row of every column and check it. Raises ObjectMissing, ObjectDamaged."""
+        sources = {source for column in self.columns.values() for source in column.sources}
+        reading.heads(store, sources, anew=True)
         for name, column in self.columns.items():
             reading.read_columns(store, {name: column})
 
@@ -290,8 +292,15 @@ class BatchRef:
         """The ref that `to_json` described. Raises ValueError saying what is wrong with it."""
         try:
             return _parse(value)
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            MemoryError,
+        ) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
             shown = json.dumps(value, default=str)[:80]
             raise ValueError(f"Malformed batch reference: {reason} (in {shown}).") from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from storage import commits, documents, snapshots
 from storage.continuing import Pin, pins
@@ -44,6 +45,8 @@ def sweep(
     kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
     shared = pins(run)
     removed = _sweep_snapshots(run, kept, shared)
+    # The critic's are written before the actor's, at the same steps.
+    removed += _sweep_snapshots(replace(run, role="critic"), kept, shared)
     tagged = {*tagged, *(pin.step for pin in shared)}
     removed += _sweep_versions(run, head, kept, keep_versions, tagged)
     if keep_steps is not None:
@@ -58,7 +61,7 @@ def _sweep_snapshots(run: RunStore, kept: list[Snapshot], shared: list[Pin]) -> 
     if not kept:
         return []
     stay = {snapshot.step for snapshot in kept} | {pin.snapshot for pin in shared}
-    folder = f"{run.run}/state"
+    folder = run.state_folder
     removed = []
     for name in run.store.children(folder):
         if name.isdigit() and int(name) not in stay and int(name) < kept[-1].step:
@@ -107,8 +110,9 @@ def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin])
         data = [key for key in keys if key != run.commit_key(step)]
         spared = spared or not needed.isdisjoint(data)
         removed += _remove(run, [key for key in data if key not in needed], ".json")
-    if not spared:  # else these steps are looked at again once the commits in need of them are old
-        run.store.write(_swept_key(run), documents.encode(FORMAT, {"steps_below": first_kept}))
+    # Steps with spared objects are looked at again once the commits in need of them are old.
+    record = {"steps_below": done if spared else first_kept, "batches_below": first_kept}
+    run.store.write(_swept_key(run), documents.encode(FORMAT, record))
     return removed
 
 
@@ -122,11 +126,20 @@ def _swept_key(run: RunStore) -> str:
 
 def _swept(run: RunStore) -> int:
     """Batches of the steps before this one are gone already; saves listing them again."""
+    return _recorded(run, "steps_below")
+
+
+def batches_below(run: RunStore) -> int:
+    """Of the steps before this one only batches that something still needs are there."""
+    return max(_recorded(run, "batches_below"), _recorded(run, "steps_below"))
+
+
+def _recorded(run: RunStore, field: str) -> int:
     try:
-        below = documents.read(run.store, _swept_key(run), FORMAT)["steps_below"]
+        number = documents.read(run.store, _swept_key(run), FORMAT).get(field)
     except ObjectMissing:
         return 0
-    return below if isinstance(below, int) else 0
+    return number if isinstance(number, int) else 0
 
 
 def _remove(run: RunStore, keys: list[str], marker: str) -> list[str]:

@@ -1,6 +1,6 @@
 """One run's part of the store: its keys, its settings, and the markers of finished stage results.
 
-<run>/run.json, <run>/HEAD, <run>/weights/v000012/, <run>/state/000010/,
+<run>/run.json, <run>/HEAD, <run>/weights/v000012/, <run>/state/000010/, <run>/critic/000010/,
 <run>/steps/000012/<stage>/<shard>-<key>.safetensors and .json, <run>/steps/000012/commit.json
 """
 
@@ -26,6 +26,7 @@ class RunStore:
 
     store: Store
     run: str  # name of the run, the first part of all its keys
+    role: str = "actor"  # of the trainer whose snapshots are meant
 
     def __post_init__(self) -> None:
         if not RUN_NAME.fullmatch(self.run):
@@ -60,9 +61,14 @@ class RunStore:
     def commit_key(self, step: int) -> str:
         return f"{self.step_key(step)}/commit.json"
 
+    @property
+    def state_folder(self) -> str:
+        """The folder of the role's trainer snapshots."""
+        return f"{self.run}/{'state' if self.role == 'actor' else self.role}"
+
     def state_key(self, step: int) -> str:
         """The folder of the trainer snapshot after a step."""
-        return f"{self.run}/state/{step:06d}"
+        return f"{self.state_folder}/{step:06d}"
 
     def write_run(self, record: Mapping[str, object]) -> None:
         """Store run.json: the resolved settings, code version, seed."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from storage.cursor import Cursor, drawn
 from storage.errors import ObjectMissing
+from storage.origins import ancestry
 from storage.runs import RunStore
 
 
@@ -39,9 +40,17 @@ def write_seen(run: RunStore, seen: np.ndarray) -> None:
 
 
 def seen_before(run: RunStore) -> np.ndarray:
-    """Digests, uint64, of the rows that were drawn before the run began; empty for a first run."""
-    found = _read(run, _seen_key(run))
-    return np.empty(0, np.uint64) if found is None else found
+    """Digests, uint64, of the rows that were drawn before the run began; empty for a first run.
+
+    A fork's past is its parent's, so what was seen before that is what was seen before the parent.
+    """
+    for current, origin in ancestry(run):
+        found = _read(current, _seen_key(current))
+        if found is not None:
+            return found
+        if origin is None or not origin.fork:
+            break
+    return np.empty(0, np.uint64)
 
 
 def unseen(source: Rows, seen: np.ndarray) -> list[int]:

@@ -8,11 +8,12 @@ says from which one the state of a version is rebuilt, which may be one of the p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict
 
 from storage import documents
-from storage.digests import Digester
+from storage.digests import Digester, digest
 from storage.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.origins import origin_of, parent_of
 from storage.runs import RunStore
@@ -20,6 +21,8 @@ from storage.weights import WeightsRef
 
 FORMAT = "refrain.snapshot/1"
 MARKER = "marker.json"
+STATE_FORMAT = "refrain.state/1"  # of the index of the tensors' pieces
+INDEX = "index.json"
 WINDOW_BYTES = 64 * 2**20  # read at once to make digests
 
 
@@ -84,13 +87,13 @@ def _digest(run: RunStore, key: str, nbytes: int) -> str:
 
 def read(run: RunStore, step: int) -> Snapshot:
     """The marker of a snapshot. Raises ObjectMissing, ObjectDamaged."""
-    body = documents.read(run.store, f"{run.state_key(step)}/{MARKER}", FORMAT)
-    return Snapshot.model_validate(body)
+    key = f"{run.state_key(step)}/{MARKER}"
+    return documents.validated(Snapshot, key, documents.read(run.store, key, FORMAT))
 
 
 def snapshots(run: RunStore) -> list[int]:
     """Steps that have a marked snapshot, ascending."""
-    folder = f"{run.run}/state"
+    folder = run.state_folder
     names = [name for name in run.store.children(folder) if name.isdigit()]
     return sorted(int(n) for n in names if run.store.exists(f"{folder}/{n}/{MARKER}"))
 
@@ -131,6 +134,15 @@ def base_of(run: RunStore, version: int) -> Base | None:
     return Base(version=origin.at, run=found.run, step=found.step)
 
 
+def has_base(run: RunStore, version: int) -> bool:
+    """Whether the state of a version can be rebuilt under the run's own settings."""
+    try:
+        base_of(run, version)
+    except ObjectMissing:
+        return False
+    return True
+
+
 def check(run: RunStore, snapshot: Snapshot) -> None:
     """Compare every file with the marker. Raises ObjectMissing, ObjectDamaged naming the file."""
     for name, file in snapshot.files.items():
@@ -140,3 +152,18 @@ def check(run: RunStore, snapshot: Snapshot) -> None:
             raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {file.nbytes}.")
         if file.digest is not None and _digest(run, key, file.nbytes) != file.digest:
             raise ObjectDamaged(f"Object {key} is damaged: its digest does not match.")
+
+
+def check_pieces(run: RunStore, folder: str) -> None:
+    """Read every piece of every tensor that a snapshot's index lists, and compare its digest.
+
+    Raises ObjectMissing, and ObjectDamaged naming the tensor.
+    """
+    body = cast("dict[str, Any]", documents.read(run.store, f"{folder}/{INDEX}", STATE_FORMAT))
+    for name, tensor in body["tensors"].items():
+        for piece in tensor["chunks"]:
+            key, (start, stop) = f"{folder}/{piece['file']}", piece["bytes"]
+            if digest(run.store.read_ranges([(key, start, stop)])[0]) != piece["digest"]:
+                raise ObjectDamaged(
+                    f"Object {key} is damaged: the digest of tensor {name!r} does not match."
+                )

@@ -67,6 +67,7 @@ class TrackedRun:
     flow_run_id: str | None = None  # of Prefect
     flow_run_url: str | None = None  # of its page on Prefect's dashboard
     forked_from: str | None = None  # run in the same store that this one continues from
+    forked_at: int | None = None  # its step
 
 
 class Tracker:
@@ -138,14 +139,20 @@ class Tracker:
         """The last step whose metrics are recorded: a resumed run logs the later ones again."""
         return self._last_step
 
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's metrics, in one write together with the step's number."""
+    def log_step(
+        self, step: int, metrics: Mapping[str, float], lineage: Mapping[str, str] | None = None
+    ) -> None:
+        """Record a step's metrics, in one write together with the step's number.
+
+        `lineage`: tags of the run that say what its newest version is made of.
+        """
         from mlflow.entities import Metric, RunTag
 
         now = int(time.time() * 1000)
         values = [Metric(name, float(value), now, step) for name, value in metrics.items()]
         with _as_tracking_errors(self._uri):
-            tags = [RunTag(LAST_STEP_TAG, str(step))]
+            newest = {LAST_STEP_TAG: str(step), **(lineage or {})}
+            tags = [RunTag(name, value) for name, value in newest.items()]
             self._started.log_batch(self.run_id, metrics=values, tags=tags)
         self._last_step = step
 
@@ -158,9 +165,18 @@ class Tracker:
             self._started.log_artifact(self.run_id, str(path), folder or None)
 
     def register_version(
-        self, version: int, *, uri: str, digest: str, step: int, store_uri: str
+        self,
+        version: int,
+        *,
+        uri: str,
+        digest: str,
+        step: int,
+        store_uri: str,
+        lineage: Mapping[str, str] | None = None,
     ) -> str:
         """Register a policy version of the store; its number in the registry.
+
+        `lineage`: tags that say what it was made of.
 
         Registering the same version again finds the first registration. MLflow itself keeps the
         alias `latest`: models:/<name>@latest is the version registered last.
@@ -190,6 +206,7 @@ class Tracker:
             # A server refuses a local path outside of the run's own artifacts: hide that it is one.
             remote = self._database is None
             source = f"refrain-{uri}" if remote and uri.startswith("file:") else uri
+            tags = {**(lineage or {}), **tags}
             made = client.create_model_version(name, source, self.run_id, tags=tags)
             return str(made.version)
 
@@ -327,6 +344,7 @@ def _tags(tracked: TrackedRun) -> dict[str, str]:
         RUN_TAG: tracked.run,
         STORE_TAG: tracked.store_uri,
         "refrain.forked_from": tracked.forked_from,
+        "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
         "prefect.flow_run_id": tracked.flow_run_id,
         "prefect.flow_run_url": tracked.flow_run_url,
         "mlflow.source.name": "refrain",

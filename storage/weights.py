@@ -259,7 +259,8 @@ def _manifest(store: Store, key: str) -> Manifest | None:
 
 def open_manifest_at(store: Store, key: str) -> Manifest:
     """The manifest in the folder `key`. Raises ObjectMissing, ObjectDamaged."""
-    return Manifest.model_validate(documents.read(store, f"{key}/{MANIFEST}", FORMAT))
+    manifest = f"{key}/{MANIFEST}"
+    return documents.validated(Manifest, manifest, documents.read(store, manifest, FORMAT))
 
 
 def open_manifest(store: Store, ref: WeightsRef) -> Manifest:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefect import task
 
 from storage.digests import key_of
@@ -10,19 +12,34 @@ from tasks.results import Scored, TrainBatch
 from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
+ADDED = ("old_logprobs", "sum_pi_squared", "ref_logprobs", "values")  # by the train engines
+
 
 @task(name="advantage", **OPTIONS)
-def advantage(run: Run, step: int, scored: list[Scored], logprobs: BatchRef | None) -> TrainBatch:
+def advantage(
+    run: Run,
+    step: int,
+    scored: list[Scored],
+    logprobs: BatchRef | None,
+    values: BatchRef | None = None,
+    greedy: Sequence[Scored] = (),
+) -> TrainBatch:
     """Estimate advantages and choose the samples that train.
 
     A group with a failed sample follows rewards.on_failure; a group that the algorithm's filter
     leaves out is counted as filtered. Neither reaches the update.
     """
     samples = BatchRef.concat([shard.ref for shard in scored])
-    if logprobs is not None:
-        added = [name for name in ("old_logprobs", "ref_logprobs") if name in logprobs.names]
-        samples = samples.with_columns(logprobs[added])
-    key = key_of("advantage", samples.to_json(), run.algorithm.model_dump(mode="json"))
+    for columns in (logprobs, values):
+        if columns is not None:
+            samples = samples.with_columns(columns[[n for n in ADDED if n in columns.names]])
+    baselines = BatchRef.concat([shard.ref for shard in greedy]) if greedy else None
+    key = key_of(
+        "advantage",
+        samples.to_json(),
+        None if baselines is None else baselines.to_json(),
+        run.algorithm.model_dump(mode="json"),
+    )
     out_key = run.files.stage_key(step, "advantage", 1, key)
     with attempted(run, step, "advantage") as attempt:
         result = run.engines.scorers.call(
@@ -30,6 +47,7 @@ def advantage(run: Run, step: int, scored: list[Scored], logprobs: BatchRef | No
             run.lease(step, f"advantages-{key}"),
             attempt.assignment,
             samples=samples,
+            baselines=baselines,
             algorithm=run.algorithm,
             out_key=out_key,
         )
@@ -39,4 +57,5 @@ def advantage(run: Run, step: int, scored: list[Scored], logprobs: BatchRef | No
         filtered=result.filtered,
         dropped=result.dropped,
         metrics=result.metrics,
+        baselines=baselines,
     )

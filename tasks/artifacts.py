@@ -59,6 +59,7 @@ def shard_row(number: int, shard: Scored) -> dict[str, str | int | float]:
         "truncated": stats.truncated,
         "scoring failed": shard.failures,
         "policy version": stats.version,
+        "weights held": stats.digest,
     }
 
 
@@ -91,6 +92,12 @@ def lineage(run: Run, commit: Commit, attempts: list[Attempt]) -> str:
         "",
         *stage_table(commit, attempts),
     ]
+    lines += reward_code(commit)
+    if run.origin is not None:
+        lines += ["", f"The run was forked from {escaped(run.origin)}."]
+    command = f"python -m flows.lineage {run.name} --version {commit.version_out.version}"
+    lines += ["", f"Sample by sample: `{command}`; made again and compared: "]
+    lines[-1] += f"`python -m flows.replay {run.name} {commit.step}`."
     failures = [attempt for attempt in attempts if attempt.error]
     if failures:
         lines += ["", "#### Failed attempts, each tried again", ""]
@@ -166,6 +173,23 @@ def show_steps(run: Run, history: list[tuple[int, Metrics]]) -> None:
         table=table,
         description=f"Steps of {run.name}: mean reward, seconds by stage, retries.",
     )
+
+
+def reward_code(commit: Commit) -> list[str]:
+    """Markdown lines: which reward functions, to the digest of their lines."""
+    if not commit.reward_code:
+        return []
+    lines = ["", "| reward code | function | lines | file | packages |", "|---|---|---|---|---|"]
+    for digest, functions in commit.reward_code.items():
+        for one in functions:
+            packages = one.get("packages")
+            versions = packages.items() if isinstance(packages, dict) else ()
+            lines.append(
+                f"| `{digest}` | {escaped(one.get('name'))} | `{str(one.get('source'))[:17]}` "
+                f"| `{str(one.get('module'))[:17]}` "
+                f"| {escaped(', '.join(f'{name} {version}' for name, version in versions))} |"
+            )
+    return lines
 
 
 def show_curves(run: Run, image: bytes) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from prefect import task
+from dataclasses import asdict
 
+from prefect import task
+from pydantic import JsonValue
+
+from engines.rewards import code_digest
 from storage.commits import Commit, Ledger
 from storage.commits import commit as write_commit
 from storage.refs import BatchRef
@@ -17,9 +21,13 @@ from tasks.run import Run
 
 @task(name="snapshot", **OPTIONS)
 def snapshot(run: Run, step: int, updated: Updated) -> Updated:
-    """Store the trainer's whole state, from which a lost gang or a resumed run is rebuilt."""
+    """Store the trainers' whole state, from which a lost gang or a resumed run is rebuilt.
+
+    The critic's comes first: what retention keeps goes by the actor's snapshots.
+    """
     with attempted(run, step, "snapshot"):
-        run.engines.actor.snapshot(updated.version)
+        for trainer in run.engines.trained:
+            trainer.snapshot(updated.version)
     return updated
 
 
@@ -32,6 +40,7 @@ def commit(
     batch: TrainBatch,
     updated: Updated,
     synced: Synced,
+    critic: Updated | None = None,
 ) -> StepSummary:
     """Commit a step: refs, versions, cursor, ledger, metrics, attempts; then HEAD moves.
 
@@ -39,16 +48,26 @@ def commit(
     (MLflow, artifacts) follows in the background, while the next step samples.
     """
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
-    samples = BatchRef.concat([shard.ref for shard in scored])
+    metrics |= critic.metrics if critic is not None else {}
+    refs = {
+        "prompts": prompts.ref,
+        "samples": BatchRef.concat([shard.ref for shard in scored]),
+        "batch": batch.ref,
+    }
+    if batch.baselines is not None:
+        refs["baselines"] = batch.baselines
     record = Commit(
         step=step,
         parent=run.head,
-        refs={"prompts": prompts.ref, "samples": samples, "batch": batch.ref},
+        refs=refs,
         version_in=run.sampled_with,
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
-        ledger=(run.last.ledger if run.last else Ledger()).plus(ledger_of(prompts, batch)),
+        ledger=run.ledger.plus(ledger_of(prompts, batch)),
+        dropped_rows=prompts.dropped,
+        reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
+        update=update_settings(run),
         metrics=metrics,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
@@ -63,9 +82,23 @@ def commit(
     )
 
 
+def update_settings(run: Run) -> dict[str, JsonValue]:
+    """What an update is made with besides the batch and the algorithm, to make it again."""
+    config = run.config
+    pool = config.cluster.pools[config.cluster.roles.actor]
+    return {
+        "train": config.train.model_dump(mode="json"),
+        "seed": config.seed,
+        "steps": config.steps,  # where a decaying schedule ends
+        "ranks": pool.workers,
+        "threads": pool.threads,
+        "dtype": config.rollout.dtype,
+    }
+
+
 def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
     """What became of a step's prompts."""
-    dropped = dict(prompts.dropped)
+    dropped = {reason: len(rows) for reason, rows in prompts.dropped.items()}
     for reason, count in batch.dropped.items():
         dropped[reason] = dropped.get(reason, 0) + count
     return Ledger(
@@ -76,9 +109,9 @@ def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
 def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
     figures = {name: value for name, value in record.metrics.items() if value is not None}
-    run.tracker.step(record.step, figures)
-    if run.snapshot_due(record.step) and record.version_out is not None:
-        run.tracker.register(record.step, record.version_out)
+    run.tracker.step(record, figures)
+    if run.snapshot_due(record.step):
+        run.tracker.register(record)
     show_step(run, record, scored, attempts)
     tell(run, record, scored, figures)
     run.tidy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,14 +9,16 @@ import numpy as np
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from storage.commits import read_commit
-from storage.continuing import NoSuchOrigin, begin_at, pin
+from storage.continuing import NoSuchOrigin, begin_at
 from storage.cursor import Cursor
 from storage.errors import ObjectMissing, StoreError
-from storage.origins import FIELD, Origin, origin_of
+from storage.origins import Origin
+from storage.prompts import open_source
 from storage.registry import NotRegistered, Registry
 from storage.runs import RunStore
-from storage.seen import seen_at, seen_before, unseen, write_seen
+from storage.seen import seen_at, seen_before, unseen
 from storage.snapshots import base_of
+from storage.store import Store
 
 if TYPE_CHECKING:
     from storage.prompt_source import PromptSource
@@ -29,30 +30,19 @@ class NothingNew(Exception):
     """Every row has been seen by the run that this one would go on from; there is nothing to do."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Beginning:
-    """With what a run begins."""
+def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray | None]:
+    """What `config.continue_from` means: the origin, and digests of the rows drawn until there.
 
-    origin: Origin | None  # None: with the model's own weights
-    cursor: Cursor
-    seen: np.ndarray | None = None  # digests of rows drawn before; None: not kept
-
-    def write(self, run: RunStore, record: dict[str, object]) -> None:
-        """Store run.json with the origin, and tell the parent what is shared with it."""
-        if self.origin is None:
-            run.write_run(record)
-            return
-        if self.seen is not None:
-            write_seen(run, self.seen)
-        pin(run, self.origin)
-        run.write_run({**record, FIELD: self.origin.model_dump(mode="json")})
-
-
-def beginning(files: RunStore, config: GRPOConfig, source: PromptSource) -> Beginning:
-    """What `config.continue_from` means; ConfigError if it is not there, NothingNew if it is over."""
-    if config.continue_from is None:
-        return Beginning(origin=None, cursor=Cursor.start(config.data, source))
-    parent, step = _place(files, config)
+    None where it is not known what was drawn. Raises ConfigError if there is no such place, and
+    NothingNew.
+    """
+    if config.has_critic:
+        raise ConfigError(
+            f"continue_from = {config.continue_from} takes over a policy, and this run has a critic "
+            "too. Go on by --fork, or run python -m flows.grpo."
+        )
+    store = Store(config.store.uri, config.store.options)
+    parent, step = _place(store, config)
     try:
         origin = begin_at(
             parent,
@@ -65,34 +55,37 @@ def beginning(files: RunStore, config: GRPOConfig, source: PromptSource) -> Begi
             _check_snapshot(parent, origin)
     except (NoSuchOrigin, StoreError) as error:
         raise ConfigError(f"continue_from = {config.continue_from}: {error}") from error
-    owner = RunStore(files.store, origin.run)
+    owner = RunStore(store, origin.run)
+    source = open_source(config.data.source)
     reached = Cursor.from_json(read_commit(owner, origin.step).cursor)
     if config.continue_data == "cursor":
-        return _on_from(owner, origin, reached, config, source)
+        if (len(source), source.digest) != (reached.size, reached.digest):
+            raise ConfigError(
+                f"continue_data = cursor, but the data are no longer those of {origin}: "
+                f"{reached.size} rows then, {len(source)} rows of another content now. "
+                "Set continue_data = unseen."
+            )
+        return origin, seen_before(owner)
     seen = seen_at(owner, reached, source)
-    if config.continue_data == "restart" or seen is None:
-        return Beginning(origin=origin, cursor=Cursor.start(config.data, source), seen=seen)
-    new = len(unseen(source, seen))
-    if not new:
+    if config.continue_data == "unseen" and seen is not None and not unseen(source, seen):
         raise NothingNew(
             f"Nothing new to train on: all {len(source)} rows of {source.name} were seen by {origin} "
             "or the runs before it."
         )
-    return Beginning(origin=origin, cursor=Cursor.start(config.data, source, new), seen=seen)
+    return origin, seen
 
 
-def rebegun(files: RunStore, config: GRPOConfig, source: PromptSource) -> Beginning:
-    """The beginning of a run that is resumed before its first commit, by what it wrote then."""
-    origin = origin_of(files)
-    if origin is None:
-        return Beginning(origin=None, cursor=Cursor.start(config.data, source))
-    if config.continue_data == "cursor":
-        owner = RunStore(files.store, origin.run)
-        reached = Cursor.from_json(read_commit(owner, origin.step).cursor)
-        return Beginning(origin=origin, cursor=reached)
+def first_cursor(
+    files: RunStore, config: GRPOConfig, source: PromptSource, origin: Origin | None
+) -> Cursor:
+    """Where a run draws first, by its origin and what it keeps of the rows seen before."""
+    if origin is not None and origin.cursor:
+        before = read_commit(RunStore(files.store, origin.run), origin.step)
+        return Cursor.from_json(before.cursor)
     seen = seen_before(files)
-    new = len(unseen(source, seen)) if config.continue_data == "unseen" and len(seen) else 0
-    return Beginning(origin=origin, cursor=Cursor.start(config.data, source, new), seen=seen)
+    first = origin is not None and not origin.fork and config.continue_data == "unseen"
+    new = len(unseen(source, seen)) if first and len(seen) else 0
+    return Cursor.start(config.data, source, new)
 
 
 def fresh_rows(files: RunStore, cursor: Cursor, source: PromptSource) -> list[int]:
@@ -102,23 +95,12 @@ def fresh_rows(files: RunStore, cursor: Cursor, source: PromptSource) -> list[in
     return unseen(source, seen_before(files))
 
 
-def _on_from(
-    owner: RunStore, origin: Origin, reached: Cursor, config: GRPOConfig, source: PromptSource
-) -> Beginning:
-    if (len(source), source.digest) != (reached.size, reached.digest):
-        raise ConfigError(
-            f"continue_data = cursor, but the data are no longer those of {origin}: {reached.size} "
-            f"rows then, {len(source)} rows of another content now. Set continue_data = unseen."
-        )
-    return Beginning(origin=origin, cursor=reached, seen=seen_before(owner))
-
-
-def _place(files: RunStore, config: GRPOConfig) -> tuple[RunStore, int | None]:
+def _place(store: Store, config: GRPOConfig) -> tuple[RunStore, int | None]:
     """The run that continue_from names, and the step; None for its last."""
     assert config.continue_from is not None
     if not config.continue_from.startswith(REGISTERED):
         name, _, step = config.continue_from.partition("@")
-        return RunStore(files.store, name), int(step) if step else None
+        return RunStore(store, name), int(step) if step else None
     model, _, alias = config.continue_from.removeprefix(REGISTERED).partition("@")
     try:
         found = Registry(config.tracking).by_alias(model, alias)
@@ -130,12 +112,12 @@ def _place(files: RunStore, config: GRPOConfig) -> tuple[RunStore, int | None]:
             f"{alias} at {config.tracking.uri}. Run once without continue_from and with "
             f"promotion.alias = {alias}, or set another alias."
         )
-    if found.store_uri != files.store.uri:
+    if found.store_uri != store.uri:
         raise ConfigError(
             f"continue_from = {config.continue_from} is in the store {found.store_uri}, and "
-            f"store.uri = {files.store.uri}. Set store.uri to the former."
+            f"store.uri = {store.uri}. Set store.uri to the former."
         )
-    return RunStore(files.store, found.run), found.step
+    return RunStore(store, found.run), found.step
 
 
 def _check_snapshot(parent: RunStore, origin: Origin) -> None:

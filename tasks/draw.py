@@ -16,14 +16,14 @@ from tasks.run import Run
 def draw(run: Run, step: int) -> Prompts:
     """Draw `prompts_per_step` rows; one whose prompt is too long is dropped, counted, replaced.
 
-    Groups are numbered through the run: the first of step s is (s - 1) x prompts_per_step.
+    Groups are numbered through the run, and through the run that it was forked from.
     """
     config = run.config
-    group = (step - 1) * config.prompts_per_step
+    group = run.first_group(step)
     last = group + config.prompts_per_step
     cursor, drawn = run.cursor, 0
     parts: list[BatchRef] = []
-    dropped: dict[str, int] = {}
+    dropped: dict[str, list[int]] = {}
     while group < last:
         rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs, run.fresh)
         key = key_of("prompts", run.source.digest, rows, group, config.data.model_dump(mode="json"))
@@ -37,8 +37,8 @@ def draw(run: Run, step: int) -> Prompts:
                 out_key=run.files.stage_key(step, "prompts", len(parts) + 1, key),
             )
         drawn += len(rows)
-        for _, reason in made.dropped:
-            dropped[reason] = dropped.get(reason, 0) + 1
+        for row, reason in made.dropped:
+            dropped.setdefault(reason, []).append(row)
         if made.ref is not None:
             parts.append(made.ref)
             group += len(made.ref)

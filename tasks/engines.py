@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from configs.cluster import Role
 from configs.grpo import GRPOConfig
-from engines.cluster import Cluster, open_cluster
+from engines.cluster import Cluster
+from engines.clusters.opening import open_cluster
 from engines.gang import Gang
 from engines.pool import EnginePool
 from engines.remote import EngineSpec
@@ -19,10 +21,15 @@ from engines.rollout_pool import RolloutPool
 from engines.scoring import ScoringSpec
 from engines.train_spec import TrainSpec
 from engines.trainer import Trainer
+from storage import snapshots
+from storage.origins import parent_of
+from storage.runs import RunStore
+from tasks.forking import parent_config
 
 if TYPE_CHECKING:
     from tasks.run import Run
 
+TrainRole = Literal["actor", "ref", "critic"]
 MODELS = Path(".refrain/models")
 
 
@@ -33,6 +40,7 @@ class Handles:
     cluster: Cluster
     actor: Trainer
     ref: Trainer | None
+    critic: Trainer | None
     rollouts: RolloutPool
     scorers: EnginePool
 
@@ -45,9 +53,8 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
-        self.roles = ["reward", "actor", "rollout"] + (
-            ["ref"] if needs_reference(run.config) else []
-        )
+        self.roles = ["reward", *trained_roles(run.config), "rollout"]
+        self.roles += ["ref"] if needs_reference(run.config) else []
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once."""
@@ -62,6 +69,13 @@ class Engines:
         return {
             pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))
         }
+
+    def drawn_tokens(self) -> dict[str, int]:
+        """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""
+        handles = self._handles
+        if handles is None or not handles.done() or handles.exception() is not None:
+            return {}
+        return handles.result().rollouts.tokens()
 
     def wait(self, role: str) -> None:
         """Return when the role's engines stand; a failed start is tried again."""
@@ -78,7 +92,8 @@ class Engines:
         handles = self._made()
         start: dict[str, Callable[[], object]] = {
             "reward": handles.scorers.start,
-            "actor": lambda: handles.actor.at(self._run.head),
+            "actor": lambda: self._start_trained("actor", handles.actor),
+            "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
             "ref": lambda: self.ref.at(0),
         }
@@ -86,53 +101,69 @@ class Engines:
         waiting = [name for name, future in self._started.items() if not future.done()]
         self._run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
 
+    def _start_trained(self, role: TrainRole, trainer: Trainer) -> None:
+        """Bring a trainer to the run's head; a fork between its parent's snapshots replays first.
+
+        The parent's settings made those steps, so they repeat them. The state is kept as the
+        fork's own snapshot, since its settings may be others.
+        """
+        run, origin = self._run, self._run.origin
+        if origin is not None and not snapshots.has_base(replace(run.files, role=role), run.head):
+            files = parent_of(run.files, origin)
+            settings = parent_config(run.files, origin)
+            settings = settings.model_copy(update={"cluster": run.config.cluster})
+            parent = self._trainer(self._made().cluster, role, files, settings)
+            parent.snapshot(origin.step, run.name, origin.at)
+        trainer.at(run.head)
+
     def _open(self) -> Handles:
         config = self._run.config
         pools = {
             name: pool for name, pool in config.cluster.pools.items() if name in used_pools(config)
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
-        cluster = open_cluster(config.cluster.model_copy(update={"pools": pools}), environment)
+        settings = config.cluster.model_copy(update={"pools": pools})
+        cluster = open_cluster(settings, environment, cancel=self._run.cancelled)
         return Handles(
             cluster=cluster,
-            actor=self._trainer(cluster, "actor"),
-            ref=self._trainer(cluster, "ref") if needs_reference(config) else None,
+            actor=self._trainer(cluster, "actor", self._run.files, config),
+            ref=(
+                self._trainer(cluster, "ref", self._run.files, config)
+                if needs_reference(config)
+                else None
+            ),
+            critic=(
+                self._trainer(cluster, "critic", self._run.files, config)
+                if config.has_critic
+                else None
+            ),
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
         )
 
-    def _trainer(self, cluster: Cluster, role: str) -> Trainer:
-        run, config = self._run, self._run.config
-        pool = dict(config.cluster.roles)[role]
-        spec = TrainSpec(
-            model=config.model,
-            model_cache=str(MODELS.absolute()),
-            train=config.train,
-            role=role,
-            store_uri=run.store.uri,
-            store_options=config.store.options,
-            cache_bytes=run.store.cache_bytes,
-            run=run.name,
-            threads=config.cluster.pools[pool].threads,
-            seed=config.seed,
-            total_steps=config.steps * config.train.epochs * config.train.mini_batches,
-        )
+    def _trainer(
+        self, cluster: Cluster, role: TrainRole, files: RunStore, config: GRPOConfig
+    ) -> Trainer:
+        """A trainer of a role for a run: this one, or its parent under the parent's settings."""
+        run = self._run
+        spec = train_spec(config, files, role, run.store.cache_bytes)
         gang = Gang(
             cluster,
-            pool,
+            config.cluster.roles.pool_of(role),
             role,
             EngineSpec.of("engines.fsdp:FSDPEngine", spec),
-            config.train.deadline,
+            config.train_of(role).deadline,
+            start_timeout=config.cluster.start_timeout,
         )
         return Trainer(
             gang,
-            run.files,
+            replace(files, role=role),
             epoch=run.epoch,
             cancel=run.cancelled,
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             on_replay=run.progress.replaying,
-            weights_only=role == "ref",
+            lease_name=run.name,
         )
 
     def _rollouts(self, cluster: Cluster) -> RolloutPool:
@@ -180,6 +211,16 @@ class Engines:
         )
 
     @property
+    def cluster(self) -> Cluster:
+        """The workers."""
+        return self._made().cluster
+
+    @property
+    def scheduler(self) -> str:
+        """Address of the Dask scheduler."""
+        return str(self._made().cluster.client.scheduler_info()["address"])
+
+    @property
     def actor(self) -> Trainer:
         """The policy that is trained."""
         return self._made().actor
@@ -201,6 +242,18 @@ class Engines:
         assert found is not None, "the algorithm uses no reference"
         return found
 
+    @property
+    def critic(self) -> Trainer:
+        """The critic, which is trained beside the policy."""
+        found = self._made().critic
+        assert found is not None, "the algorithm trains no critic"
+        return found
+
+    @property
+    def trained(self) -> list[Trainer]:
+        """What has a state to store; the policy last."""
+        return [self.critic, self.actor] if self._run.config.has_critic else [self.actor]
+
     def close(self) -> None:
         """End every engine and worker."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -210,11 +263,36 @@ class Engines:
                 self._handles.result().cluster.close()
 
 
+def train_spec(
+    config: GRPOConfig, files: RunStore, role: TrainRole, cache_bytes: int = 0
+) -> TrainSpec:
+    """From what a run's train engine of a role is built."""
+    pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
+    return TrainSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        train=train,
+        role=role,
+        store_uri=files.store.uri,
+        store_options=config.store.options,
+        cache_bytes=cache_bytes,
+        run=files.run,
+        threads=config.cluster.pools[pool].threads,
+        seed=config.seed,
+        total_steps=config.steps * train.epochs * train.mini_batches,
+    )
+
+
 def used_pools(config: GRPOConfig) -> set[str]:
     """Pools on which some role of the run lives; others are not started."""
-    roles = config.cluster.roles
-    used = {roles.actor, roles.rollout, roles.reward}
-    return used | {roles.ref} if needs_reference(config) else used
+    roles: list[Role] = [*trained_roles(config), "rollout", "reward"]
+    roles += ["ref"] if needs_reference(config) else []
+    return {config.cluster.roles.pool_of(role) for role in roles}
+
+
+def trained_roles(config: GRPOConfig) -> list[Role]:
+    """Roles with an optimizer."""
+    return ["actor", "critic"] if config.has_critic else ["actor"]
 
 
 def needs_reference(config: GRPOConfig) -> bool:

@@ -70,7 +70,9 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
             f"The first {len(rows)} rows of evaluation.source give no prompt that fits "
             f"data.max_prompt_tokens = {run.config.data.max_prompt_tokens}. Set it higher."
         )
-    dropped = {reason: 1 for _, reason in made.dropped}
+    dropped: dict[str, list[int]] = {}
+    for row, reason in made.dropped:
+        dropped.setdefault(reason, []).append(row)
     return Prompts(ref=made.ref, cursor=run.cursor, drawn=len(rows), dropped=dropped)
 
 

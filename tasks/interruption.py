@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from uuid import UUID
 
@@ -14,25 +15,42 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 
-LOOK_EVERY = 2.0  # seconds
+LOOK_EVERY = 1.0  # seconds
+PATIENCE = 4.0  # seconds in which the body must have ended after a signal
+INTERRUPTED = 130  # exit code
 
 
 @contextlib.contextmanager
-def signals_end(waits: threading.Event) -> Iterator[None]:
+def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Iterator[None]:
     """During the body, SIGINT and SIGTERM set `waits` and end the run as they did before.
 
     Prefect's own handler, under a worker, says whether the run was cancelled; where there is none,
     KeyboardInterrupt is raised.
 
     The tasks' threads wait on workers, and Prefect waits for the tasks' threads before it lets an
-    interrupt through, so the waits have to be ended first.
+    interrupt through, so the waits have to be ended first. A thread that cannot be woken (it sleeps
+    before a retry, or the store hangs) is not waited for longer than PATIENCE: then, after
+    `last_words`, the process ends as it would by SIGKILL, which loses nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    asked, over = threading.Event(), threading.Event()
+
+    def give_up() -> None:
+        if not over.wait(PATIENCE):
+            words = threading.Thread(target=last_words, daemon=True)  # who reads may hang too
+            words.start()
+            words.join(0.5)
+            os._exit(INTERRUPTED)
+
     def stop(signum: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            return  # it is on its way out
+        asked.set()
         waits.set()
+        threading.Thread(target=give_up, name="give-up", daemon=True).start()
         handler = before[signum]
         if callable(handler):
             handler(signum, frame)
@@ -45,8 +63,27 @@ def signals_end(waits: threading.Event) -> Iterator[None]:
     try:
         yield
     finally:
+        over.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def set_closes(waits: threading.Event, close: Callable[[], object]) -> Iterator[None]:
+    """During the body, `close` is called as soon as `waits` is set, whatever the body does."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            if waits.wait(LOOK_EVERY):
+                close()
+                return
+
+    threading.Thread(target=watch, name="closing", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 @contextlib.contextmanager

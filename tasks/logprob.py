@@ -13,7 +13,7 @@ from tasks.run import Run
 
 @task(name="logprob", **OPTIONS)
 def logprob(run: Run, step: int, sampled: list[Sampled]) -> BatchRef:
-    """The samples with old_logprobs and ref_logprobs, whichever the algorithm uses.
+    """The samples with old_logprobs, sum_pi_squared, ref_logprobs, whichever the algorithm uses.
 
     It needs no rewards, so it runs beside them.
     """
@@ -21,12 +21,14 @@ def logprob(run: Run, step: int, sampled: list[Sampled]) -> BatchRef:
     result = samples
     sources = []
     if run.needs_old:
-        sources.append(("old_logprobs", run.engines.actor, step - 1))
+        squared = run.algorithm.needs_squares
+        sources.append(("old_logprobs", run.engines.actor, step - 1, squared))
     if run.needs_ref:
-        sources.append(("ref_logprobs", run.engines.ref, 0))
-    for column, trainer, version in sources:
-        key = key_of(column, samples.to_json(), version)
+        sources.append(("ref_logprobs", run.engines.ref, 0, False))
+    for column, trainer, version, squared in sources:
+        key = key_of(column, samples.to_json(), version, squared)
         out_key = run.files.stage_key(step, column, 1, key)
         with attempted(run, step, "logprob"):
-            result = result.with_columns(trainer.logprobs(version, samples, column, out_key))
+            made = trainer.logprobs(version, samples, column, out_key, squared)
+        result = result.with_columns(made)
     return result

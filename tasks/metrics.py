@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 STAGES = (
     "prompts",
     "rollout",
+    "baseline",
     "reward",
     "logprob",
+    "values",
     "advantage",
+    "critic_update",
     "update",
     "weight_sync",
     "snapshot",
@@ -45,9 +48,12 @@ def step_metrics(
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / max(stages.get("rollout", 0.0), 1e-9),
         "retries": float(sum(attempt.number > 1 for attempt in attempts)),
-        "prompts/dropped": float(sum(prompts.dropped.values()) + sum(batch.dropped.values())),
+        "prompts/dropped": float(
+            sum(map(len, prompts.dropped.values())) + sum(batch.dropped.values())
+        ),
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
+        **run.store_usage.since_last(run.engines.cluster),
     }
     return figures
 

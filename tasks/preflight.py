@@ -6,8 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
+from engines.clusters.opening import check_cluster
+from engines.failures import InfrastructureError
 from engines.models import check_model
-from engines.placement import place_local
 from engines.rewards import check_rewards
 from storage.prompts import open_source
 from storage.store import Store, StoreError
@@ -24,12 +25,14 @@ def check(config: GRPOConfig) -> None:
         check_packages(config)
         check_model(config.model)
         source = open_source(config.data.source)
-        source.check_columns([config.data.prompt_column])
+        source.check_columns(
+            [name for name in (config.data.prompt_column, config.data.state_column) if name]
+        )
         check_rewards(config.rewards, config.data, source)
-        if config.cluster.kind == "local":
-            place_local({name: config.cluster.pools[name] for name in used_pools(config)})
+        pools = {name: config.cluster.pools[name] for name in used_pools(config)}
+        check_cluster(config.cluster.model_copy(update={"pools": pools}))
         Store(config.store.uri, config.store.options).check_writable()
-    except (ValueError, StoreError) as error:
+    except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
 
 
@@ -50,6 +53,10 @@ def check_packages(config: GRPOConfig) -> None:
             f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
         )
+    if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
+        raise PreflightError("cluster.kind = slurm needs dask-jobqueue. Install refrain[slurm].")
+    if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
+        raise PreflightError("cluster.kind = kubernetes needs kr8s. Install refrain[kubernetes].")
     if config.store.uri.startswith("s3:") and installed("s3fs") is None:
         raise PreflightError(f"store.uri = {config.store.uri} needs s3fs. Install refrain[s3].")
 

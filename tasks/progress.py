@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 
 from tasks.results import Metrics
 from tasks.terminal import Terminal
+
+SHOWN = ("rollout", "reward", "logprob", "values", "update", "critic_update", "weight_sync")
+STAGES = {
+    "prompts": "drawing prompts",
+    "logprob": "computing log-probs",
+    "advantage": "estimating advantages",
+    "values": "asking the critic",
+    "update": "updating the policy",
+    "critic_update": "updating the critic",
+    "weight_sync": "loading the new weights into the rollout engines",
+    "snapshot": "storing the trainer's state",
+}
 
 
 class Progress:
@@ -20,12 +34,15 @@ class Progress:
         self._shards = 0
         self._done = 0
         self._tokens = 0
+        self._drawn: dict[str, int] = {}  # worker -> tokens that it had drawn at the last look
+        self._before: dict[str, int] = {}  # the same when the step began
         self.began = time.monotonic()
 
     def step(self, step: int, shards: int) -> None:
         """A step begins."""
         with self._lock:
             self._step, self._shards, self._done, self._tokens = step, shards, 0, 0
+            self._before = dict(self._drawn)
             self.began = time.monotonic()
         self.stage("prompts")
 
@@ -33,13 +50,57 @@ class Progress:
         """What is happening in the step now."""
         self._terminal.doing(f"step {self._step}/{self._steps} · {text}")
 
+    def attempt(self, step: int, stage: str, shard: int | None) -> None:
+        """A stage's call goes out; those of shards are told by what they have drawn."""
+        if shard is not None:
+            return
+        text = STAGES.get(stage, stage)
+        if 0 < step == self._step:
+            self.stage(text)
+        else:  # the first weights, before any step
+            self._terminal.doing(text)
+
     def shard_done(self, tokens: int) -> None:
         """A shard of the step is sampled."""
         with self._lock:
             self._done += 1
             self._tokens += tokens
-            text = f"sampling: {self._done}/{self._shards} shards, {self._tokens} tokens"
-        self.stage(text)
+        self._sampling()
+
+    def drawn(self, tokens: Mapping[str, int]) -> None:
+        """Worker -> tokens that its engine has drawn since it was built."""
+        with self._lock:
+            self._drawn = dict(tokens)
+            new = 0
+            for worker, count in tokens.items():
+                before = self._before.get(worker, 0)
+                new += count - before if count >= before else count  # less: the engine is a new one
+            self._tokens = max(self._tokens, new)
+            sampling = self._step > 0 and self._done < self._shards
+        if sampling and self._tokens:
+            self._sampling()
+
+    def _sampling(self) -> None:
+        self.stage(f"sampling: {self._done}/{self._shards} shards, {self._tokens} tokens")
+
+    @contextlib.contextmanager
+    def looking(
+        self, tokens: Callable[[], Mapping[str, int]], every: float = 1.0
+    ) -> Iterator[None]:
+        """During the body, ask for the tokens drawn every second; only where someone can see it."""
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(every):
+                self.drawn(tokens())
+
+        thread = threading.Thread(target=look, name="progress", daemon=True)
+        if self._terminal.is_live:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def replaying(self, step: int, last: int) -> None:
         """The trainer applies a stored step's update again."""
@@ -57,7 +118,7 @@ class Progress:
             parts.append(f"kl {metrics['train/kl_ref']:.4f}")
         times = ", ".join(
             f"{name} {metrics[f'time/{name}']:.1f}"
-            for name in ("rollout", "reward", "logprob", "update", "weight_sync")
+            for name in SHOWN
             if metrics.get(f"time/{name}", 0.0) >= 0.05
         )
         parts.append(f"{metrics['time/step']:.1f} s ({times})")

@@ -21,7 +21,7 @@ from storage.registry import (
 )
 from tasks import events
 from tasks.artifacts import escaped, key
-from tasks.evaluate import Evaluation
+from tasks.evaluate import Evaluation, evaluate
 from tasks.retries import OPTIONS
 from tasks.run import Run
 
@@ -41,10 +41,16 @@ class Decision:
     reason: str
 
 
-def promote(run: Run, evaluated: Evaluation) -> Decision:
+def judge_policy(run: Run) -> Decision | None:
+    """Test the last policy version and promote it, as far as the settings ask for that."""
+    if run.config.evaluation is None:
+        return None
+    evaluated = evaluate(run)
+    return None if run.config.promotion is None else promote(run, evaluated, run.config.promotion)
+
+
+def promote(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
     """Decide by the rule, ask a person if that is wished, and move the alias or say why not."""
-    rule = run.config.promotion
-    assert rule is not None
     run.background.drain()  # the version gets into the registry there
     decision = decide.submit(run, evaluated, rule).result()
     if decision.promote and rule.approval:

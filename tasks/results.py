@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from prefect.futures import PrefectFuture
 
+from engines.rewards import RewardCode
 from engines.rollout import ShardStats
 from storage.cursor import Cursor
 from storage.refs import BatchRef
@@ -22,7 +23,7 @@ class Prompts:
     ref: BatchRef  # prompt_ids, group_id, prompt_row, row
     cursor: Cursor  # where the next step draws
     drawn: int  # rows drawn from the dataset
-    dropped: dict[str, int]  # rows left out, by reason
+    dropped: dict[str, list[int]]  # rows left out, by reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +42,7 @@ class Scored:
     sampled: Sampled
     ref: BatchRef  # the samples with reward, score/<function> and status
     failures: int  # samples whose scoring failed
+    code: tuple[RewardCode, ...]  # the functions that scored
     seconds: float  # time in the reward functions
 
 
@@ -53,11 +55,12 @@ class TrainBatch:
     filtered: int  # prompts left out by the algorithm's filter
     dropped: dict[str, int]  # prompts left out for a failure, by reason
     metrics: Metrics
+    baselines: BatchRef | None = None  # scored greedy completions, where the method wants them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Updated:
-    """The policy after the update; the tensors are in the train workers."""
+    """The policy, or the critic, after the update; the tensors are in the train workers."""
 
     version: int
     metrics: Metrics

@@ -93,6 +93,7 @@ def attempted(run: Run, step: int, stage: str, shard: int | None = None) -> Iter
     context = TaskRunContext.get()
     number = 1 if context is None else context.task_run.run_count
     attempt = Attempt(step=step, stage=stage, shard=shard, number=number, started=time.time())
+    run.progress.attempt(step, stage, shard)
     logger = get_run_logger()
     try:
         yield attempt

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefect import task
 from prefect.logging import get_run_logger
 
+from engines.scoring import SampleFailure
 from storage.digests import key_of
 from tasks.results import Sampled, Scored
 from tasks.retries import OPTIONS, attempted
@@ -18,6 +21,11 @@ def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Sc
     An exception, a time-out or a crash in a reward function is not retried and is not a reward: the
     sample is marked failed, and the function's traceback goes to this task's log.
     """
+    return scored(run, step, sampled, shard)
+
+
+def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
+    """A shard with its rewards; failures are logged."""
     key = key_of("reward", sampled.ref.to_json(), run.config.rewards.model_dump(mode="json"))
     out_key = run.files.stage_key(step, "reward", shard, key)
     with attempted(run, step, "reward", shard) as attempt:
@@ -29,13 +37,23 @@ def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Sc
             samples=sampled.ref,
             out_key=out_key,
         )
-    for failure in result.failures:
-        get_run_logger().error(
-            "Sample %d failed in %s: %s", failure.sample, failure.function, failure.error
-        )
+    for (function, error), samples in by_cause(result.failures).items():
+        numbers = ", ".join(map(str, samples))
+        trace = result.tracebacks.get(error, "")
+        text = f"Scoring failed in {function} for sample {numbers}: {error}\n{trace}"
+        get_run_logger().error("%s", text.rstrip())
     return Scored(
         sampled=sampled,
         ref=sampled.ref.drop(["status"]).with_columns(result.ref),
         failures=result.failed,
+        code=result.code,
         seconds=result.seconds,
     )
+
+
+def by_cause(failures: Sequence[SampleFailure]) -> dict[tuple[str, str], list[int]]:
+    """Sample numbers by function and error, so that one mistake is told once."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for failure in failures:
+        found.setdefault((failure.function, failure.error), []).append(failure.sample)
+    return found

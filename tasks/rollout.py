@@ -25,16 +25,24 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> S
     the worker's engine is brought to the current weights first if it lags (a restarted worker).
     """
     part = prompts.ref.chunk(shards)[shard - 1]
+    result = sample_shard(run, step, part, run.sampling, "rollout", shard)
+    run.progress.shard_done(result.stats.tokens)
+    return result
+
+
+def sample_shard(
+    run: Run, step: int, prompts: BatchRef, sampling: Sampling, stage: str, shard: int
+) -> Sampled:
+    """Complete the prompts of a shard, or find that done."""
     weights = run.engines.rollouts.weights
-    sampling = Sampling.of(run.config.rollout, run.config.group_size)
-    key = key_of("rollout", part.to_json(), weights.digest, asdict(sampling))
-    out_key = run.files.stage_key(step, "rollout", shard, key)
+    key = key_of("rollout", prompts.to_json(), weights.digest, asdict(sampling))
+    out_key = run.files.stage_key(step, stage, shard, key)
     done = run.files.finished(out_key)
     if done is not None:
-        return sampled(run, part, done)
-    with attempted(run, step, "rollout", shard) as attempt:
+        return sampled(prompts, done)
+    with attempted(run, step, stage, shard) as attempt:
         request = RolloutRequest(
-            prompts=part,
+            prompts=prompts,
             sampling=sampling,
             out_key=out_key,
             step=step,
@@ -43,11 +51,10 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> S
         )
         result = run.engines.rollouts.generate(request, attempt.assignment)
     done = run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
-    return sampled(run, part, done)
+    return sampled(prompts, done)
 
 
-def sampled(run: Run, prompts: BatchRef, record: Mapping[str, Any]) -> Sampled:
+def sampled(prompts: BatchRef, record: Mapping[str, Any]) -> Sampled:
     """A finished shard from its record: of two attempts, the one that finished first."""
     stats = ShardStats(**record["stats"])
-    run.progress.shard_done(stats.tokens)
     return Sampled(prompts=prompts, ref=BatchRef.from_json(record["ref"]), stats=stats)

@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ from engines.parent_death import die_with_parent
 HOST = "127.0.0.1"
 FIRST_PORT = 4200
 START_TIMEOUT = 120.0  # seconds; the first start migrates the database
+STOP_TIMEOUT = 2.0  # seconds until a server that does not stop is killed
+LOOK_EVERY = 2.0  # seconds
+HEALTH_TIMEOUT = 5.0  # seconds for the server to say that it is well
+SILENCE = 30.0  # seconds after which a server that has answered counts as hung
 
 
 class ServerError(RuntimeError):
@@ -32,13 +37,21 @@ class ServerError(RuntimeError):
 
 
 class EmbeddedServer:
-    """A Prefect server with its dashboard, on loopback, that ends with this process."""
+    """A Prefect server with its dashboard, on loopback, that ends with this process.
+
+    Killed or hung, it is started again on the same port with the same database; Prefect's client
+    waits that long.
+    """
 
     def __init__(self, home: Path) -> None:
         self.home = home.absolute()
         self.log = self.home / "server.log"
         self.port = _free_port()
+        self._answered = threading.Event()
+        self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended: int | None = None  # exit code, where it is not started again
+        self._keeper: threading.Thread | None = None
 
     @property
     def address(self) -> str:
@@ -48,6 +61,26 @@ class EmbeddedServer:
     def launch(self) -> None:
         """Start the server's process and return at once; `wait` tells when it answers."""
         self.home.mkdir(parents=True, exist_ok=True)
+        # The kernel ends the process with the thread that started it, so that one stays.
+        self._keeper = threading.Thread(target=self._keep, name="prefect-server", daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        """Have a server run until `stop`, except when the first one ends by itself or hangs."""
+        while not self._stopping.is_set():
+            self._process = process = self._spawn()
+            hung = time.monotonic() + START_TIMEOUT
+            while process.poll() is None and not self._stopping.wait(LOOK_EVERY):
+                if self._healthy():
+                    hung = time.monotonic() + SILENCE
+                if time.monotonic() > hung:
+                    process.kill()
+            killed = (process.poll() or 0) < 0
+            if self._stopping.is_set() or not (killed or self._answered.is_set()):
+                break
+        self._ended = _end(process)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "uvicorn", "--factory"]
         command += ["--app-dir", str(prefect.__module_path__.parent)]
         command += [
@@ -70,8 +103,8 @@ class EmbeddedServer:
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("PREFECT_API_URL", None)
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -82,30 +115,31 @@ class EmbeddedServer:
                 preexec_fn=die_with_parent,
             )
 
+    def _healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.address}/api/health", timeout=HEALTH_TIMEOUT).is_success
+        except httpx.HTTPError:
+            return False
+
     def wait(self, timeout: float = START_TIMEOUT) -> None:
         """Return when the server answers; ServerError with its last words if it ends or hangs."""
-        assert self._process is not None
         end = time.monotonic() + timeout
         while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise ServerError(self._failure(f"ended with code {self._process.returncode}"))
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.address}/api/health", timeout=2).status_code == 200:
-                    return
+            if self._ended is not None:
+                raise ServerError(self._failure(f"ended with code {self._ended}"))
+            if self._healthy():
+                self._answered.set()
+                return
             time.sleep(0.1)
         raise ServerError(self._failure(f"did not answer within {timeout:.0f} s"))
 
     def stop(self) -> None:
         """End the server's process."""
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=3)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+        self._stopping.set()
+        if self._process is not None:
+            self._process.terminate()
+        if self._keeper is not None:
+            self._keeper.join()
 
     def _failure(self, what: str) -> str:
         words = self.log.read_text(errors="replace")
@@ -116,6 +150,16 @@ class EmbeddedServer:
                 "Set PREFECT_HOME to another folder, or remove that one."
             )
         return f"The Prefect server on port {self.port} {what}. {remedy}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End a process, by force if need be; its exit code."""
+    process.terminate()
+    try:
+        return process.wait(timeout=STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 @contextlib.contextmanager
@@ -139,8 +183,11 @@ def prefect_server(home: Path) -> Iterator[str]:
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
         }
         with temporary_settings(settings):
-            yield server.address
-            APILogHandler().flush()  # logs on their way would complain of a server that is gone
+            try:
+                yield server.address
+            finally:
+                # Logs on their way would be waited for, when Python ends, while the server is gone.
+                APILogHandler().flush()
     finally:
         server.stop()
 

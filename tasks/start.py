@@ -13,7 +13,9 @@ from tasks.weight_sync import publish_and_sync
 @task(name="start workers", **OPTIONS)
 def start_workers(run: Run) -> dict[str, list[str]]:
     """Wait for the workers of every pool; returns pool -> worker names."""
-    return run.engines.workers()
+    workers = run.engines.workers()
+    run.announce()
+    return workers
 
 
 @task(name="start engine", task_run_name="start {role}", **OPTIONS)

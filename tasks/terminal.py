@@ -34,6 +34,11 @@ class Terminal:
             finally:
                 self._status = None
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a person sees the live line."""
+        return self._status is not None
+
     def doing(self, text: str) -> None:
         """Show what is happening now, in place of what was shown before."""
         with self._lock:

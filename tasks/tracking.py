@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 from storage.plots import progress_png
 from storage.tracking import TrackedData, TrackedRun, Tracker
-from storage.weights import WeightsRef
 from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.results import Metrics
 
 if TYPE_CHECKING:
+    from storage.commits import Commit
     from tasks.run import Run
 
 PLOT = "plots/progress.png"
+LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
 
 
 class RunTracker:
@@ -43,19 +44,23 @@ class RunTracker:
 
         threading.Thread(target=begin, name="mlflow", daemon=True).start()
 
-    def step(self, step: int, metrics: Metrics) -> None:
+    def step(self, commit: Commit, metrics: Metrics) -> None:
         """Record a committed step."""
-        self.history.append((step, metrics))
-        self._ready().log_step(step, metrics)
+        self.history.append((commit.step, metrics))
+        newest = {f"{name}.last": value for name, value in version_tags(commit).items()}
+        newest["refrain.digest.last"] = commit.version_out.digest
+        self._ready().log_step(commit.step, metrics, newest)
 
-    def register(self, step: int, weights: WeightsRef) -> None:
-        """Put a policy version into the model registry."""
+    def register(self, commit: Commit) -> None:
+        """Put the policy version that a step made into the model registry."""
+        step, weights = commit.step, commit.version_out
         number = self._ready().register_version(
             weights.version,
             uri=self._run.store.url(weights.key),
             digest=weights.digest,
             step=step,
             store_uri=self._run.store.uri,
+            lineage=version_tags(commit),
         )
         self.registered[weights.version] = number
 
@@ -76,9 +81,8 @@ class RunTracker:
         """Number in the registry of a policy version, which is registered if it is not yet."""
         if version not in self.registered:
             last = self._run.last
-            assert last is not None and last.version_out is not None
-            assert last.version_out.version == version
-            self.register(last.step, last.version_out)
+            assert last is not None and last.version_out.version == version
+            self.register(last)
         return self.registered[version]
 
     def plot(self) -> bytes | None:
@@ -126,5 +130,18 @@ class RunTracker:
             model_name=run.config.name,
             flow_run_id=str(flow_run_id() or "") or None,
             flow_run_url=flow_run_url(),
-            forked_from=run.origin.run if run.origin is not None else None,
+            forked_from=None if run.origin is None else run.origin.run,
+            forked_at=None if run.origin is None else run.origin.step,
         )
+
+
+def version_tags(commit: Commit) -> dict[str, str]:
+    """What a policy version was made of, as MLflow's tags."""
+    batch = commit.refs["batch"]
+    return {
+        "refrain.sampled_with": commit.version_in.digest,
+        "refrain.samples_trained": str(len(batch)),
+        "refrain.batch": ", ".join(sorted(batch.objects))[:LONGEST_TAG],
+        "refrain.reward_code": ", ".join(sorted(commit.reward_code)),
+        "refrain.prompts_trained_so_far": str(commit.ledger.trained),
+    }

@@ -26,7 +26,9 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
     """Publish a version, load it into the rollout engines, and check it on a probe."""
     start = time.monotonic()
     with attempted(run, step, "weight_sync"):
-        weights = run.engines.actor.export(version, run.config.rollout.dtype)
+        weights = run.shared_weights if version == run.start else None
+        if weights is None:
+            weights = run.engines.actor.export(version, run.config.rollout.dtype)
         exported = time.monotonic()
         tokens, lengths = run.probe()
         probe = Probe(

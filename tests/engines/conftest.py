@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
-from engines.cluster import open_cluster
+from engines.clusters.opening import open_cluster
 
 
 def one_pool_roles(pool):

@@ -14,7 +14,7 @@ from distributed import LocalCluster
 
 from configs.cluster import ClusterConfig, PoolConfig
 from engines import calls, dask_settings
-from engines.cluster import open_cluster
+from engines.clusters.opening import open_cluster
 from engines.failures import (
     CallCancelled,
     CallDeadline,

@@ -12,7 +12,7 @@ import torch
 from configs.algorithm import AlgorithmConfig
 from engines.fsdp import FSDPEngine
 from engines.rendezvous import RendezvousFailed, meet
-from engines.train_spec import LogprobResult, UpdateResult
+from engines.train_spec import ColumnsResult, UpdateResult
 from storage.refs import BatchRef
 from storage.store import Store
 from storage.weights import WeightsRef, stream
@@ -34,7 +34,7 @@ KL = AlgorithmConfig.model_validate({"kl": {"coefficient": 0.2}})
 class Seen:
     """What one rank did."""
 
-    logprobs: LogprobResult
+    logprobs: ColumnsResult
     updates: list[UpdateResult]
     weights: WeightsRef
     digests: list[str]  # fresh, saved, gone on, fresh again, restored, gone on again

@@ -18,7 +18,7 @@ FLOW = """
 import json, os, sys, time
 from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines import calls
-from engines.cluster import open_cluster
+from engines.clusters.opening import open_cluster
 from engines.parent_death import session
 from tests.engines.dummies import dummy
 

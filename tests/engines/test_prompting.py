@@ -6,7 +6,15 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from configs.data import DataConfig, FileSource
-from engines.prompting import EMPTY, TOO_LONG, decode, prompt_of, prompts_of, tokenize
+from engines.prompting import (
+    EMPTY,
+    TOO_LONG,
+    decode,
+    prompt_of,
+    prompts_of,
+    state_number,
+    tokenize,
+)
 from storage.json_values import JsonValue, Row
 
 CHAT = (
@@ -120,3 +128,11 @@ def test_templates_that_do_not_fit(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r"no chat template. Set data.template = plain"):
         tokenize([{"question": "a"}], config(), bare)
+
+
+def test_equal_states_have_equal_numbers() -> None:
+    board = {"cells": [1, 2], "turn": "x"}
+    assert state_number(board) == state_number({"turn": "x", "cells": [1, 2]})
+    found = [state_number(value) for value in (board, "x", 1, "1", None, [1], [2])]
+    assert len(set(found)) == len(found)
+    assert all(0 <= number < 2**63 for number in found)

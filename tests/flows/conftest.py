@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,31 +70,50 @@ class Launched:
 Launch = Callable[..., Launched]
 
 
-@pytest.fixture
-def launch(prefect_api: str, tmp_path: Path) -> Iterator[Launch]:
-    """Start `python -m flows.grpo WORDS` in an empty folder."""
+@contextlib.contextmanager
+def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
+    """Start `python -m flows.grpo WORDS` in a folder; what still runs at the end is killed."""
     started: list[Launched] = []
 
-    def start(*words: str, embedded: bool = False) -> Launched:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment.pop("PREFECT_API_URL", None)
+    def start(
+        *words: str,
+        embedded: bool = False,
+        module: str = "flows.grpo",
+        environment: Mapping[str, str] | None = None,
+    ) -> Launched:
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        }
+        variables.pop("PREFECT_API_URL", None)
         if not embedded:
-            environment["PREFECT_API_URL"] = prefect_api
+            variables["PREFECT_API_URL"] = prefect_api
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.grpo", *words],
-            cwd=tmp_path,
-            env=environment,
+            [sys.executable, "-m", "tests.flows.without_torch", module, *words],
+            cwd=folder,
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
-        run = Launched(tmp_path, process, f"file://{tmp_path}/.refrain/store")
+        run = Launched(folder, process, f"file://{folder}/.refrain/store")
         started.append(run)
         return run
 
-    yield start
-    for run in started:
-        if run.process.poll() is None:
-            run.process.kill()
-            run.process.wait()
+    try:
+        yield start
+    finally:
+        for run in started:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
+
+
+@pytest.fixture
+def launch(prefect_api: str, tmp_path: Path) -> Iterator[Launch]:
+    """Start `python -m flows.grpo WORDS` in an empty folder."""
+    with starting(tmp_path, prefect_api) as start:
+        yield start

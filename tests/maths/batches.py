@@ -21,7 +21,9 @@ TOKEN_FIELDS = (
     "ref_logprobs",
     "entropy",
     "weights",
+    "kept",
     "selected",
+    "counted",
 )
 ADVANTAGE_TOKEN_FIELDS = (
     "mask",

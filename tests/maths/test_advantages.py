@@ -85,6 +85,7 @@ SCALED = {  # kind -> what twice the rewards do to the advantages
     "optimal_token_baseline": 2.0,
     "multi_turn_optimal_token_baseline": 2.0,
     "cpgd": 2.0,
+    "gdpo": 1.0,
 }
 
 
@@ -99,6 +100,20 @@ def test_scaling_rewards_scales_what_should_scale(kind, seed):
     plain = estimated(batch, kind, **exact).advantages
     double = estimated(dataclasses.replace(batch, rewards=2 * batch.rewards), kind, **exact)
     torch.testing.assert_close(double.advantages, SCALED[kind] * plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gae", "remax"])
+@EXAMPLES
+@given(seed=SEEDS)
+def test_scaling_rewards_and_what_they_are_compared_with(kind, seed):
+    """A critic's values and the greedy completion's reward scale with the rewards."""
+    batch = advantage_batch(seed)
+    raw = {"whiten": False} if kind == "gae" else {}
+    double = dataclasses.replace(
+        batch, rewards=2 * batch.rewards, values=2 * batch.values, baselines=2 * batch.baselines
+    )
+    plain = estimated(batch, kind, **raw).advantages
+    torch.testing.assert_close(estimated(double, kind, **raw).advantages, 2 * plain)
 
 
 @pytest.mark.parametrize("kind", ["dr_grpo", "rloo", "grpo", "gigpo"])
@@ -221,6 +236,48 @@ def test_gigpo_compares_turns_that_began_alike():
     result = estimated(batch, "gigpo", gamma=0.5, step_weight=3.0, normalize=False)
     # Episode: -1, +1. Turns: first ones alone (0); second ones have returns 0 and 2: -1, +1.
     assert result.advantages.tolist() == pytest.approx([-1.0, -4.0, 1.0, 4.0])
+
+
+def test_gigpo_of_one_turn_is_the_group_relative_advantage_once_more():
+    # One turn that begins at the prompt: both terms compare the samples of the prompt.
+    batch = dataclasses.replace(
+        per_sample([0.0, 2.0, 1.0], [0, 0, 1], lengths=[2, 1, 1]),
+        steps=torch.zeros(4, dtype=torch.int64),
+        states=torch.tensor([0, 0, 0, 1]),
+    )
+    plain = estimated(batch, "dr_grpo").advantages
+    result = estimated(batch, "gigpo", step_weight=0.5).advantages
+    assert result.tolist() == pytest.approx([-1.5, -1.5, 1.5, 1.0])
+    torch.testing.assert_close(result[:3], 1.5 * plain[:3])
+
+
+def test_gigpo_compares_over_the_batch_where_states_are_shared():
+    # Two prompts that show the same state: alone in their groups, together for the turn.
+    batch = dataclasses.replace(
+        per_sample([0.0, 2.0], [0, 1]),
+        steps=torch.zeros(2, dtype=torch.int64),
+        states=torch.tensor([9, 9]),
+    )
+    alone = estimated(batch, "gigpo").advantages.tolist()
+    assert alone == pytest.approx([0.0, 2.0])
+    assert estimated(batch, "gigpo", among="batch").advantages.tolist() == pytest.approx(
+        [-1.0, 3.0]
+    )
+
+
+def test_gdpo_leaves_out_a_component_that_says_nothing():
+    nothing = float("nan")
+    batch = dataclasses.replace(
+        per_sample([1.0, 0.0, 1.0, 0.0], [0, 0, 0, 0]),
+        components={
+            "a": torch.tensor([1.0, 0.0, 1.0, 0.0]).double(),
+            "b": torch.tensor([1.0, nothing, 0.0, nothing]).double(),
+        },
+    )
+    result = estimated(batch, "gdpo", normalize=False, over="samples").advantages
+    # a: +-1/2; b: +1/2, nothing, -1/2, nothing.
+    total = torch.tensor([1.0, -0.5, 0.0, -0.5]).double()
+    torch.testing.assert_close(result, total / total.std(), rtol=1e-5, atol=1e-5)
 
 
 def test_token_rewards_stand_in_for_the_reward():

@@ -50,7 +50,8 @@ def loss_and_gradient(objective: Objective, batch: PolicyBatch, normaliser: Norm
 def selected(objective: Objective, batch: PolicyBatch) -> PolicyBatch:
     if not objective.selects:
         return batch
-    return dataclasses.replace(batch, selected=objective.select(batch))
+    chosen, counted = objective.select(batch)
+    return dataclasses.replace(batch, selected=chosen, counted=counted)
 
 
 AGGREGATIONS = [

@@ -83,6 +83,17 @@ def test_estimators_of_the_recipe_are_those_of_the_table():
         ({"kl": {"placement": "reward", "estimator": "k3+"}}, "estimator = k3"),
         ({"shaping": {"overlong": {"buffer": 9, "max_tokens": 4}}}, "longer than"),
         ({"entropy": {"weight": 1.0}}, "Extra inputs"),
+        (
+            {
+                "correction": [{"kind": "band", "normalize": True}],
+                "ratio_against": "rollout_logprobs",
+            },
+            "Set normalize = false",
+        ),
+        (
+            {"advantage": {"kind": "gdpo"}, "kl": {"placement": "reward", "coefficient": 0.1}},
+            "Set algorithm.kl.placement = loss",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_the_remedy(recipe, message):
@@ -99,7 +110,12 @@ def test_what_a_recipe_needs():
     assert made(kl={"coefficient": 0.1}).needs_reference
     assert not made(correction=[{"kind": "band"}]).needs_stored_logprobs
     assert made(correction=[{"kind": "band", "normalize": True}]).needs_stored_logprobs
-    assert made(advantage={"kind": "optimal_token_baseline"}).needs_stored_logprobs
+    token_baseline = made(advantage={"kind": "multi_turn_optimal_token_baseline"})
+    assert token_baseline.needs_stored_logprobs and token_baseline.needs_squares
+    assert made(advantage={"kind": "remax"}).needs_baselines
+    assert made(kl={"coefficient": 0.1, "placement": "reward"}).needs_stored_logprobs
+    plain = made()
+    assert not (plain.needs_stored_logprobs or plain.needs_squares or plain.needs_baselines)
 
 
 def test_a_recipe_survives_json():

@@ -81,8 +81,10 @@ def test_selection_steps_see_what_is_left():
     rewards = torch.tensor([3.0, 1.0, 1.0, 1.0, 2.0, 0.5])
     steps = [{"kind": "informative", "keep_lone": False}, {"kind": "best_of", "best": 2}]
     chosen = AlgorithmConfig.model_validate({"selection": steps}).selection
-    assert select(rewards, GROUPS, chosen).tolist() == [True, False, False, False, True, False]
-    assert select(rewards, GROUPS, ()).all()
+    result = select(rewards, GROUPS, chosen)
+    assert result.keep.tolist() == [True, False, False, False, True, False]
+    assert result.metrics == {"informative_left_out": 3.0, "best_of_left_out": 1.0}
+    assert select(rewards, GROUPS, ()).keep.all()
 
 
 @pytest.mark.parametrize(

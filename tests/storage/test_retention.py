@@ -1,5 +1,7 @@
 """What a sweep removes, and that it never takes what a kept commit needs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -134,6 +136,20 @@ def test_what_is_not_committed_is_not_touched(swept: RunStore) -> None:
     ref.verify(swept.store)
     assert swept.store.exists(f"{swept.state_key(12)}/0.distcp")
     assert head(swept) == 10
+
+
+def test_a_critics_snapshots_stay_and_go_with_the_policys(run: RunStore) -> None:
+    critic = replace(run, role="critic")
+    for step in range(1, 7):
+        step_of(run, step)
+        if step % 2 == 0:
+            snapshot_of(critic, step)
+            snapshot_of(run, step)
+    snapshot_of(critic, 7)  # its flow was killed before the policy's was written
+    assert snapshots(run) == [2, 4, 6] and snapshots(critic) == [2, 4, 6, 7]
+    removed = sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=2)
+    assert snapshots(run) == [4, 6] and snapshots(critic) == [4, 6, 7]
+    assert any("/critic/000002/" in key for key in removed)
 
 
 def test_an_unfinished_old_snapshot_goes(swept: RunStore) -> None:

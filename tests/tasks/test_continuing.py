@@ -15,17 +15,17 @@ from configs.recipes import ConfigError
 from storage.batches import write_batch
 from storage.commits import Commit, commit
 from storage.cursor import Cursor, draw
-from storage.origins import origin_of
+from storage.origins import FIELD, origin_of
 from storage.prompt_source import PromptSource
 from storage.prompts import open_source
 from storage.registry import Registry
 from storage.runs import RunStore
-from storage.seen import seen_before, write_rows
+from storage.seen import seen_before, write_rows, write_seen
 from storage.snapshots import mark
 from storage.store import Store
 from storage.tracking import TrackedData, TrackedRun, Tracker
 from storage.weights import publish
-from tasks.continuing import NothingNew, beginning, fresh_rows, rebegun
+from tasks.continuing import NothingNew, beginning, first_cursor, fresh_rows
 
 
 def write(folder: Path, numbers: range) -> PromptSource:
@@ -71,62 +71,63 @@ def parent(tmp_path: Path) -> RunStore:
     return run
 
 
-def child(parent: RunStore, name: str = "child") -> RunStore:
-    return RunStore(parent.store, name)
+def begun(parent: RunStore, name: str, config: GRPOConfig) -> tuple[RunStore, Cursor]:
+    """A run that begins as a flow would begin it."""
+    origin, seen = beginning(config)
+    run = RunStore(parent.store, name)
+    if seen is not None:
+        write_seen(run, seen)
+    run.write_run({"config": {}, FIELD: origin.model_dump(mode="json")})
+    return run, first_cursor(run, config, open_source(config.data.source), origin)
 
 
 def test_only_unseen_rows_make_the_first_epoch(parent: RunStore, tmp_path: Path) -> None:
     source = write(tmp_path, range(9))
-    config = settings(tmp_path, "continue_from=parent")
-    begun = beginning(child(parent), config, source)
-    assert begun.cursor.fresh == 5
-    assert str(begun.origin) == "parent@2"
-    begun.write(child(parent), {"config": {}})
-    fresh = fresh_rows(child(parent), begun.cursor, source)
+    run, cursor = begun(parent, "child", settings(tmp_path, "continue_from=parent"))
+    assert cursor.fresh == 5
+    assert str(origin_of(run)) == "parent@2"
+    fresh = fresh_rows(run, cursor, source)
     assert {6, 7, 8} < set(fresh)
-    assert len(seen_before(child(parent))) == 4
-    assert origin_of(child(parent)) == begun.origin
-    assert rebegun(child(parent), config, source).cursor == begun.cursor
-    first, _ = draw(source, begun.cursor, 5, fresh=fresh)
+    assert len(seen_before(run)) == 4
+    first, _ = draw(source, cursor, 5, fresh=fresh)
     assert sorted(first) == fresh
 
 
 def test_with_nothing_new_there_is_nothing_to_do(parent: RunStore, tmp_path: Path) -> None:
     source = open_source(settings(tmp_path).data.source)
-    config = settings(tmp_path, "continue_from=parent@2")
-    begun = beginning(child(parent), config, source)
-    begun.write(child(parent), {"config": {}})
+    run, cursor = begun(parent, "child", settings(tmp_path, "continue_from=parent@2"))
     version = publish(parent.store, "child", 1, [("w", torch.ones(2))], {})
-    fresh = fresh_rows(child(parent), begun.cursor, source)
-    _, cursor = draw(source, begun.cursor, 2, fresh=fresh)
-    commit(
-        child(parent),
-        Commit(step=1, parent=0, version_in=version, version_out=version, cursor=cursor.to_json()),
+    _, cursor = draw(source, cursor, 2, fresh=fresh_rows(run, cursor, source))
+    record = Commit(
+        step=1, parent=0, version_in=version, version_out=version, cursor=cursor.to_json()
     )
-    write_rows(child(parent), source)
+    commit(run, record)
+    write_rows(run, source)
     with pytest.raises(
         NothingNew, match="all 6 rows of .* were seen by child@1 or the runs before"
     ):
-        beginning(child(parent, "third"), settings(tmp_path, "continue_from=child"), source)
+        beginning(settings(tmp_path, "continue_from=child"))
+    again, _ = beginning(settings(tmp_path, "continue_from=child", "continue_data=restart"))
+    assert str(again) == "child@1"
 
 
 def test_trainer_state_and_cursor_if_asked(parent: RunStore, tmp_path: Path) -> None:
-    source = open_source(settings(tmp_path).data.source)
     words = ("continue_from=parent", "continue_state=trainer", "continue_data=cursor")
-    begun = beginning(child(parent), settings(tmp_path, *words), source)
-    assert begun.origin is not None and begun.origin.trainer_state and begun.origin.cursor
-    assert begun.cursor.position == 4
+    run, cursor = begun(parent, "child", settings(tmp_path, *words))
+    origin = origin_of(run)
+    assert origin is not None and origin.trainer_state and origin.cursor
+    assert cursor.position == 4
     with pytest.raises(ConfigError, match="parent@1 is not stored as a snapshot"):
-        beginning(child(parent), settings(tmp_path, "continue_from=parent@1", words[1]), source)
+        beginning(settings(tmp_path, "continue_from=parent@1", words[1]))
+    write(tmp_path, range(9))
     with pytest.raises(ConfigError, match="no longer those of parent@2: 6 rows then, 9 rows"):
-        beginning(child(parent), settings(tmp_path, *words), write(tmp_path, range(9)))
+        beginning(settings(tmp_path, *words))
 
 
 def test_the_champion_is_found_by_its_alias(parent: RunStore, tmp_path: Path) -> None:
     config = settings(tmp_path, "continue_from=models:/m@champion")
-    source = open_source(config.data.source)
     with pytest.raises(ConfigError, match="no version of model m has the alias champion"):
-        beginning(child(parent), config, source)
+        beginning(config)
     data = TrackedData(name="rows", digest="sha256:00", source={}, rows=6)
     tracked = TrackedRun(
         run="parent", store_uri=parent.store.uri, settings={}, data=data, model_name="m"
@@ -136,24 +137,29 @@ def test_the_champion_is_found_by_its_alias(parent: RunStore, tmp_path: Path) ->
         number = tracker.register_version(
             1, uri="file:///w", digest="d", step=1, store_uri=parent.store.uri
         )
-    registry = Registry(config.tracking)
-    registry.give("m", "champion", number)
-    begun = beginning(child(parent), config, source)
-    assert str(begun.origin) == "parent@1"
-    assert begun.cursor.fresh == 4
-    other = RunStore(Store(f"file://{tmp_path}/elsewhere"), "child")
+    Registry(config.tracking).give("m", "champion", number)
+    run, cursor = begun(parent, "child", config)
+    assert str(origin_of(run)) == "parent@1"
+    assert cursor.fresh == 4
+    elsewhere = settings(
+        tmp_path, "continue_from=models:/m@champion", f"store.uri=file://{tmp_path}/other"
+    )
     with pytest.raises(ConfigError, match="Set store.uri to the former"):
-        beginning(other, config, source)
+        beginning(elsewhere)
 
 
-def test_a_run_that_is_not_there_is_refused(parent: RunStore, tmp_path: Path) -> None:
-    source = open_source(settings(tmp_path).data.source)
-    for words, said in (
-        ("continue_from=nobody", "continue_from = nobody: Run nobody has no committed step"),
-        ("continue_from=parent@7", "Run parent has no committed step 7: its last is 2"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            beginning(child(parent), settings(tmp_path, words), source)
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("nobody", "continue_from = nobody: Run nobody has no committed step"),
+        ("parent@7", "Run parent has no committed step 7: its last is 2"),
+    ],
+)
+def test_a_place_that_is_not_there_is_refused(
+    parent: RunStore, tmp_path: Path, place: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        beginning(settings(tmp_path, f"continue_from={place}"))
 
 
 def test_a_finished_schedule_is_not_taken_over(tmp_path: Path) -> None:

@@ -1,0 +1,255 @@
+"""Kill a run's processes at random, again and again, and see whether it ends as if nothing had been.
+
+    python -m benchmarks.chaos --kills 100 --seed 0            kills fall on a run of 30 steps
+    python -m benchmarks.chaos --kills 40 --apart              each after the last one is mended
+
+The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
+of an undisturbed run bit for bit. Any process of the run may be killed, the flow too, which is then
+resumed. Prints a table of recovery times by kind and writes everything as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from storage.commits import head
+from storage.errors import StoreError
+from storage.runs import RunStore
+from storage.store import Store
+from tests.faults.ledger import committed, story
+from tests.faults.planted import Faults
+
+RECIPE = (
+    "tiny",
+    "name=chaos",
+    "rollout.max_new_tokens=32",
+    "cluster.pools.rollout.workers=2",
+    "cluster.pools.train.workers=2",
+    "cluster.no_workers_timeout=120",
+    "algorithm.kl.coefficient=0.01",
+    "store.snapshot_every=5",
+)
+KINDS = ("flow", "scheduler", "server", "rollout", "train", "cpu", "reward")
+LONGEST_WAIT = 6.0  # seconds between kills, at most; drawn evenly
+END = re.compile(r"\w+(Error|Lost|Failed|Unavailable|Held|NoWorkers|Conflict|Traceback)\b")
+STUCK = 600.0  # seconds without a commit after which the run is given up
+
+
+@dataclass(kw_only=True)
+class Kill:
+    """One kill and what came of it."""
+
+    kind: str
+    at: float  # seconds since the run began
+    step: int  # last committed step
+    recovered: float | None = None  # seconds to the next commit
+    alone: bool = True  # no other kill fell into that time
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What was done and what came out."""
+
+    steps: int
+    seed: int
+    undisturbed_seconds: float = 0.0
+    seconds: float = 0.0
+    starts: int = 0  # of the flow
+    ends: list[str] = field(default_factory=list)  # what a flow that was not killed said at its end
+    kills: list[Kill] = field(default_factory=list)
+    equal: bool = False  # weights, cursor and ledger of every step
+    left: list[str] = field(default_factory=list)  # processes
+
+
+class Subject:
+    """The run that suffers."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self.faults = Faults(folder / "faults")
+        self.words = (*RECIPE, f"steps={steps}")
+        self.steps = steps
+        self.starts = 0
+        self.log = (folder / "out").open("ab")
+        self.start()
+
+    def start(self) -> None:
+        """Start the flow, or resume it."""
+        words = ["--resume", self.files.run] if self.files is not None else list(self.words)
+        environment = {**os.environ, **self.faults.environment, "OMP_NUM_THREADS": "1"}
+        environment.pop("PREFECT_API_URL", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flows.grpo", *words],
+            cwd=self.folder,
+            env=environment,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.starts += 1
+
+    @property
+    def files(self) -> RunStore | None:
+        """The run in the store, once it is there."""
+        store = Store(f"file://{self.folder}/.refrain/store")
+        names = [name for name in store.children() if store.exists(f"{name}/run.json")]
+        return RunStore(store, names[0]) if names else None
+
+    @property
+    def head(self) -> int:
+        """The last committed step."""
+        with contextlib.suppress(StoreError):
+            return 0 if self.files is None else head(self.files) or 0
+        return 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the flow has ended well; it is resumed when it has ended otherwise."""
+        code = self.process.poll()
+        if code is not None and code != 0:
+            self.start()
+        return code == 0
+
+    def left(self) -> list[psutil.Process]:
+        """Its processes, whoever their parent is by now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cwd() == str(self.folder) and process.pid != self.process.pid:
+                    found.append(process)
+        return found
+
+
+def undisturbed(folder: Path, steps: int) -> tuple[float, Subject]:
+    """Seconds that the run takes when it is left alone."""
+    began = time.monotonic()
+    subject = Subject(folder, steps)
+    if subject.process.wait() != 0:
+        raise RuntimeError((folder / "out").read_text())
+    return time.monotonic() - began, subject
+
+
+def disturbed(
+    folder: Path, steps: int, kills: int, dice: random.Random, apart: bool
+) -> tuple[Subject, list[Kill], float]:
+    """The run, killed `kills` times: the steps at which are drawn evenly from all but the last."""
+    due = sorted(dice.uniform(0, steps - 1) for _ in range(kills))
+    began = last = time.monotonic()
+    subject = Subject(folder, steps)
+    made: list[Kill] = []
+    reached = 0
+    wait = dice.uniform(0, LONGEST_WAIT)
+    while not subject.finished:
+        now = time.monotonic()
+        step = subject.head
+        if step > reached:
+            reached, last = step, now
+            for kill in made:
+                if kill.recovered is None:
+                    kill.recovered = now - began - kill.at
+        if now - last > STUCK:
+            raise RuntimeError(f"no step for {STUCK} s; see {folder}/out")
+        mended = not apart or all(kill.recovered is not None for kill in made)
+        since = now - began - (made[-1].at if made else 0.0)
+        if len(made) < kills and mended and step >= int(due[len(made)]) and since >= wait:
+            if kind := strike(subject, dice):
+                for other in made:
+                    other.alone = other.alone and other.recovered is not None
+                crowded = any(kill.recovered is None for kill in made)
+                made.append(Kill(kind=kind, at=now - began, step=step, alone=not crowded))
+                print(f"{made[-1].at:7.1f} s  step {step:3}  {kind}", flush=True)
+            wait = dice.uniform(0, LONGEST_WAIT)
+        time.sleep(0.02)
+    for kill in made:
+        if kill.recovered is None:
+            kill.recovered = time.monotonic() - began - kill.at
+    return subject, made, time.monotonic() - began
+
+
+def strike(subject: Subject, dice: random.Random) -> str | None:
+    """Kill a process of a kind drawn at random; None if there is none of that kind just now."""
+    kind = dice.choice(KINDS)
+    alive = subject.faults.processes(kind)
+    if not alive:
+        return None
+    name = dice.choice(sorted(alive))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        alive[name].kill()
+        return kind
+    return None
+
+
+def show(report: Report) -> None:
+    """Recovery times by kind."""
+    print(f"\n{'killed':<10} {'kills':>6} {'alone':>6} {'median s':>9} {'worst s':>8}")
+    for kind in KINDS:
+        all_of = [kill for kill in report.kills if kill.kind == kind]
+        times = [kill.recovered for kill in all_of if kill.alone and kill.recovered is not None]
+        middle = f"{statistics.median(times):9.1f}" if times else f"{'-':>9}"
+        worst = f"{max(times):8.1f}" if times else f"{'-':>8}"
+        print(f"{kind:<10} {len(all_of):>6} {len(times):>6} {middle} {worst}")
+    for line in report.ends:
+        print(line[:160])
+    print(
+        f"{len(report.kills)} kills, {report.starts} starts of the flow, {report.seconds:.0f} s "
+        f"against {report.undisturbed_seconds:.0f} s undisturbed; "
+        f"{'equal' if report.equal else 'DIFFERENT'} weights; {len(report.left)} processes left"
+    )
+
+
+def main() -> int:
+    """Run both, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--apart", action="store_true", help="wait for a commit between kills")
+    parser.add_argument("--out", type=Path, help="JSON file for the report")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    report = Report(steps=arguments.steps, seed=arguments.seed)
+    (folder / "whole").mkdir()
+    (folder / "broken").mkdir()
+    report.undisturbed_seconds, whole = undisturbed(folder / "whole", arguments.steps)
+    broken, report.kills, report.seconds = disturbed(
+        folder / "broken",
+        arguments.steps,
+        arguments.kills,
+        random.Random(arguments.seed),
+        arguments.apart,
+    )
+    report.starts = broken.starts
+    said = (folder / "broken/out").read_text(errors="replace").splitlines()
+    report.ends = [line for line in said if END.match(line)]
+    report.left = [" ".join(process.cmdline()) for process in broken.left()]
+    assert whole.files is not None
+    assert broken.files is not None
+    report.equal = story(committed(whole.files)) == story(committed(broken.files))
+    show(report)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(asdict(report), indent=1))
+    good = report.equal and not report.left
+    if good:
+        shutil.rmtree(folder)
+    else:
+        print(f"everything is in {folder}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""The settings of a PPO run: those of GRPO and a critic."""
+
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from configs.base import Settings
+from configs.cluster import Role
+from configs.grpo import GRPOConfig
+from configs.train import TrainConfig
+
+
+class CriticTraining(Settings):
+    """How the critic is updated; what is not here is as in `train`, its loss in algorithm.critic."""
+
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of AdamW.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Global gradient norm above which gradients are scaled down."
+    )
+    epochs: int = Field(1, ge=1, description="Passes over a step's batch.")
+    mini_batches: int = Field(
+        1, ge=1, description="Optimizer steps into which one pass over a step's batch is split."
+    )
+
+
+class PPOConfig(GRPOConfig):
+    """Proximal policy optimisation (arXiv:1707.06347): advantages by GAE with a trained critic."""
+
+    has_critic: ClassVar[bool] = True
+
+    critic: CriticTraining = Field(
+        default_factory=CriticTraining, description="The critic's optimizer."
+    )
+
+    def train_of(self, role: Role) -> TrainConfig:
+        """The settings with which a role is trained."""
+        return self.train.model_copy(update=dict(self.critic)) if role == "critic" else self.train
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gae_by_default(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
+            return given
+        return {**given, "algorithm": {"advantage": {"kind": "gae"}, **given.get("algorithm", {})}}
+
+    @model_validator(mode="after")
+    def _estimator_has_its_inputs(self) -> Self:
+        kind = self.algorithm.advantage.kind
+        if kind not in ("gae", "function"):
+            raise ValueError(
+                f"algorithm.advantage.kind = {kind} uses no critic, and this flow trains one. "
+                "Run it with python -m flows.grpo, or set algorithm.advantage.kind = gae."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critics_batches_divide(self) -> Self:
+        self.check_mini_batches("critic", "critic")
+        return self

@@ -1,0 +1,117 @@
+"""The batch scripts of the pools' job arrays, made by dask-jobqueue in a process of its own.
+
+dask-jobqueue sets a handler for Ctrl-C when it is imported (0.9.0, dask_jobqueue/runner.py), which
+would replace the flow's and works in a main thread only.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import warnings
+
+from pydantic import BaseModel, ConfigDict
+
+from configs.cluster import ClusterConfig
+from engines.certificates import Certificates
+
+DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler
+TIMEOUT = 60.0  # seconds for making the scripts
+
+
+class Wanted(BaseModel):
+    """What the scripts are made from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: ClusterConfig
+    environment: dict[str, dict[str, str]]  # variables of the workers, by pool
+    scheduler: str  # its address
+    certificates: Certificates | None  # paths
+    job_names: dict[str, str]  # by pool
+    python_path: str  # folders that modules are imported from
+
+
+def job_scripts(wanted: Wanted) -> dict[str, str]:
+    """Pool -> script."""
+    done = subprocess.run(
+        [sys.executable, "-m", "engines.clusters.job_scripts"],
+        input=wanted.model_dump_json(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"dask-jobqueue made no job scripts: {done.stderr[-1000:]}")
+    scripts: dict[str, str] = json.loads(done.stdout)
+    return scripts
+
+
+def job_script(asked: Wanted, pool: str) -> str:
+    """The batch script of a pool's array, as dask-jobqueue makes it."""
+    config, certificates = asked.config, asked.certificates
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its YAML defaults use names that it calls deprecated
+        from dask_jobqueue.slurm import SLURMJob
+
+        wanted, slurm, own = config.pools[pool], config.slurm, config.slurm.pools.get(pool)
+        limit = (own and own.time_limit) or slurm.time_limit
+        threads = str(wanted.threads)
+        variables = {
+            **({"PYTHONPATH": asked.python_path} if slurm.python is None else {}),
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            **asked.environment[pool],
+        }
+        directives = [*slurm.directives, *(own.directives if own else [])]
+        if wanted.gpus:
+            directives.append(slurm.gpu_option.format(gpus=wanted.gpus))
+        else:
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        # nthreads and resources are given here: dask-jobqueue's own --nthreads follows the cores,
+        # and of a repeated option the last one counts.
+        options = ["--nthreads", wanted.slots + 1, "--resources", f"'{pool}={wanted.slots}'"]
+        if certificates is not None:
+            options += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
+            options += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
+        job = SLURMJob(
+            scheduler=asked.scheduler,
+            name=f"{pool}-$SLURM_ARRAY_TASK_ID",
+            queue=(own and own.partition) or slurm.partition,
+            account=slurm.account,
+            walltime=None if limit is None else str(-(-limit // 60)),  # minutes
+            cores=wanted.threads,
+            memory=f"{wanted.memory_gib or 1}GiB",
+            processes=1,
+            job_name=asked.job_names[pool],
+            job_extra_directives=directives,
+            job_directives_skip=[] if wanted.memory_gib else ["--mem"],
+            job_script_prologue=[
+                *slurm.prologue,
+                *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+            ],
+            python=f"exec {slurm.python or sys.executable}",
+            worker_command="engines.clusters.worker",
+            worker_extra_args=options,
+            death_timeout=DEATH_TIMEOUT,
+            log_directory=None,
+            local_directory='"${TMPDIR:-/tmp}"',
+        )
+        if limit is None:
+            job.job_header = "\n".join(
+                line for line in job.job_header.splitlines() if not line.startswith("#SBATCH -t")
+            )
+        return str(job.job_script())
+
+
+def main() -> None:
+    """Settings from standard input, scripts to standard output, as JSON."""
+    wanted = Wanted.model_validate_json(sys.stdin.read())
+    print(json.dumps({pool: job_script(wanted, pool) for pool in wanted.config.pools}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Open the cluster that the settings ask for, and wait for its workers."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed import Client
+from distributed.utils import get_ip_interface
+
+from configs.cluster import ClusterConfig
+from engines.certificates import Certificates, certificates_for
+from engines.cluster import Cluster, Fleet
+from engines.clusters.joined import check_members, check_scheduler
+from engines.host import HOST, EngineHost
+from engines.launch import NodeProcess
+from engines.node import NodePlan, WorkerPlan
+from engines.placement import place_local
+
+Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables of its workers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """The processes of a cluster that we started."""
+
+    address: str  # of the scheduler
+    node: NodeProcess | None = None  # holds the scheduler, where that is one of our processes
+    fleet: Fleet | None = None  # workers elsewhere
+    logs: Path | None = None  # folder of the workers' log files, one for each name
+
+
+Start = Callable[[ClusterConfig, Environments, Certificates | None], Started]
+
+# The module of each kind of cluster, loaded when needed. It has a function `start` of type Start;
+# those of Slurm and SSH have a function `check` too.
+KINDS = {
+    "slurm": "engines.clusters.slurm",
+    "ssh": "engines.clusters.ssh",
+    "kubernetes": "engines.clusters.kubernetes",
+}
+
+
+def open_cluster(
+    config: ClusterConfig,
+    worker_env: Environments | None = None,
+    logs: Path | None = None,
+    cancel: threading.Event | None = None,
+) -> Cluster:
+    """Start or join the cluster and wait until every pool has its workers.
+
+    Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
+    pools' own `env` goes before it. `logs`: directory for a file per local worker with what it and
+    its children print; without it they print where this process does. `cancel` ends the wait.
+    Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
+    cluster.start_timeout.
+    """
+    env = {
+        pool: {**(worker_env or {}).get(pool, {}), **wanted.env}
+        for pool, wanted in config.pools.items()
+    }
+    certificates = certificates_for(config.encryption)
+    plugin = EngineHost()
+    if config.kind == "address":
+        cluster = _join(config, certificates)
+        plugin = EngineHost(env=env)
+    elif config.kind == "local":
+        cluster = _connected(config, certificates, _start_local(config, env, certificates, logs))
+        plugin = EngineHost(logs=str(logs) if logs is not None else None)
+    else:
+        start: Start = vars(importlib.import_module(KINDS[config.kind]))["start"]
+        cluster = _connected(config, certificates, start(config, env, certificates))
+    try:
+        cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
+        for pool, wanted in config.pools.items():
+            cluster.wait(pool, wanted.workers, config.start_timeout, cancel)
+        if config.kind != "local":
+            check_members(cluster)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def check_cluster(config: ClusterConfig) -> None:
+    """ValueError, in one sentence, for a plan that cannot be carried out. Starts nothing."""
+    if config.kind == "local":
+        place_local(config.pools)
+    certificates_for(config.encryption)
+    if config.kind in ("slurm", "ssh"):
+        vars(importlib.import_module(KINDS[config.kind]))["check"](config)
+
+
+def _start_local(
+    config: ClusterConfig,
+    env: Environments,
+    certificates: Certificates | None,
+    logs: Path | None,
+) -> Started:
+    """Start scheduler and workers on this machine."""
+    placement = place_local(config.pools)
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    plan = NodePlan(
+        no_workers_timeout=config.no_workers_timeout,
+        workers=tuple(
+            WorkerPlan(
+                name=seat.name,
+                pool=seat.pool,
+                slots=config.pools[seat.pool].slots,
+                env={**seat.env, **env[seat.pool]},
+            )
+            for seat in placement.seats
+        ),
+        certificates=certificates,
+    )
+    node = NodeProcess(plan, config.start_timeout)
+    return Started(address=node.address, node=node, logs=logs)
+
+
+def _connected(
+    config: ClusterConfig, certificates: Certificates | None, started: Started
+) -> Cluster:
+    """Connect to the scheduler of a cluster that we started."""
+    try:
+        client = _connect(started.address, certificates, config.start_timeout)
+        cluster = Cluster(config, client, started.node, started.logs, started.fleet)
+    except BaseException:
+        if started.fleet is not None:
+            started.fleet.close()
+        if started.node is not None:
+            started.node.end()
+        raise
+    if started.fleet is not None:
+        started.fleet.watch(cluster)
+    return cluster
+
+
+def _join(config: ClusterConfig, certificates: Certificates | None) -> Cluster:
+    """Join a running cluster, if its scheduler keeps our promises."""
+    assert config.address is not None
+    try:
+        client = _connect(config.address, certificates, min(config.start_timeout, 30.0))
+    except (OSError, TimeoutError) as error:
+        raise ValueError(
+            f"cluster.address = {config.address} does not answer ({error}). Start the Dask "
+            "scheduler there, or set cluster.kind = local and cluster.address = null."
+        ) from error
+    cluster = Cluster(config, client)
+    try:
+        check_scheduler(cluster)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def _connect(address: str, certificates: Certificates | None, timeout: float) -> Client:
+    security = certificates.security() if certificates is not None else None
+    return Client(address, timeout=timeout, set_as_default=False, name="refrain", security=security)
+
+
+def listening_address(host: str | None) -> str:
+    """The address of a network interface of this machine, or the address itself."""
+    assert host is not None
+    try:
+        return str(get_ip_interface(host))
+    except ValueError:  # no interface of that name
+        return host

@@ -1,0 +1,39 @@
+"""A Dask worker in a job or pod of its own: `dask worker` with our settings.
+
+    python -m engines.clusters.worker SCHEDULER [OPTIONS OF dask worker]
+
+It listens only on the address by which it reaches the scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from engines import dask_settings
+
+dask_settings.apply()  # before Dask reads them
+
+from distributed.cli.dask_worker import main as dask_worker  # noqa: E402
+from distributed.comm import get_address_host  # noqa: E402
+from distributed.utils import get_ip  # noqa: E402
+
+from engines.node import start_fork_server  # noqa: E402
+
+SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # where Dask's operator for Kubernetes says it
+
+
+def main() -> None:
+    """Serve until the job ends or the scheduler is gone."""
+    words = sys.argv[1:]
+    if not words or words[0].startswith("-"):
+        words.insert(0, os.environ[SCHEDULER])
+    host = get_ip(get_address_host(words[0]))
+    start_fork_server()
+    dask_worker(
+        [*words, "--host", host, "--dashboard-address", "127.0.0.1:0", "--memory-limit", "0"]
+    )
+
+
+if __name__ == "__main__":
+    main()

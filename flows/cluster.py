@@ -1,0 +1,160 @@
+"""A whole run on Slurm: submit it, see where it stands, read its logs, stop it.
+
+python -m flows.cluster submit [RECIPE] [key=value …]
+python -m flows.cluster status [NAME]
+python -m flows.cluster logs NAME [WORKER]
+python -m flows.cluster stop NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from configs import recipes
+from configs.cluster_kinds import SlurmConfig
+from configs.grpo import GRPOConfig
+from configs.recipes import ConfigError
+from engines.clusters.slurm_jobs import BusySlurm, Task
+from tasks.submission import Status, Submission, new_submission, submitted
+
+FLOW = "flows.grpo"
+FOLDER = SlurmConfig().folder
+FAILED = 1
+BAD_SETTINGS = 2
+
+
+def main(words: Sequence[str] = ()) -> int:
+    """Do what the words say; returns the exit code."""
+    arguments = _parser().parse_args(list(words) or sys.argv[1:])
+    commands = {
+        "submit": _submit,
+        "status": _status,
+        "logs": _logs,
+        "stop": _stop,
+        "work": lambda given: Submission(Path(given.name)).work(),
+    }
+    try:
+        return commands[arguments.command](arguments)
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return BAD_SETTINGS
+    except BusySlurm as error:
+        print(f"Slurm's controller does not answer: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    """Check the settings, then put the flow's job into the queue."""
+    from tasks.preflight import check
+
+    words = list(arguments.words)
+    recipe = words.pop(0) if words and "=" not in words[0] else recipes.DEMO
+    config = recipes.load(GRPOConfig, recipe, words)
+    if config.cluster.kind != "slurm":
+        raise ConfigError(
+            f"cluster.kind = {config.cluster.kind}, but only runs on Slurm are submitted. Set "
+            "cluster.kind=slurm, or start the run by python -m flows.grpo."
+        )
+    check(config)
+    submission = new_submission(config, FLOW, [recipe, *words])
+    submission.submit()
+    name = submission.name
+    print(f"Submitted {name}: {config.steps} steps.")
+    print(f"  state  python -m flows.cluster status {name}")
+    print(f"  log    python -m flows.cluster logs {name}")
+    print(f"  stop   python -m flows.cluster stop {name}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    """One submission in full, or a line for each."""
+    folder = Path(arguments.folder)
+    if arguments.name is not None:
+        print("\n".join(_described(Submission(folder / arguments.name).status())))
+        return 0
+    for path in submitted(folder):
+        print(_described(Submission(path).status())[0])
+    return 0
+
+
+def _described(status: Status) -> list[str]:
+    """A submission for a person: first a line, then its jobs."""
+    state = "no job in the queue" if status.flow is None else _job(status.flow)
+    if status.step >= status.steps:
+        state = "finished"
+    lines = [f"{status.name}: step {status.step}/{status.steps}, {state}"]
+    if status.run is not None:
+        lines.append(f"  run    {status.run}")
+    for pool, tasks in sorted(status.pools.items()):
+        states = Counter(task.state.lower() for task in tasks)
+        lines.append(f"  {pool:<8} " + ", ".join(f"{n} {one}" for one, n in states.items()))
+        lines += [f"    {_job(task)}" for task in tasks]
+    return lines
+
+
+def _job(task: Task) -> str:
+    left = "" if task.left is None else f", {task.left / 60:.0f} min left"
+    return f"job {task.id} {task.state.lower()} ({task.reason.strip('()')}{left})"
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    """The end of a log, and what is added to it if that is asked for."""
+    path = Submission(Path(arguments.folder) / arguments.name).log(arguments.worker)
+    text = path.read_text(errors="replace")
+    print("\n".join(text.splitlines()[-arguments.lines :]), flush=True)
+    with path.open(errors="replace") as file:
+        file.seek(0, 2)
+        while arguments.follow:
+            print(file.read(), end="", flush=True)
+            time.sleep(1.0)
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    """End flow and pools, and say what is left, if anything is."""
+    submission = Submission(Path(arguments.folder) / arguments.name)
+    left = submission.stop()
+    if left:
+        print(f"Jobs {', '.join(left)} are still ending; look again with squeue.", file=sys.stderr)
+        return FAILED
+    run = submission.run()
+    again = f" To go on: python -m flows.grpo --resume {run}" if run is not None else ""
+    print(f"Stopped {submission.name}; no job of it is left.{again}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    submit = commands.add_parser("submit", help="submit a run as jobs")
+    submit.add_argument("words", nargs="*", metavar="RECIPE key=value")
+    for command, about in (
+        ("status", "where a run stands, or all of them"),
+        ("logs", "what the flow or a worker printed"),
+        ("stop", "end a run and all its jobs"),
+    ):
+        one = commands.add_parser(command, help=about)
+        one.add_argument("--folder", default=FOLDER, help=f"cluster.slurm.folder [{FOLDER}]")
+        one.add_argument("name", nargs="?" if command == "status" else None)
+        if command == "logs":
+            one.add_argument("worker", nargs="?", help="such as rollout-0; none: the flow")
+            one.add_argument("-n", "--lines", type=int, default=50)
+            one.add_argument("-f", "--follow", action="store_true")
+    work = commands.add_parser("work")  # what the flow's job runs
+    work.add_argument("name")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Make a committed update again from its stored batch, and compare the weights to the bit.
+
+python -m flows.replay RUN STEP
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tasks import commands
+
+
+def main() -> int:
+    """Replay a step; returns the exit code."""
+    words = commands.parser(
+        "replay",
+        "Make the update of a committed step again: the trainer's state before it is rebuilt from "
+        "a snapshot and the stored batches, the step's batch is applied, and the digest of the "
+        "version that comes out is compared with the committed one. Starts train workers only, "
+        "and writes nothing to the store.",
+        cluster=True,
+        after_run=("step", "STEP", "the committed step", int),
+    )
+
+    def work(request: commands.Request) -> commands.Answer:
+        from tasks.replaying import answer
+
+        return answer(request)
+
+    return commands.run(words, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Score the stored samples of a run with another reward: nothing is sampled, nothing rewritten.
+
+python -m flows.rescore RUN --reward package.module:function [--steps A-B]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tasks import commands
+
+
+def main() -> int:
+    """Rescore a run; returns the exit code."""
+    words = commands.parser(
+        "rescore",
+        "Score stored samples with another reward function, keep the scores as new columns beside "
+        "the old ones, and show what would change: mean, spread, correlation, ranks within groups, "
+        "and the share of samples whose advantage changes sign.",
+    )
+    words.add_argument(
+        "--reward",
+        required=True,
+        metavar="package.module:function",
+        help="a function as rewards.functions takes it; or math, reasoning_gym",
+    )
+    words.add_argument("--steps", metavar="A-B", help="committed steps [all]")
+
+    def work(request: commands.Request) -> commands.Answer:
+        from tasks.rescoring import answer
+
+        return answer(request)
+
+    return commands.run(words, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

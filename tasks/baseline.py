@@ -1,0 +1,26 @@
+"""The baseline task: the greedy completion of each prompt of a shard, sampled and scored (ReMax)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from prefect import task
+
+from tasks.results import Prompts, Scored
+from tasks.retries import OPTIONS
+from tasks.reward import scored
+from tasks.rollout import sample_shard
+from tasks.run import Run
+
+
+@task(name="baseline", task_run_name="baseline {shard}/{shards}", **OPTIONS)
+def baseline(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> Scored:
+    """Complete each prompt of a shard (counted from 1) greedily, and score that.
+
+    The rewards are what the samples are compared with; these completions do not train.
+    """
+    part = prompts.ref.chunk(shards)[shard - 1]
+    greedy = dataclasses.replace(run.sampling, n=1, temperature=1.0, top_p=1.0, top_k=1)
+    # Numbered on from the samples' shards: a call of the same number would be the same call.
+    sampled = sample_shard(run, step, part, greedy, "baseline", shards + shard)
+    return scored(run, step, sampled, shards + shard)

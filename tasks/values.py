@@ -1,0 +1,24 @@
+"""The values task: what the critic expects at every response token, before it is updated."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from storage.digests import key_of
+from storage.refs import BatchRef
+from tasks.results import Sampled
+from tasks.retries import OPTIONS, attempted
+from tasks.run import Run
+
+
+@task(name="values", **OPTIONS)
+def values(run: Run, step: int, sampled: list[Sampled]) -> BatchRef:
+    """The samples with values, by the critic after step - 1 updates.
+
+    It needs no rewards, so it runs beside them.
+    """
+    samples = BatchRef.concat([shard.ref for shard in sampled])
+    key = key_of("values", samples.to_json(), step - 1)
+    out_key = run.files.stage_key(step, "values", 1, key)
+    with attempted(run, step, "values"):
+        return samples.with_columns(run.engines.critic.values(step - 1, samples, out_key))

@@ -1,0 +1,68 @@
+"""What a PPO run's settings add, and which flow an estimator belongs to."""
+
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.ppo import PPOConfig
+from configs.recipes import ConfigError, load, names
+from tasks.engines import trained_roles, used_pools
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_recipe_is_one_of_ppo_too(name: str) -> None:
+    assert load(PPOConfig, name).algorithm.advantage.kind == "gae"
+
+
+def test_gae_stands_beside_other_choices() -> None:
+    config = load(PPOConfig, "tiny", ["algorithm.kl.coefficient=0.1", "algorithm.loss.kind=gspo"])
+    assert config.algorithm.advantage.kind == "gae"
+    config = load(
+        PPOConfig, "tiny", ["algorithm.advantage.kind=gae", "algorithm.advantage.lam=0.9"]
+    )
+    assert config.algorithm.advantage.lam == 0.9
+    assert PPOConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_the_critic_has_its_own_optimizer_and_the_policys_batching() -> None:
+    config = load(
+        PPOConfig, "tiny", ["critic.learning_rate=0.5", "critic.epochs=3", "train.mini_batches=2"]
+    )
+    critic, actor = config.train_of("critic"), config.train_of("actor")
+    assert (critic.learning_rate, critic.epochs, critic.mini_batches) == (0.5, 3, 1)
+    assert (actor.learning_rate, actor.epochs, actor.mini_batches) == (3e-3, 1, 2)
+    assert critic.micro_batch_tokens == actor.micro_batch_tokens == 1024
+
+
+def test_the_critic_lives_with_the_actor_unless_told() -> None:
+    config = load(PPOConfig, "tiny")
+    assert config.cluster.roles.pool_of("critic") == config.cluster.roles.actor
+    assert trained_roles(config) == ["actor", "critic"]
+    words = ["cluster.pools.critic.workers=1", "cluster.roles.critic=critic"]
+    assert used_pools(load(PPOConfig, "tiny", words)) == {"train", "rollout", "cpu", "critic"}
+    assert used_pools(load(GRPOConfig, "tiny", words)) == {"train", "rollout", "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "said"),
+    [
+        (GRPOConfig, ["algorithm.advantage.kind=gae"], "Run it with python -m flows.ppo"),
+        (PPOConfig, ["algorithm.advantage.kind=rloo"], "Run it with python -m flows.grpo"),
+        (PPOConfig, ["critic.mini_batches=3"], "Set critic.mini_batches to a divisor of 16"),
+        (PPOConfig, ["cluster.roles.critic=gpu"], "cluster.roles.critic = gpu is no pool"),
+        (
+            GRPOConfig,
+            [
+                "train.recompute_old_logprobs=false",
+                "algorithm.advantage.kind=optimal_token_baseline",
+            ],
+            "Set train.recompute_old_logprobs = auto",
+        ),
+        (GRPOConfig, ["critic.epochs=2"], "critic: there is no such setting"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(
+    model: type[GRPOConfig], words: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match="^[^\\n]+$") as error:
+        load(model, "tiny", words)
+    assert said in str(error.value)

@@ -1,0 +1,30 @@
+"""Fixtures that several folders of tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import slurm as slurm_daemons
+from tests.slurm import Slurm, running_slurm
+
+
+@pytest.fixture(scope="session")
+def slurm_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A real Slurm on this machine."""
+    if missing := slurm_daemons.missing():
+        pytest.skip(
+            f"Slurm is not installed: no {', '.join(missing)} (apt install slurm-wlm munge)"
+        )
+    with running_slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(slurm_daemon: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slurm]:
+    """The same, for this process and what it starts; without jobs at the end."""
+    for name, value in slurm_daemon.environment.items():
+        monkeypatch.setenv(name, value)
+    yield slurm_daemon
+    slurm_daemon.clear()

@@ -1,0 +1,199 @@
+"""The engines of a tiny run in one process, driven as the flows drive them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs import recipes
+from configs.algorithm import AlgorithmConfig
+from configs.ppo import PPOConfig
+from engines.fsdp import FSDPEngine
+from engines.hf import HFEngine
+from engines.rollout import RolloutRequest, RolloutSpec, Sampling
+from engines.scoring import ScoringEngine, ScoringSpec
+from engines.train_spec import TrainSpec
+from engines.training_result import TrainingBatch
+from storage.refs import BatchRef
+from storage.runs import RunStore
+from storage.store import Store
+from storage.weights import WeightsRef
+
+RUN = "methods"
+# Two optimizer steps a batch, so that a ratio leaves 1; steps so large that it goes far.
+SETTINGS = ["train.mini_batches=2", "critic.learning_rate=3e-3", "train.micro_batch_tokens=256"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """One RL step."""
+
+    batch: TrainingBatch
+    metrics: dict[str, float]
+    weights: WeightsRef  # that sampled
+
+
+def scorer_of(config: PPOConfig, models: str) -> ScoringEngine:
+    """The engine of a cpu worker, in this process."""
+    return ScoringEngine(
+        ScoringSpec(
+            model=config.model,
+            model_cache=models,
+            data=config.data,
+            rewards=config.rewards,
+            max_new_tokens=config.rollout.max_new_tokens,
+            store_uri=config.store.uri,
+            store_options={},
+        )
+    )
+
+
+class World:
+    """Prompts, rollouts and rewards of a few steps, and engines that go back to version 0."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.config = recipes.load(
+            PPOConfig, "tiny", [*SETTINGS, f"store.uri=file://{folder}/store"]
+        )
+        self.store = Store(self.config.store.uri)
+        self.files = RunStore(self.store, RUN)
+        models = str(folder / "models")
+        config, uri = self.config, self.config.store.uri
+        self.scorer = scorer_of(config, models)
+        self.rollout = HFEngine(
+            RolloutSpec(
+                model=config.model,
+                model_cache=models,
+                rollout=config.rollout,
+                store_uri=uri,
+                max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            )
+        )
+        self.engines = {role: self._engine(role, models) for role in ("actor", "ref", "critic")}
+        self.actor, self.critic = self.engines["actor"], self.engines["critic"]
+        for engine in (self.actor, self.critic):
+            engine.save_state(0)
+        self.weights = self.actor.export_weights(0, "float32")
+        self.rollout.sync(self.weights)
+        self.prompts = [self._prompts(step) for step in range(1, steps + 1)]
+        self.samples = [self.sampled(step) for step in range(1, steps + 1)]
+        self.greedy = [self.sampled(step, greedy=True) for step in range(1, steps + 1)]
+
+    def _engine(self, role: Any, models: str) -> FSDPEngine:
+        engine = FSDPEngine(
+            TrainSpec(
+                model=self.config.model,
+                model_cache=models,
+                train=self.config.train_of(role),
+                role=role,
+                store_uri=self.config.store.uri,
+                run=RUN,
+                total_steps=64,
+            )
+        )
+        engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
+        return engine
+
+    def _prompts(self, step: int) -> BatchRef:
+        count = self.config.prompts_per_step
+        first = (step - 1) * count
+        made = self.scorer.prompts(
+            list(range(first, first + count)), first, f"{RUN}/prompts-{step}.safetensors"
+        )
+        assert made.ref is not None
+        return made.ref
+
+    def sampled(self, step: int, greedy: bool = False, name: str = "all") -> BatchRef:
+        """Scored samples of a step under the weights that the rollout engine holds."""
+        prompts = self.prompts[step - 1]
+        sampling = Sampling.of(self.config.rollout, self.config.group_size)
+        if greedy:
+            sampling = replace(sampling, n=1, temperature=1.0, top_k=1)
+        stem = f"{RUN}/{name}/{'greedy' if greedy else 'samples'}-{step}"
+        found = self.rollout.generate(
+            RolloutRequest(
+                prompts=prompts,
+                sampling=sampling,
+                out_key=f"{stem}.safetensors",
+                step=step,
+                shard=1,
+            )
+        ).ref
+        scored = self.scorer.score(prompts, found, f"{stem}-scores.safetensors")
+        assert scored.failed == 0
+        return found.drop(["status"]).with_columns(scored.ref)
+
+    def reset(self) -> None:
+        """Both trained engines at version 0, and the rollout engine too."""
+        for engine in (self.actor, self.critic):
+            engine.load_state(0)
+        if self.rollout.version != 0:
+            self.rollout.sync(self.weights)
+
+    def step(
+        self, name: str, step: int, algorithm: AlgorithmConfig, on_policy: bool = False
+    ) -> Done:
+        """One RL step as the flows do it; without `on_policy` the samples are version 0's."""
+        weights = self.weights
+        samples, greedy = self.samples[step - 1], self.greedy[step - 1]
+        if on_policy and step > 1:
+            weights = self.actor.export_weights(step - 1, "float32")
+            self.rollout.sync(weights)
+            samples = self.sampled(step, name=name)
+            greedy = self.sampled(step, greedy=True, name=name)
+        samples = self._with_columns(name, step, samples, algorithm)
+        batch = self.scorer.advantages(
+            samples,
+            algorithm,
+            f"{RUN}/{name}/advantages-{step}.safetensors",
+            greedy if algorithm.needs_baselines else None,
+        )
+        limits = (self.config.rollout.temperature, self.config.rollout.max_new_tokens, step)
+        metrics = dict(batch.metrics)
+        metrics |= self.actor.update(batch.ref, algorithm, *limits).metrics
+        if algorithm.needs_critic:
+            result = self.critic.update(batch.ref, algorithm, *limits)
+            assert result.skipped == 0, name
+            metrics |= {f"critic/{key}": value for key, value in result.metrics.items()}
+        if on_policy:
+            # A version is published once; the next case publishes its own.
+            self.store.delete(self.store.list(f"{RUN}/weights/v{step - 1:06d}") if step > 1 else [])
+        return Done(batch=batch, metrics=metrics, weights=weights)
+
+    def _with_columns(
+        self, name: str, step: int, samples: BatchRef, algorithm: AlgorithmConfig
+    ) -> BatchRef:
+        """The columns that the train engines add before the advantages."""
+        temperature = self.config.rollout.temperature
+        sources = [(self.actor, "old_logprobs", algorithm.needs_squares)]
+        if algorithm.needs_reference:
+            sources.append((self.engines["ref"], "ref_logprobs", False))
+        added = samples
+        for engine, column, squared in sources:
+            key = f"{RUN}/{name}/{column}-{step}.safetensors"
+            part = engine.logprobs(samples, column, key, temperature, squared)
+            assert part.batch is not None
+            added = added.with_columns(part.batch)
+        if algorithm.needs_critic:
+            part = self.critic.values(samples, f"{RUN}/{name}/values-{step}.safetensors")
+            assert part.batch is not None
+            added = added.with_columns(part.batch)
+        return added
+
+    def assert_finite(self, done: Done) -> None:
+        """Every figure and every number that the update read."""
+        bad = {name: value for name, value in done.metrics.items() if not math.isfinite(value)}
+        assert not bad
+        for name in done.batch.ref.names:
+            kind = done.batch.ref.column(name).dtype
+            if kind == "F32" and not name.startswith("score/"):
+                values, _ = done.batch.ref.fetch_numpy(self.store, name)
+                assert np.isfinite(values).all(), name
+
+    def close(self) -> None:
+        for engine in (self.scorer, self.rollout, *self.engines.values()):
+            engine.close()

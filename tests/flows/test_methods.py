@@ -1,0 +1,163 @@
+"""Whole runs with many methods at once: each choice is in the commits and in MLflow."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from configs.algorithm import AlgorithmConfig
+from storage.commits import Commit
+from storage.tracking import flatten
+from tests.engines.method_cases import ADVANTAGES, LOSSES, correction_recipes, covering, words
+from tests.faults.planted import Fault, Faults
+from tests.flows.conftest import Launch, Launched
+from tests.flows.test_grpo import wait_for_step
+
+pytestmark = pytest.mark.cluster
+
+WITHOUT_CRITIC = [kind for kind in ADVANTAGES if kind != "gae"]
+LONGEST = max(len(WITHOUT_CRITIC), len(LOSSES), len(list(correction_recipes())))
+
+
+def check_records(run: Launched) -> list[Commit]:
+    """Commits and MLflow say what run.json says; no figure is missing."""
+    from mlflow import MlflowClient
+
+    written = run.files.read_run()
+    assert written is not None
+    settings = written["config"]
+    recipe = AlgorithmConfig.model_validate(settings["algorithm"])
+    commits = run.commits()
+    for commit in commits:
+        made = AlgorithmConfig.model_validate(commit.algorithm)
+        if recipe.kl.controller == "adaptive":  # the coefficient is the step's own
+            made = made.model_copy(update={"kl": recipe.kl})
+        assert made == recipe
+        assert None not in commit.metrics.values(), commit.metrics
+        assert commit.metrics["train/skipped_steps"] == 0
+    client = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
+    (page,) = client.search_runs([client.get_experiment_by_name("refrain").experiment_id])
+    chosen = flatten({"algorithm": settings["algorithm"]})
+    assert {name: page.data.params.get(name) for name in chosen} == chosen
+    shown = client.get_metric_history(page.info.run_id, "train/loss")
+    assert [point.value for point in shown] == [c.metrics["train/loss"] for c in commits]
+    for name in commits[-1].metrics:
+        assert name in page.data.metrics
+    return commits
+
+
+def test_a_run_of_many_methods_is_on_record(launch: Launch) -> None:
+    recipe = covering(WITHOUT_CRITIC.index("remax"))
+    recipe["kl"] = {"coefficient": 0.05, "placement": "reward", "controller": "adaptive"}
+    recipe["correction"] = [{"kind": "truncate", "normalize": True}, {"kind": "reject"}]
+    recipe["selection"] = [{"kind": "best_of", "best": 2, "worst": 1}]
+    run = launch("tiny", "steps=2", *words(recipe))
+    code, out = run.end()
+    assert code == 0, out
+    commits = check_records(run)
+    store = run.files.store
+    for commit in commits:
+        for name in ("weight_eff_sample_size", "kl", "k3_kl", "log_ppl_diff", "weight_oob_ratio"):
+            assert f"correction/{name}" in commit.metrics
+        for name in ("correction_effective_sample_size", "kl_rollout_k3", "correction_left_out"):
+            assert f"train/{name}" in commit.metrics
+        assert commit.metrics["selection/samples_left_out"] > 0
+        greedy, batch = commit.refs["baselines"], commit.refs["batch"]
+        assert len(greedy) == 4
+        rewards = dict(
+            zip(
+                greedy.fetch_numpy(store, "group_id")[0].tolist(),
+                greedy.fetch_numpy(store, "reward")[0].tolist(),
+                strict=True,
+            )
+        )
+        groups = batch.fetch_numpy(store, "group_id")[0].tolist()
+        assert batch.fetch_numpy(store, "baseline_reward")[0].tolist() == [
+            rewards[group] for group in groups
+        ]
+    first, second = (AlgorithmConfig.model_validate(c.algorithm).kl.coefficient for c in commits)
+    assert second != first == 0.05
+
+
+def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """First a train worker dies in the critic's update, later the flow; nothing shows of either."""
+
+    whole = launch("tiny", "steps=4", "store.uri=file://whole", module="flows.ppo")
+    code, out = whole.end()
+    assert code == 0, out
+    whole.store_uri = f"file://{tmp_path}/whole"
+    commits = check_records(whole)
+    for commit in commits:
+        assert {"values", "returns"} <= set(commit.refs["batch"].names)
+        assert commit.metrics["critic/skipped_steps"] == 0
+    errors = [commit.metrics["critic/value_mean"] for commit in commits]
+    assert errors[0] == 0, "the head begins at 0"
+    assert all(value != 0 for value in errors[1:]), "and is trained"
+    assert {key.split("/")[2] for key in whole.files.store.list(f"{whole.files.run}/critic")} == {
+        "000002",
+        "000004",
+    }
+    # Policy and critic live on this worker; the policy may have had its update already.
+    dies = Fault(
+        id="critic", target="engines.critic_update:CriticUpdater.run", action="kill", nth=2
+    )
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies])
+    broken = launch("tiny", "steps=4", module="flows.ppo", environment=faults.environment)
+    wait_for_step(broken, 3)
+    assert faults.missed == []
+    broken.process.kill()
+    broken.process.wait()
+    name = broken.files.run
+    code, out = launch("--resume", name).end()
+    assert code == 2
+    assert "Go on with it by python -m flows.ppo" in out
+    resumed = launch("--resume", name, module="flows.ppo")
+    code, out = resumed.end()
+    assert code == 0, out
+    assert [commit.version_out.digest for commit in commits] == [
+        commit.version_out.digest for commit in resumed.commits()
+    ]
+    # The last step's values are those of a critic that was restored and replayed.
+    ours, theirs = (
+        one.refs["batch"].fetch_numpy(run.files.store, "values")[0].tolist()
+        for one, run in ((commits[-1], whole), (resumed.commits()[-1], resumed))
+    )
+    assert ours == theirs
+
+
+@pytest.mark.slow
+def test_a_critic_has_workers_of_its_own(launch: Launch) -> None:
+    run = launch(
+        "tiny",
+        "steps=2",
+        "cluster.pools.critic.workers=2",
+        "cluster.roles.critic=critic",
+        "critic.mini_batches=2",
+        module="flows.ppo",
+    )
+    code, out = run.end()
+    assert code == 0, out
+    assert check_records(run)[-1].metrics["critic/optimizer_steps"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", range(LONGEST))
+def test_every_method_is_part_of_a_whole_run(position: int, launch: Launch) -> None:
+    run = launch("tiny", "steps=2", "train.mini_batches=2", *words(covering(position)))
+    code, out = run.end()
+    assert code == 0, out
+    check_records(run)
+
+
+def test_whole_runs_cover_every_method() -> None:
+    recipes = [covering(position) for position in range(LONGEST)]
+    assert {recipe["advantage"]["kind"] for recipe in recipes} == set(WITHOUT_CRITIC)
+    assert {recipe["loss"]["kind"] for recipe in recipes} == set(LOSSES)
+    steps = list(itertools.chain.from_iterable(recipe["correction"] for recipe in recipes))
+    assert all(recipe["correction"][0] in steps for _, recipe in correction_recipes())
+    for recipe in recipes:
+        AlgorithmConfig.model_validate(recipe)
