@@ -58,6 +58,7 @@ def _run(
     import httpx
     from prefect.exceptions import PrefectException
 
+    from tasks.continuing import NothingNew
     from tasks.run import prepared
     from tasks.server import prefect_server
     from tasks.terminal import Terminal
@@ -78,6 +79,9 @@ def _run(
                 summary = run_flow(config, resume, fork)
     except KeyboardInterrupt:
         return _stopped(terminal, run)
+    except NothingNew as nothing:
+        terminal.say(str(nothing))
+        return 0
     except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
         if run is not None and run.stopped:  # the error is a wait that was ended
             return _stopped(terminal, run)

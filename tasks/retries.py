@@ -20,6 +20,7 @@ from prefect.tasks import exponential_backoff
 from engines.failures import InfrastructureError
 from engines.pool import Assignment
 from storage.store import StoreUnavailable
+from tasks import events
 
 if TYPE_CHECKING:
     from tasks.run import Run
@@ -98,6 +99,9 @@ def attempted(run: Run, step: int, stage: str, shard: int | None = None) -> Iter
         yield attempt
     except Exception as error:
         attempt.error = f"{type(error).__name__}: {error}"
+        events.emit(
+            events.ATTEMPT_FAILED, run.name, step=step, stage=stage, cause=attempt.error[:500]
+        )
         raise
     finally:
         attempt.ended = time.time()
