@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -45,6 +46,7 @@ RECIPE = (
 )
 KINDS = ("flow", "scheduler", "server", "rollout", "train", "cpu", "reward")
 LONGEST_WAIT = 6.0  # seconds between kills, at most; drawn evenly
+END = re.compile(r"\w+(Error|Lost|Failed|Unavailable|Held|NoWorkers|Conflict|Traceback)\b")
 STUCK = 600.0  # seconds without a commit after which the run is given up
 
 
@@ -68,6 +70,7 @@ class Report:
     undisturbed_seconds: float = 0.0
     seconds: float = 0.0
     starts: int = 0  # of the flow
+    ends: list[str] = field(default_factory=list)  # what a flow that was not killed said at its end
     kills: list[Kill] = field(default_factory=list)
     equal: bool = False  # weights, cursor and ledger of every step
     left: list[str] = field(default_factory=list)  # processes
@@ -200,6 +203,8 @@ def show(report: Report) -> None:
         middle = f"{statistics.median(times):9.1f}" if times else f"{'-':>9}"
         worst = f"{max(times):8.1f}" if times else f"{'-':>8}"
         print(f"{kind:<10} {len(all_of):>6} {len(times):>6} {middle} {worst}")
+    for line in report.ends:
+        print(line[:160])
     print(
         f"{len(report.kills)} kills, {report.starts} starts of the flow, {report.seconds:.0f} s "
         f"against {report.undisturbed_seconds:.0f} s undisturbed; "
@@ -229,6 +234,8 @@ def main() -> int:
         arguments.apart,
     )
     report.starts = broken.starts
+    said = (folder / "broken/out").read_text(errors="replace").splitlines()
+    report.ends = [line for line in said if END.match(line)]
     report.left = [" ".join(process.cmdline()) for process in broken.left()]
     assert whole.files is not None
     assert broken.files is not None

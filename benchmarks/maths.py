@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from pydantic import TypeAdapter
@@ -31,15 +32,16 @@ from engines.losses import POLICY_LOSSES
 from engines.objective import Objective
 from engines.policy_batch import PolicyBatch
 
-REPEATS = 3
+REPEATS = 5
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Least wall time and least processor time of a few runs, in seconds.
+    """Median wall time and median processor time of a few runs after a first one, in seconds.
 
     On a machine with other work the processor time, shared by the threads, tells more.
     """
     walls, processors = [], []
+    work()
     for _ in range(REPEATS):
         wall, processor = time.perf_counter(), time.process_time()
         work()
@@ -47,7 +49,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, fl
             torch.cuda.synchronize(device)
         walls.append(time.perf_counter() - wall)
         processors.append(time.process_time() - processor)
-    return min(walls), min(processors)
+    return median(walls), median(processors)
 
 
 def large_batch(samples: int, longest: int, device: torch.device) -> AdvantageBatch:

@@ -26,3 +26,8 @@ def own_pod() -> dict[str, str] | None:
     """Name and uid of the Kubernetes pod that this process runs in, as its manifest gives them."""
     name, uid = os.environ.get("REFRAIN_POD_NAME"), os.environ.get("REFRAIN_POD_UID")
     return {"name": name, "uid": uid} if name and uid else None
+
+
+def mlflow_database() -> str | None:
+    """MLFLOW_BACKEND_STORE_URI: the database of a team's MLflow server, password included."""
+    return os.environ.get("MLFLOW_BACKEND_STORE_URI")

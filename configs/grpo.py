@@ -70,6 +70,16 @@ class GRPOConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stored_logprobs_exist(self) -> Self:
+        if self.train.recompute_old_logprobs is False and self.algorithm.needs_stored_logprobs:
+            raise ValueError(
+                "train.recompute_old_logprobs = false, but the token baselines, a KL in the reward "
+                "and normalised corrections need the policy's log-probs before the update. "
+                "Set train.recompute_old_logprobs = auto."
+            )
+        return self
+
     def check_mini_batches(self, role: Role, group: str) -> None:
         """ValueError unless a step's samples fill the role's mini-batches; group: its settings."""
         parts = self.train_of(role).mini_batches

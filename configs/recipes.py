@@ -101,8 +101,10 @@ def _apply(raw: dict[str, Any], word: str) -> None:
     if isinstance(place, list):
         place[_index(last, place, word)] = value
     else:
-        if last == "kind" and place.get("kind") != value and key != "cluster.kind":
-            place.clear()  # another choice of a union; all kinds of cluster share their settings
+        if key == "cluster.kind":  # all kinds share their settings, but for this one
+            place.pop("address", None)
+        elif last == "kind" and place.get("kind") != value:
+            place.clear()
         place[last] = value
 
 

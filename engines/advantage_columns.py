@@ -49,9 +49,8 @@ def write_advantages(
     advantages = result.advantages.float()
     columns: dict[str, Tensor] = {"advantages": advantages, "response_mask": chosen.mask.byte()}
     metrics = {**result.metrics.values(), **_summary(advantages[chosen.mask])}
-    if result.returns is not None:
-        columns["returns"] = result.returns.float()
     if batch.values is not None and result.returns is not None:
+        columns["returns"] = result.returns.float()
         metrics["explained_variance"] = explained_variance(batch, result.returns)
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
     if mismatch is not None and algorithm.ratio_against == "old_logprobs":

@@ -241,7 +241,8 @@ class Cluster:
             return await asyncio.wait_for(question(*args, **kwargs), timeout)
 
         try:
-            return self.client.sync(bounded)
+            # Bounded from outside too: the loop may have been stopped by `close` in another thread.
+            return self.client.sync(bounded, callback_timeout=timeout + CLOSE_TIMEOUT)
         except TimeoutError:
             self.check()
             raise TimeoutError(f"no answer from the cluster within {timeout:g} s") from None

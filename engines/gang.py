@@ -100,11 +100,14 @@ class Gang:
         Raises NoWorkers, GangLost or GangFailed; after any of them, `form` can be tried again.
         """
         began = time.monotonic()
-        self.cluster.wait(self.pool, self.world, cancel=cancel)
         with self.cluster.turn(self.pool, cancel):
+            # Within the turn: the gang before may have failed, and taken the workers with it.
+            self.cluster.wait(self.pool, self.world, cancel=cancel)
             self._ranks = ()
             self.generation += 1
             members = list(self.cluster.staying(self.pool).values())[: self.world]
+            if len(members) < self.world:
+                raise GangLost(0, self.pool, "its workers left while it was formed")
             builds = self._all(
                 members,
                 lambda rank, wake: start_build(

@@ -35,7 +35,7 @@ from engines.failures import (
 from engines.lease import BuildReport, EngineStatus, HostStatus, Lease, Outcome, RunningCall, Ticket
 from engines.parent_death import die_with_parent, kill_tree
 from engines.remote import COLLECTORS, Call, Engine, EngineSpec, calls_of
-from storage.traffic import METER
+from storage.usage import COUNTER
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
 RECORDS = 512  # results remembered per worker
@@ -298,7 +298,7 @@ class EngineHost(WorkerPlugin):
                     )
                     for entry in self.running.values()
                 ),
-                traffic=METER.total(),
+                traffic=COUNTER.total(),
             )
 
 

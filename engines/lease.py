@@ -9,7 +9,7 @@ from typing import Any
 from engines.failures import Failure
 from engines.placement import Node
 from engines.remote import Call
-from storage.traffic import Traffic
+from storage.usage import Usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class HostStatus:
     pid: int
     engines: dict[str, EngineStatus]  # by role
     running: tuple[RunningCall, ...]
-    traffic: Traffic  # with the store
+    traffic: Usage  # with the store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from engines.host import HOST, EngineHost
 from engines.lease import HostStatus, Lease, Outcome, Ticket, Traits
 from engines.placement import this_node
 from engines.remote import EngineSpec
+from storage.usage import COUNTER, Usage
 
 
 def host_of(worker: Worker) -> EngineHost:
@@ -80,6 +81,11 @@ async def stop(role: str, dask_worker: Worker) -> Outcome:
 def status(dask_worker: Worker) -> HostStatus:
     """By client.run: `EngineHost.status`."""
     return host_of(dask_worker).status()
+
+
+def store_usage() -> Usage:
+    """By client.run: what this process has asked of the store since it began."""
+    return COUNTER.total()
 
 
 def examine(dask_worker: Worker) -> Traits:

@@ -24,7 +24,6 @@ from engines.failures import InfrastructureError
 
 T = TypeVar("T")
 
-PROBE_TIMEOUT = 2.0  # seconds to reach this host's own address
 _identity: str | None = None  # of the group that this process is in
 
 
@@ -72,31 +71,20 @@ def meet(
 
 
 def pin_to_loopback(host: str) -> bool:
-    """Have Gloo and NCCL use the loopback device where this host cannot reach its own address.
+    """Have Gloo and NCCL use the loopback device when all ranks are on this host.
 
-    Only for ranks that are all on this host, which a loopback meeting point shows. True if pinned.
+    A loopback meeting point shows it. Nothing is opened to the network then, and a host that cannot
+    reach its own address works too. True if pinned.
     """
     try:
-        address = socket.gethostbyname(socket.gethostname())
         alone = socket.gethostbyname(host).startswith("127.")
     except OSError:
-        address, alone = "", host.startswith("127.") or host == "localhost"
-    if not alone or (address and _reaches(address)):
+        alone = host == "localhost"
+    if not alone:
         return False
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     return True
-
-
-def _reaches(address: str) -> bool:
-    try:
-        with (
-            socket.create_server((address, 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=PROBE_TIMEOUT),
-        ):
-            return True
-    except OSError:
-        return False
 
 
 def _bounded(
@@ -132,7 +120,17 @@ def _bounded(
 def _store(rank: int, world: int, host: str, port: int, timeout: float) -> dist.Store:
     if world == 1:
         return dist.HashStore()
-    return dist.TCPStore(host, port, world, is_master=rank == 0, timeout=timedelta(seconds=timeout))
+    # torch would listen on every interface: give it a socket that listens at `host` alone.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.create_server((host, port), family=family).detach() if rank == 0 else None
+    return dist.TCPStore(
+        host,
+        port,
+        world,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=server,
+    )
 
 
 def _group(

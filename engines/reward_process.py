@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from threading import Event, Lock, Timer
 
+from engines.failures import InfrastructureError
 from engines.reward_calls import Broken, Call, Ready, Reply, Start
 
 DUMP_SECONDS = 0.05  # in which a process that hangs writes its stacks before it is killed
@@ -26,6 +27,10 @@ DUMP_SECONDS = 0.05  # in which a process that hangs writes its stacks before it
 # The kernel's parent-death signal follows the thread that started a process, not its process:
 # this thread lives as long as the interpreter, a worker's task threads do not.
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-starter")
+
+
+class NotStarted(InfrastructureError):
+    """The process of a reward function ended, or hung, before its function was loaded."""
 
 
 class CallLost(RuntimeError):
@@ -62,8 +67,8 @@ class RewardProcess:
     def start(self) -> Ready:
         """Start the process unless it runs, and wait until its function is loaded.
 
-        ValueError when the function cannot be loaded; RuntimeError when the process dies or is not
-        ready in time, which is no fault of any sample.
+        ValueError when the function cannot be loaded; NotStarted when the process dies, twice, or
+        is not ready in time, which is no fault of any sample.
         """
         with self._lock:
             return self._ensure_started()
@@ -100,18 +105,28 @@ class RewardProcess:
             self._end()  # nothing is due to arrive: the other end has closed
         if self._ready is not None:
             return self._ready
+        try:
+            return self._start()
+        except ProcessDied:  # killed from outside, perhaps: one more try tells
+            pass
+        try:
+            return self._start()
+        except ProcessDied as error:
+            raise NotStarted(
+                f"While the reward function {self.name} was loaded, {error}.\n{error.stacks}".rstrip()
+            ) from None
+
+    def _start(self) -> Ready:
         self._process, self._connection = _starter.submit(_spawn, self._dump.fileno()).result()
         try:
             answer = self._exchange(self._start_message, self._start_seconds)
         except TimeoutError:
-            raise RuntimeError(
+            raise NotStarted(
                 f"The reward function {self.name} was not loaded after {self._start_seconds:g} s."
             ) from None
         except (EOFError, OSError):
             end = self._end(grace=1.0)
-            raise RuntimeError(
-                f"While the reward function {self.name} was loaded, its process {end}."
-            ) from None
+            raise ProcessDied(f"its process {end}", self._stacks()) from None
         if isinstance(answer, Broken):
             self._end()
             raise ValueError(answer.error)

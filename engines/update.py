@@ -22,6 +22,7 @@ from engines.objective import Objective
 from engines.optimizer import Optimizer, StepReport
 from engines.packed import PackedBatch
 from engines.packing import CostModel, MiniBatch, plan_update
+from engines.peak_flops import peak_flops
 from engines.policy import Policy
 from engines.policy_batch import PolicyBatch
 from engines.rendezvous import Meeting
@@ -265,6 +266,13 @@ class Updater:
         tally.responses += responses
         tally.flops += 3 * self._cost.forward(micro.tokens, responses, packed.squares)
 
+    def _utilisation(self, rate: float) -> dict[str, float]:
+        """Model FLOPs utilisation: `rate` (FLOP/s of all ranks) by the devices' peak, if known."""
+        if self._meeting.device.type != "cuda":
+            return {}
+        peak = peak_flops(torch.cuda.get_device_name(self._meeting.device))
+        return {} if peak is None else {"mfu": rate / (peak * self._meeting.world)}
+
     def _result(self, step: int, seconds: float) -> UpdateResult:
         tally, meeting = self._tally, self._meeting
         added, peaks = (part.to(meeting.device) for part in tally.sums.stacked())
@@ -292,6 +300,7 @@ class Updater:
             "flops": flops,
             "flops_per_second": flops / seconds,
             "seconds": seconds,
+            **self._utilisation(flops / seconds),
             **{f"{phase}_seconds": spent for phase, spent in tally.seconds.items()},
         }
         return UpdateResult(

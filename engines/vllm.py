@@ -30,6 +30,7 @@ from engines.vllm_process import VllmProcess
 from engines.weight_loading import Held, check_manifest
 from storage.errors import ObjectDamaged, ObjectMissing, StoreUnavailable
 from storage.store import Store
+from storage.usage import COUNTER
 from storage.weights import WeightsRef
 
 if TYPE_CHECKING:
@@ -270,6 +271,7 @@ class VllmEngine(Engine):
                 self._admitted.set()
                 if not self._paused:
                     await self._process.llm.resume_generation()
+        COUNTER.add(bytes_read=report["nbytes"])  # vLLM's own process has read them
         return SyncReport(
             version=weights.version,
             digest=report["digest"],

@@ -32,6 +32,7 @@ class Backend(Protocol):
     """One attempt at each operation; keys are checked POSIX paths relative to the store."""
 
     remote: bool  # a read costs a round trip, so near ranges are merged and reads are cached
+    counts_requests: bool  # it counts its requests itself, each that it really makes
 
     def url(self, key: str) -> str: ...
     def read(self, key: str) -> bytes: ...
@@ -46,6 +47,7 @@ class Backend(Protocol):
     def delete(self, keys: Sequence[str]) -> None: ...
     def delete_unfinished(self, prefix: str) -> None: ...
     def transient(self, error: BaseException) -> bool: ...
+    def conditions_hold(self, key: str) -> bool: ...
 
 
 class LocalBackend:
@@ -56,6 +58,7 @@ class LocalBackend:
     """
 
     remote = False
+    counts_requests = False
 
     def __init__(self, root: str) -> None:
         self.root = Path(root)
@@ -186,6 +189,9 @@ class LocalBackend:
     def transient(self, error: BaseException) -> bool:
         return isinstance(error, OSError) and error.errno in LOCAL_TRANSIENT
 
+    def conditions_hold(self, key: str) -> bool:
+        return True
+
 
 def _write_all(file: IO[bytes], chunk: memoryview) -> None:
     """Write the whole chunk to an unbuffered file (one call moves at most 2 GiB)."""
@@ -211,6 +217,7 @@ class FsspecBackend:
     """
 
     remote = True
+    counts_requests = False
 
     def __init__(self, fs: Any, root: str) -> None:
         self.fs = fs
@@ -282,6 +289,10 @@ class FsspecBackend:
 
     def transient(self, error: BaseException) -> bool:
         return isinstance(error, (ConnectionError, TimeoutError))
+
+    def conditions_hold(self, key: str) -> bool:
+        """Whether writes that must not overwrite are refused; `key` is an object that exists."""
+        return True
 
 
 def open_backend(uri: str, options: Mapping[str, object]) -> Backend:

@@ -1,7 +1,7 @@
 """S3 through s3fs: conditional writes, parallel multipart uploads, one client for all threads.
 
-Retries are switched off in s3fs and in botocore: `storage.store` does them, in one place, where a
-conditional write whose answer was lost can be told from one that another writer won.
+Retries are switched off in s3fs, botocore and aiohttp: `storage.store` does them, in one place, where
+a conditional write whose answer was lost can be told from one that another writer won.
 """
 
 from __future__ import annotations
@@ -13,24 +13,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, cast
 
+import fsspec.asyn
+
 from storage.backends import FsspecBackend, Range
 from storage.retries import retry
+from storage.usage import COUNTER
 
 PART_BYTES = 16 * 2**20  # parts of a multipart upload; pieces of a long read
 UPLOADS = 4  # parts in flight; with PART_BYTES the memory of one upload
 SINGLE_PUT_BYTES = 64 * 2**20  # larger objects go in parts
 DELETE_BATCH = 1000  # keys of one DeleteObjects request, S3's limit
+NOT_IMPLEMENTED = {400, 501}  # what endpoints without conditional writes answer to one
 RETRYABLE_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 
 
 class S3Backend(FsspecBackend):
-    """A bucket, or a prefix of one."""
+    """A bucket, or a prefix of one.
+
+    The option conditional_writes = false is for endpoints that have none: `create` then looks
+    before it writes, and `replace` compares before it does. Two processes can race in between, so
+    only the run's lease, kept by the same means, keeps two flows on one run apart.
+    """
+
+    counts_requests = True
 
     def __init__(self, path: str, options: Mapping[str, object]) -> None:
         import s3fs
 
+        from storage.s3_session import SingleSendSession
+
         settings: dict[str, Any] = dict(options)
-        config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": 32}
+        self.conditional = bool(settings.pop("conditional_writes", True))
+        config = {
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": 32,
+            "http_session_cls": SingleSendSession,
+        }
         config.update(settings.pop("config_kwargs", {}))
         fs = s3fs.S3FileSystem(
             use_listings_cache=False,
@@ -41,11 +59,28 @@ class S3Backend(FsspecBackend):
         )
         fs.retries = 1
         fs.connect()  # here, once: s3fs makes its session on first use, in whichever thread
+        fs.s3.meta.events.register("before-send.s3", _count)
         super().__init__(fs, path)
         self.bucket, _, self.prefix = self.root.partition("/")
 
     def _key(self, key: str) -> str:
         return f"{self.prefix}/{key}" if self.prefix else key
+
+    def read(self, key: str) -> bytes:
+        data = self._get(key)[0]
+        return super().read(key) if data is None else data  # in parallel pieces
+
+    def _get(self, key: str) -> tuple[bytes | None, str]:
+        """An object and its ETag by one request, where fsspec would make two; None: it is large."""
+
+        async def get() -> tuple[bytes | None, str]:
+            answer = await self.fs._call_s3("get_object", Bucket=self.bucket, Key=self._key(key))
+            async with answer["Body"] as body:
+                large = answer["ContentLength"] > PART_BYTES
+                return None if large else await body.read(), answer["ETag"]
+
+        data, etag = fsspec.asyn.sync(self.fs.loop, get)
+        return data, etag
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview | BaseException]:
         pieces: list[Range] = []
@@ -67,12 +102,22 @@ class S3Backend(FsspecBackend):
         self._put(key, chunks, {})
 
     def create(self, key: str, chunks: Sequence[memoryview]) -> None:
+        if not self.conditional:
+            self._create_unguarded(key, chunks)
+            return
         try:
             self._put(key, chunks, {"IfNoneMatch": "*"})
         except OSError as error:
             if _status(error) == 412:
                 raise FileExistsError(key) from error
             raise
+
+    def _create_unguarded(self, key: str, chunks: Sequence[memoryview]) -> None:
+        with self._lock:
+            with contextlib.suppress(FileNotFoundError):
+                self.size(key)
+                raise FileExistsError(key)
+            self._put(key, chunks, {})
 
     def _put(self, key: str, chunks: Sequence[memoryview], match: Mapping[str, str]) -> None:
         if sum(chunk.nbytes for chunk in chunks) <= SINGLE_PUT_BYTES:
@@ -83,8 +128,10 @@ class S3Backend(FsspecBackend):
                 upload.write(chunk)
 
     def replace(self, key: str, data: bytes, expected: bytes) -> bool:
-        etag = self._call("head_object", Key=self._key(key))["ETag"]
-        if self.read(key) != expected:
+        if not self.conditional:
+            return super().replace(key, data, expected)
+        found, etag = self._get(key)
+        if found != expected:
             return False
         try:
             self._call("put_object", Key=self._key(key), Body=data, IfMatch=etag)
@@ -92,6 +139,20 @@ class S3Backend(FsspecBackend):
             if _status(error) == 412:
                 return False
             raise
+        return True
+
+    def conditions_hold(self, key: str) -> bool:
+        if not self.conditional:
+            return True
+        for condition in ({"IfNoneMatch": "*"}, {"IfMatch": f'"{"0" * 32}"'}):
+            try:
+                self._call("put_object", Key=self._key(key), Body=b"", **condition)
+            except OSError as error:
+                if _status(error) == 412:
+                    continue
+                if _status(error) not in NOT_IMPLEMENTED:
+                    raise
+            return False
         return True
 
     @contextlib.contextmanager
@@ -167,6 +228,7 @@ class _Upload(io.RawIOBase):
         self._pool = pool
         self._id: str | None = None
         self._buffer = bytearray()
+        self._written = 0
         self._running: deque[tuple[int, Future[Any]]] = deque()
         self._parts: list[dict[str, object]] = []
 
@@ -182,7 +244,11 @@ class _Upload(io.RawIOBase):
             at += piece.nbytes
             if len(self._buffer) == PART_BYTES:
                 self._send()
+        self._written += view.nbytes
         return view.nbytes
+
+    def tell(self) -> int:
+        return self._written
 
     def _send(self) -> None:
         if self._id is None:
@@ -231,6 +297,11 @@ class _Upload(io.RawIOBase):
         if self._id is not None:
             with contextlib.suppress(OSError):  # the store's lifecycle rules remove what is left
                 self._backend._call("abort_multipart_upload", Key=self._key, UploadId=self._id)
+
+
+def _count(**_: object) -> None:
+    """Called by botocore for each HTTP request that it sends."""
+    COUNTER.add(requests=1)
 
 
 def _status(error: BaseException) -> int | None:

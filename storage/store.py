@@ -24,7 +24,7 @@ from storage.errors import (
     StoreUnavailable,
 )
 from storage.retries import OutOfAttempts, retry
-from storage.traffic import METER
+from storage.usage import COUNTER
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -121,7 +121,7 @@ class Store:
     def read(self, key: str) -> bytes:
         """The whole object. Raises ObjectMissing."""
         data = self._try("read", key, lambda _: self.backend.read(_checked(key)))
-        METER.read(len(data))
+        COUNTER.add(bytes_read=len(data))
         return data
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
@@ -170,7 +170,7 @@ class Store:
                 raise failed
 
         self._try("read", ranges[0][0], attempt)
-        METER.read(sum(part.nbytes for part in done.values()))
+        COUNTER.add(bytes_read=sum(part.nbytes for part in done.values()))
         return [
             done[number][at : at + stop - start]
             for (number, at), (_, start, stop) in zip(places, ranges, strict=True)
@@ -180,7 +180,7 @@ class Store:
         """Store the bytes (or the pieces, joined) under the key; they appear at once or never."""
         chunks = _chunks(data)
         self._try("write", key, lambda _: self.backend.write(_checked(key), chunks))
-        METER.written(sum(chunk.nbytes for chunk in chunks))
+        COUNTER.add(bytes_written=_size(chunks))
         self._forget(key)
 
     @contextlib.contextmanager
@@ -196,8 +196,9 @@ class Store:
                 lambda _: stack.enter_context(self.backend.write_stream(_checked(key))),
             )
             yield opened
-            METER.written(opened.tell())
+            written = opened.tell()
             self._try_once("write", key, stack.close)
+        COUNTER.add(bytes_written=written)
         self._forget(key)
 
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
@@ -216,7 +217,7 @@ class Store:
             return True
 
         created = self._try("create", key, attempt)
-        METER.written(sum(chunk.nbytes for chunk in chunks) if created else 0)
+        COUNTER.add(bytes_written=_size(chunks))
         self._forget(key)
         return created
 
@@ -238,6 +239,7 @@ class Store:
 
         if not self._try("replace", key, attempt):
             raise Conflict(f"{self.url(key)} was changed by another writer")
+        COUNTER.add(bytes_written=len(data))
         self._forget(key)
 
     def exists(self, key: str) -> bool:
@@ -284,12 +286,19 @@ class Store:
             self.write(key, b"refrain")
             if self.read(key) != b"refrain":
                 raise StoreError(f"{self.url(key)} reads back differently")
+            guarded = self._try("check", key, lambda _: self.backend.conditions_hold(key))
             self.delete([key])
         except (StoreError, ValueError, ImportError, OSError) as error:
             raise StoreError(
                 f"The store {self.uri} cannot be written: {error}. "
-                "Set storage.uri to a folder or bucket that this user may write."
+                "Set store.uri to a folder or bucket that this user may write."
             ) from error
+        if not guarded:
+            raise StoreError(
+                f"The store {self.uri} ignores conditional writes (If-None-Match, If-Match), which "
+                "keep two flows from committing the same step. Use a store that has them, or set "
+                "store.options.conditional_writes=false and never run two flows on one run."
+            )
 
     def _forget(self, key: str) -> None:
         if cache := self.cache:
@@ -297,8 +306,14 @@ class Store:
 
     def _try(self, what: str, key: str, attempt: Callable[[int], T]) -> T:
         """Retry what may pass, and turn the rest into this module's errors."""
+
+        def counted(number: int) -> T:
+            if not self.backend.counts_requests:
+                COUNTER.add(requests=1)
+            return attempt(number)
+
         return self._try_once(
-            what, key, lambda: retry(f"{what} {self.uri}/{key}", attempt, self.backend.transient)
+            what, key, lambda: retry(f"{what} {self.uri}/{key}", counted, self.backend.transient)
         )
 
     def _try_once(self, what: str, key: str, call: Callable[[], T]) -> T:
@@ -348,6 +363,10 @@ def _checked(key: str, folder: bool = False) -> str:
 def _chunks(data: Buffer | Sequence[Buffer]) -> list[memoryview]:
     pieces = data if isinstance(data, (list, tuple)) else [data]
     return [memoryview(cast("Buffer", piece)).cast("B") for piece in pieces]
+
+
+def _size(chunks: Sequence[memoryview]) -> int:
+    return sum(chunk.nbytes for chunk in chunks)
 
 
 def _reason(error: BaseException | None) -> str:

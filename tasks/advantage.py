@@ -37,7 +37,7 @@ def advantage(
     key = key_of(
         "advantage",
         samples.to_json(),
-        baselines and baselines.to_json(),
+        None if baselines is None else baselines.to_json(),
         run.algorithm.model_dump(mode="json"),
     )
     out_key = run.files.stage_key(step, "advantage", 1, key)

@@ -211,6 +211,11 @@ class Engines:
         )
 
     @property
+    def cluster(self) -> Cluster:
+        """The workers."""
+        return self._made().cluster
+
+    @property
     def scheduler(self) -> str:
         """Address of the Dask scheduler."""
         return str(self._made().cluster.client.scheduler_info()["address"])

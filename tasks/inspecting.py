@@ -184,7 +184,7 @@ def _workers(workers: list[WorkerView]) -> list[RenderableType]:
         made.add_row(
             one.name, ", ".join(one.pools), str(status.pid), ", ".join(engines),
             ", ".join(running) or "-", str(max(0, one.processing - len(running))),
-            bytes_text(status.traffic.read), bytes_text(status.traffic.written),
+            bytes_text(status.traffic.bytes_read), bytes_text(status.traffic.bytes_written),
         )  # fmt: skip
     return [made]
 

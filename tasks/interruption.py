@@ -21,13 +21,13 @@ INTERRUPTED = 130  # exit code
 
 
 @contextlib.contextmanager
-def signals_end(waits: threading.Event) -> Iterator[None]:
+def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Iterator[None]:
     """During the body, SIGINT and SIGTERM set `waits` and raise KeyboardInterrupt.
 
     The tasks' threads wait on workers, and Prefect waits for the tasks' threads before it lets an
     interrupt through, so the waits have to be ended first. A thread that cannot be woken (it sleeps
-    before a retry, or the store hangs) is not waited for longer than PATIENCE: then the process ends
-    as it would by SIGKILL, which loses nothing.
+    before a retry, or the store hangs) is not waited for longer than PATIENCE: then, after
+    `last_words`, the process ends as it would by SIGKILL, which loses nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,6 +37,9 @@ def signals_end(waits: threading.Event) -> Iterator[None]:
 
     def give_up() -> None:
         if not over.wait(PATIENCE):
+            words = threading.Thread(target=last_words, daemon=True)  # who reads may hang too
+            words.start()
+            words.join(0.5)
             os._exit(INTERRUPTED)
 
     def stop(signum: int, frame: FrameType | None) -> None:

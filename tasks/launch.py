@@ -8,12 +8,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from prefect.logging.configuration import setup_logging
 
 from configs import recipes
+from configs.base import Settings
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from configs.storage import StoreConfig
@@ -63,7 +65,7 @@ def _run(
     terminal = Terminal()
     run: Run | None = None
     try:
-        with prepared(config, terminal, resume, fork) as run:
+        with prepared(config, terminal, resume, fork, partial(_stopped, terminal)) as run:
             name = run.name
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
@@ -114,6 +116,7 @@ def quiet_libraries() -> None:
     """Keep warnings of Prefect and others off the terminal; Prefect's server still gets its logs."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    logging.raiseExceptions = False  # that a log cannot be sent is no news for the terminal
     setup_logging()  # Prefect read the environment when it was imported
     for name in ("distributed", "alembic", "mlflow", "httpx", "fsspec", "botocore"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -133,11 +136,10 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
     from storage.runs import RunStore
     from storage.store import Store
 
-    uri = StoreConfig().uri
-    for word in words:
-        key, _, value = word.partition("=")
-        uri = value if key == "store.uri" else uri
-    written = RunStore(Store(uri), earlier).read_run()
+    given = [word for word in words if word.startswith("store.")]
+    where = recipes.change(_Stored, {}, given).store
+    uri = where.uri
+    written = RunStore(Store(uri, where.options), earlier).read_run()
     if written is None:
         raise ConfigError(
             f"There is no run {earlier} in {uri}. Name a run of that store, or add store.uri=… of "
@@ -145,10 +147,14 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
         )
     settings = cast(dict[str, Any], written["config"])
     if "critic" in settings and not model.has_critic:
-        raise ConfigError(
-            f"Run {arguments.resume} trains a critic. Resume it by python -m flows.ppo."
-        )
+        raise ConfigError(f"Run {earlier} trains a critic. Go on with it by python -m flows.ppo.")
     return recipes.change(model, settings, words)
+
+
+class _Stored(Settings):
+    """Where the run to be resumed is."""
+
+    store: StoreConfig = StoreConfig()
 
 
 def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:

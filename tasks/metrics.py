@@ -53,6 +53,7 @@ def step_metrics(
         ),
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
+        **run.store_usage.since_last(run.engines.cluster),
     }
     return figures
 

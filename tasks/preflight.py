@@ -6,8 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
+from engines.clusters.opening import check_cluster
+from engines.failures import InfrastructureError
 from engines.models import check_model
-from engines.placement import place_local
 from engines.rewards import check_rewards
 from storage.prompts import open_source
 from storage.store import Store, StoreError
@@ -28,10 +29,10 @@ def check(config: GRPOConfig) -> None:
             [name for name in (config.data.prompt_column, config.data.state_column) if name]
         )
         check_rewards(config.rewards, config.data, source)
-        if config.cluster.kind == "local":
-            place_local({name: config.cluster.pools[name] for name in used_pools(config)})
+        pools = {name: config.cluster.pools[name] for name in used_pools(config)}
+        check_cluster(config.cluster.model_copy(update={"pools": pools}))
         Store(config.store.uri, config.store.options).check_writable()
-    except (ValueError, StoreError) as error:
+    except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
 
 

@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib.metadata import version
 
@@ -41,6 +41,7 @@ from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
 from tasks.retries import Attempt
+from tasks.store_usage import StoreUsage
 from tasks.terminal import Terminal
 from tasks.tracking import RunTracker
 
@@ -95,6 +96,7 @@ class Run:
         self._probe: tuple[list[list[int]], list[int]] | None = None
         self.background = Background()
         self.tracker = RunTracker(self)
+        self.store_usage = StoreUsage()
         self.engines = Engines(self)
 
     def _stand_at(self, own: int | None) -> None:
@@ -297,17 +299,22 @@ def code_version() -> str:
 
 @contextlib.contextmanager
 def prepared(
-    config: GRPOConfig, terminal: Terminal, resume: str | None = None, fork: str | None = None
+    config: GRPOConfig,
+    terminal: Terminal,
+    resume: str | None = None,
+    fork: str | None = None,
+    last_words: Callable[[Run], object] = lambda run: None,
 ) -> Iterator[Run]:
     """Start a run's engines in the background; a flow called in the body takes the run over.
 
     So engines start while the Prefect server does. `fork`: RUN@STEP where a new run begins.
+    `last_words` are said before a process that cannot be stopped in order ends itself.
     """
     origin = None if fork is None else origin_of_fork(config, fork)
     run = Run(config, terminal, resume, origin)
     token = _prepared.set(run)
     failure: BaseException | None = None
-    with signals_end(run.cancelled):
+    with signals_end(run.cancelled, lambda: last_words(run)):
         try:
             with set_closes(run.cancelled, run.engines.close), terminal.live():
                 run.engines.launch()

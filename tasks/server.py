@@ -66,7 +66,7 @@ class EmbeddedServer:
         self._keeper.start()
 
     def _keep(self) -> None:
-        """Have a server run until `stop`, except when the first one never answers."""
+        """Have a server run until `stop`, except when the first one ends by itself or hangs."""
         while not self._stopping.is_set():
             self._process = process = self._spawn()
             hung = time.monotonic() + START_TIMEOUT
@@ -75,7 +75,8 @@ class EmbeddedServer:
                     hung = time.monotonic() + SILENCE
                 if time.monotonic() > hung:
                     process.kill()
-            if self._stopping.is_set() or not self._answered.is_set():
+            killed = (process.poll() or 0) < 0
+            if self._stopping.is_set() or not (killed or self._answered.is_set()):
                 break
         self._ended = _end(process)
 

@@ -32,7 +32,6 @@ from storage.runs import RunStore
 from storage.store import Store
 
 RECORD = "submission.json"
-STOPPED = "stopped"  # a file that says that a person ended the run
 FLOW_LOG = "flow.log"
 STOP_TIMEOUT = 60.0  # seconds for the flow to end its pools by itself
 GONE_TIMEOUT = 45.0  # seconds for cancelled jobs to leave the queue
@@ -137,7 +136,6 @@ class Submission:
 
     def stop(self) -> list[str]:
         """End flow and pools; returns the ids of jobs that are still in the queue then."""
-        (self.folder / STOPPED).touch()
         flow = self._jobs().get(self.flow_job, [])
         if flow and flow[0].state == "RUNNING":
             slurm_says("scancel", "--batch", "--signal=TERM", flow[0].id)
@@ -154,22 +152,22 @@ class Submission:
     def work(self) -> int:
         """In the flow's job: run the flow, from where it stands; returns the exit code.
 
-        A SIGTERM (Slurm sends it before the time limit) is passed on; unless a person stopped the
-        run, the job is then submitted anew.
+        A SIGTERM (a person's scancel) ends it. Before the time limit Slurm sends SIGUSR1: then the
+        flow is ended too, and the job is submitted anew.
         """
         run = self.run()
         words = [*self.record.words, *(["--resume", run] if run is not None else [])]
         flow = subprocess.Popen([sys.executable, "-m", self.record.module, *words])
-        told = False
+        told: set[int] = set()
 
         def stop(number: int, frame: FrameType | None) -> None:
-            nonlocal told
-            told = True
+            told.add(number)
             flow.send_signal(signal.SIGTERM)
 
         signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGUSR1, stop)
         code = flow.wait()
-        if told and code == INTERRUPTED and not (self.folder / STOPPED).exists():
+        if told == {signal.SIGUSR1} and code == INTERRUPTED:
             print("The job's time is nearly over: a job that goes on with the run is submitted.")
             self.submit()
         return code
@@ -215,7 +213,7 @@ def flow_script(slurm: SlurmConfig, name: str, folder: Path) -> str:
         "--open-mode=append",
         "--ntasks=1",
         f"--cpus-per-task={flow.threads}",
-        f"--signal=B:TERM@{flow.handover}",
+        f"--signal=B:USR1@{flow.handover}",
         *([f"--mem={round(flow.memory_gib * 1024)}M"] if flow.memory_gib else []),
         *([f"--partition={partition}"] if partition else []),
         *([f"--account={slurm.account}"] if slurm.account else []),

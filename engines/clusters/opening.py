@@ -35,7 +35,8 @@ class Started:
 
 Start = Callable[[ClusterConfig, Environments, Certificates | None], Started]
 
-# The module of each kind of cluster, with a function `start` of type Start. Loaded when needed.
+# The module of each kind of cluster, loaded when needed. It has a function `start` of type Start;
+# those of Slurm and SSH have a function `check` too.
 KINDS = {
     "slurm": "engines.clusters.slurm",
     "ssh": "engines.clusters.ssh",
@@ -82,6 +83,15 @@ def open_cluster(
         cluster.close()
         raise
     return cluster
+
+
+def check_cluster(config: ClusterConfig) -> None:
+    """ValueError, in one sentence, for a plan that cannot be carried out. Starts nothing."""
+    if config.kind == "local":
+        place_local(config.pools)
+    certificates_for(config.encryption)
+    if config.kind in ("slurm", "ssh"):
+        vars(importlib.import_module(KINDS[config.kind]))["check"](config)
 
 
 def _start_local(

@@ -7,6 +7,8 @@ engines/cluster.py gives a leaving worker no calls once others have joined.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shutil
 import subprocess
 import threading
@@ -25,6 +27,8 @@ from engines.failures import ClusterLost
 from engines.launch import NodeProcess, python_path
 from engines.node import NodePlan
 
+log = logging.getLogger(__name__)
+
 LOOK_EVERY = 5.0  # seconds between looks at the queue
 IDLE = 10.0  # seconds that a replaced worker is idle before its job is cancelled
 END_TIMEOUT = 20.0  # seconds for cancelled jobs to leave the queue
@@ -33,12 +37,7 @@ QUICK_DEATHS = 3  # tasks of a pool that may end in a row before one of them joi
 
 def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
     """The scheduler in a node process here, and a job array for each pool."""
-    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
-    if missing:
-        raise ValueError(
-            f"cluster.kind = slurm, but {', '.join(missing)} is not on this machine's PATH. Start "
-            "the run on a node from which jobs can be submitted."
-        )
+    _check_programs()
     prefix = config.slurm.name or f"refrain-{uuid.uuid4().hex[:8]}"
     folder = Path(config.slurm.folder).absolute() / prefix
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,6 +59,45 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         node.end()
         raise
     return Started(address=node.address, node=node, fleet=arrays, logs=folder)
+
+
+def _check_programs() -> None:
+    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
+    if missing:
+        raise ValueError(
+            f"cluster.kind = slurm, but {', '.join(missing)} is not on this machine's PATH. Start "
+            "the run on a node from which jobs can be submitted."
+        )
+
+
+def check(config: ClusterConfig) -> None:
+    """ValueError with what Slurm has against a pool's jobs."""
+    _check_programs()
+    address = "tcp://127.0.0.1:1"  # Slurm does not look at it
+    scripts = job_scripts(wanted_scripts(config, "refrain-check", {}, address, None))
+    for pool, text in scripts.items():
+        try:
+            slurm_says("sbatch", "--test-only", stdin=text)
+        except ValueError as error:
+            raise ValueError(f"Jobs of cluster.pools.{pool}: {error}") from None
+
+
+def wanted_scripts(
+    config: ClusterConfig,
+    prefix: str,
+    env: Environments,
+    scheduler: str,
+    certificates: Certificates | None,
+) -> Wanted:
+    """What the pools' scripts are made from."""
+    return Wanted(
+        config=config,
+        environment={pool: dict(env.get(pool, {})) for pool in config.pools},
+        scheduler=scheduler,
+        certificates=certificates,
+        job_names={pool: f"{prefix}-{pool}" for pool in config.pools},
+        python_path=python_path(),
+    )
 
 
 class JobArrays:
@@ -86,14 +124,7 @@ class JobArrays:
     ) -> None:
         """Write each pool's script, and submit as many tasks as it has workers."""
         files = certificates.as_files(self.folder / "tls") if certificates is not None else None
-        wanted = Wanted(
-            config=self.config,
-            environment={pool: dict(variables) for pool, variables in env.items()},
-            scheduler=scheduler,
-            certificates=files,
-            job_names={pool: self._job_name(pool) for pool in self.config.pools},
-            python_path=python_path(),
-        )
+        wanted = wanted_scripts(self.config, self.prefix, env, scheduler, files)
         for pool, text in job_scripts(wanted).items():
             self._script(pool).write_text(text)
             self._submit(pool, self.config.pools[pool].workers)
@@ -108,12 +139,11 @@ class JobArrays:
         first = self._next[pool]
         self._next[pool] += count
         self._known[pool] |= {f"{pool}-{number}" for number in range(first, first + count)}
-        log = self.folder / f"{pool}-%a.log"
         slurm_says(
             "sbatch",
             "--parsable",
             f"--array={first}-{first + count - 1}",
-            f"--output={log}",
+            f"--output={self.folder / f'{pool}-%a.log'}",
             "--open-mode=append",
             str(self._script(pool)),
         )
@@ -137,7 +167,9 @@ class JobArrays:
                     self._tend(cluster)
                 except (subprocess.TimeoutExpired, TimeoutError, BusySlurm):
                     continue  # Slurm's controller or our scheduler is busy: look again later
-                except (ClusterLost, ValueError) as error:
+                except ValueError as error:  # a limit on jobs, say: the next look tries again
+                    log.warning("No replacement of a Slurm job: %s", error)
+                except ClusterLost as error:
                     self._failure = str(error)
                     return
 
@@ -150,12 +182,11 @@ class JobArrays:
         if self._thread is not None:
             self._thread.join()
         until = time.monotonic() + END_TIMEOUT
-        for pool in self.config.pools:
-            subprocess.run(
-                ["scancel", "--name", self._job_name(pool)], check=False, capture_output=True
-            )
-        while self._tasks(ending=True) and time.monotonic() < until:
-            time.sleep(0.5)
+        with contextlib.suppress(subprocess.TimeoutExpired, BusySlurm, ValueError):
+            for pool in self.config.pools:
+                slurm_says("scancel", "--quiet", "--name", self._job_name(pool))
+            while self._tasks(ending=True) and time.monotonic() < until:
+                time.sleep(0.5)
         shutil.rmtree(self.folder / "tls", ignore_errors=True)
 
     # -- keeping the pools at their size -----------------------------------------------------------

@@ -29,9 +29,11 @@ class Task:
     reason: str  # why it does not run, or where it does
 
 
-def slurm_says(*words: str) -> str:
+def slurm_says(*words: str, stdin: str = "") -> str:
     """Run one of Slurm's commands. BusySlurm, or ValueError with what it complained of."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    done = subprocess.run(
+        words, input=stdin, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
     if done.returncode == 0:
         return done.stdout
     said = " ".join(done.stderr.split()) or f"exit status {done.returncode}"

@@ -37,11 +37,7 @@ ONE_THREAD = "env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1"
 def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
     """The scheduler in a node process here, nannies in one on each machine."""
     hosts = config.ssh.hosts
-    with ThreadPoolExecutor(len(hosts)) as threads:
-        machines = dict(
-            zip(hosts, threads.map(lambda host: look_at(config, host), hosts), strict=True)
-        )
-    workers = workers_of(config, env, machines)
+    workers = workers_of(config, env, machines_of(config))
     node = NodeProcess(
         NodePlan(
             no_workers_timeout=config.no_workers_timeout,
@@ -69,6 +65,19 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         node.end()
         raise
     return Started(address=node.address, node=node, fleet=fleet)
+
+
+def check(config: ClusterConfig) -> None:
+    """ValueError when a machine cannot be used, or the pools do not fit on them."""
+    place(config.pools, list(machines_of(config).values()))
+
+
+def machines_of(config: ClusterConfig) -> dict[str, Node]:
+    """What each machine offers."""
+    hosts = config.ssh.hosts
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        found = threads.map(lambda host: look_at(config, host), hosts)
+        return dict(zip(hosts, found, strict=True))
 
 
 def command(config: ClusterConfig, host: str, module: str) -> list[str]:

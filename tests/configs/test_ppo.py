@@ -49,6 +49,14 @@ def test_the_critic_lives_with_the_actor_unless_told() -> None:
         (PPOConfig, ["algorithm.advantage.kind=rloo"], "Run it with python -m flows.grpo"),
         (PPOConfig, ["critic.mini_batches=3"], "Set critic.mini_batches to a divisor of 16"),
         (PPOConfig, ["cluster.roles.critic=gpu"], "cluster.roles.critic = gpu is no pool"),
+        (
+            GRPOConfig,
+            [
+                "train.recompute_old_logprobs=false",
+                "algorithm.advantage.kind=optimal_token_baseline",
+            ],
+            "Set train.recompute_old_logprobs = auto",
+        ),
         (GRPOConfig, ["critic.epochs=2"], "critic: there is no such setting"),
     ],
 )

@@ -97,3 +97,36 @@ def test_the_flow_process_imports_no_engine_library(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["store.options.secret=hunter2"], "store.options.secret looks like a credential"),
+        (["store.options.client_kwargs={aws_secret_access_key: hunter2}"], "aws_secret_access_key"),
+        (["store.uri=s3://me:hunter2@host/x"], "store.uri holds a password"),
+        (["tracking.uri=postgresql://me:hunter2@host/x"], "tracking.uri holds a password"),
+        (["cluster.pools.cpu.env={AWS_SESSION_TOKEN: hunter2}"], "AWS_SESSION_TOKEN looks like"),
+        (["cluster.kind=slurm"], "cluster.kind = slurm needs cluster.host"),
+        (["cluster.kind=ssh", "cluster.host=lo"], "Set cluster.ssh.hosts"),
+        (["cluster.kind=kubernetes"], "Set cluster.kubernetes.image"),
+        (["cluster.kind=slurm", "cluster.host=lo"], "file system that all nodes share"),
+        (["cluster.kind=address", "cluster.address=tls://h:1"], "Use tls://HOST:PORT together with"),
+    ],
+)  # fmt: skip
+def test_credentials_and_half_a_cluster_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match="^[^\n]+$") as error:
+        load(GRPOConfig, "tiny", words)
+    assert said in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_kind_of_cluster_keeps_the_pools_and_has_tls_where_others_listen() -> None:
+    words = ["cluster.kind=slurm", "cluster.host=ib0", "store.uri=s3://bucket/x"]
+    made = load(GRPOConfig, "tiny", words).cluster
+    assert made.pools["rollout"].slots == 3
+    assert made.encryption.kind == "temporary"
+    assert load(GRPOConfig, "tiny").cluster.encryption.kind == "off"
+    assert load(GRPOConfig, "gsm8k-multinode", words).cluster.address is None
+    allowed = ["cluster.pools.cpu.env={TOKENIZERS_PARALLELISM: 'false'}"]
+    assert load(GRPOConfig, "tiny", allowed).cluster.pools["cpu"].env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,7 @@ class Endpoint:
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
     lock: threading.Lock = field(default_factory=threading.Lock)
+    unconditional: bool = False  # ignore If-None-Match and If-Match, as some stores do
 
     def wrap(self, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
         conditional = threading.Lock()
@@ -45,6 +47,9 @@ class Endpoint:
             with self.lock:
                 self.requests.append((method, path, environ.get("HTTP_RANGE", "")))
                 fault = self._fault(method, path)
+                if self.unconditional:
+                    environ.pop("HTTP_IF_NONE_MATCH", None)
+                    environ.pop("HTTP_IF_MATCH", None)
             if fault is None or fault.after:
                 # moto looks and then writes; S3 does both at once.
                 with conditional if method in ("PUT", "POST") else threading.Lock():
@@ -86,6 +91,7 @@ def s3_server() -> Iterator[Endpoint]:
             "DomainDispatcherApplication",
             lambda create: endpoint.wrap(application(create)),
         )
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line per request otherwise
         server = server_module.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()

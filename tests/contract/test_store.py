@@ -117,5 +117,5 @@ def test_an_unwritable_store_says_what_to_change(store: Store, tmp_path) -> None
     wrong = Store(f"file://{tmp_path}/file/store")
     if store.uri.startswith("s3"):
         wrong = Store("s3://no-such-bucket/x", store.options)
-    with pytest.raises(StoreError, match=r"cannot be written.*Set storage\.uri"):
+    with pytest.raises(StoreError, match=r"cannot be written.*Set store\.uri"):
         wrong.check_writable()

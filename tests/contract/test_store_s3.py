@@ -7,8 +7,9 @@ import pytest
 
 from storage import retries
 from storage.batches import Jagged, write_batch
-from storage.errors import StoreUnavailable
+from storage.errors import Conflict, StoreError, StoreUnavailable
 from storage.store import Store
+from storage.usage import COUNTER
 from tests.contract.conftest import Endpoint, Fault
 
 
@@ -150,3 +151,39 @@ def test_nothing_else_retries(s3_store: Store, s3: Endpoint) -> None:
     with pytest.raises(StoreUnavailable):
         s3_store.exists("k")
     assert len([1 for method, _, _ in s3.requests if method == "HEAD"]) == retries.ATTEMPTS
+
+
+def test_an_endpoint_without_conditional_writes_is_found_out(
+    s3_store: Store, s3: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_store.check_writable()
+    s3.unconditional = True
+    try:
+        with pytest.raises(
+            StoreError, match=r"ignores conditional writes.*conditional_writes=false"
+        ):
+            s3_store.check_writable()
+        lenient = Store(s3_store.uri, {**s3_store.options, "conditional_writes": False})
+        lenient.check_writable()
+        assert lenient.create("k", b"first")
+        assert not lenient.create("k", b"second")
+        lenient.replace("k", b"third", expected=b"first")
+        with pytest.raises(Conflict):
+            lenient.replace("k", b"fourth", expected=b"first")
+        assert lenient.read("k") == b"third"
+    finally:
+        s3.unconditional = False
+
+
+def test_requests_and_bytes_are_counted(s3_store: Store, s3: Endpoint) -> None:
+    s3_store.exists("k")
+    s3.requests.clear()
+    before = COUNTER.total()
+    s3.faults = [Fault("PUT", "/k", 2)]
+    s3_store.write("k", b"12345")
+    s3_store.read("k")
+    s3_store.read_ranges([("k", 0, 2), ("k", 1, 3)])
+    s3_store.list()
+    used = COUNTER.total() - before
+    assert used.requests == len(s3.requests) == 6  # three tries to write
+    assert (used.bytes_written, used.bytes_read) == (5, 8)

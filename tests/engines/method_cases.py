@@ -41,6 +41,7 @@ ADVANTAGES = chosen(advantages.Advantage)
 LOSSES = chosen(losses.Loss)
 CORRECTIONS = chosen(corrections.CorrectionStep)
 SELECTIONS = chosen(corrections.SelectionStep)
+RATIOS = literals(algorithm.AlgorithmConfig, "ratio_against")
 AGGREGATIONS = typing.get_args(algorithm.Aggregation)
 PENALTIES = {
     name: minimal(typing.get_args(field.annotation)[0])
@@ -91,7 +92,7 @@ def recipes() -> dict[str, Recipe]:
         found[f"aggregation-{name}"] = {"aggregation": name}
     found.update(kl_recipes())
     found.update(correction_recipes())
-    for name in literals(algorithm.AlgorithmConfig, "ratio_against"):
+    for name in RATIOS:
         bypass = {"ratio_against": name, "correction": [{"kind": "truncate"}]}
         found[f"ratio-{name}"] = bypass | {"loss": {"kind": "reinforce"}}
     for kind, choice in SELECTIONS.items():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,19 +68,41 @@ def pinned() -> list[str | None]:
     return [os.environ.get(f"{layer}_SOCKET_IFNAME") for layer in ("GLOO", "NCCL")]
 
 
-def test_a_host_that_cannot_reach_itself_is_pinned_to_loopback(variables) -> None:
-    variables.setattr(rendezvous, "_reaches", lambda address: False)
+def test_ranks_of_one_host_are_pinned_to_loopback(variables) -> None:
     assert pin_to_loopback("127.0.0.1")
     assert pinned() == ["lo", "lo"]
 
 
 def test_ranks_on_several_hosts_are_not_pinned(variables) -> None:
-    variables.setattr(rendezvous, "_reaches", lambda address: False)
     assert not pin_to_loopback("192.0.2.7")
     assert pinned() == [None, None]
 
 
-def test_a_host_that_reaches_itself_is_left_alone(variables) -> None:
-    variables.setattr(rendezvous, "_reaches", lambda address: True)
-    assert not pin_to_loopback("127.0.0.1")
-    assert pinned() == [None, None]
+def listening() -> set[tuple[str, int]]:
+    """Addresses at which this process listens."""
+    return {
+        tuple(connection.laddr)
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def test_the_meeting_point_listens_on_its_own_address_only() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    before = listening()
+    stores: dict[int, dist.Store] = {}
+
+    def join(rank: int) -> None:
+        stores[rank] = rendezvous._store(rank, 2, "127.0.0.1", port, 20.0)
+
+    ranks = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    assert listening() - before == {("127.0.0.1", port)}
+    stores[0].set("key", "value")
+    stores[1].wait(["key"], timedelta(seconds=5))
+    assert stores[1].get("key") == b"value"

@@ -41,7 +41,7 @@ def undisturbed(
         if words not in known:
             with starting(tmp_path_factory.mktemp("undisturbed"), prefect_api) as start:
                 run = start(*WORDS, *words)
-                code, out = run.end()
+                code, out = run.end(600)
                 assert code == 0, out
                 known[words] = committed(run.files)
         return known[words]
@@ -57,11 +57,15 @@ def disturb(launch: Launch, tmp_path: Path) -> Callable[..., Disturbed]:
     """Run to the end under faults, resuming as often as it takes; (run, commits, all output)."""
 
     def to_the_end(
-        faults: Sequence[Fault], *words: str, resumes: int = 1, embedded: bool = False
+        faults: Sequence[Fault],
+        *words: str,
+        resumes: int = 1,
+        embedded: bool = False,
+        timeout: float = 300,
     ) -> Disturbed:
         planted = Faults(tmp_path / "faults", faults)
         run = launch(*WORDS, *words, environment=planted.environment, embedded=embedded)
-        code, out = run.end()
+        code, out = run.end(timeout)
         for _ in range(resumes):
             if code == 0:
                 break
@@ -74,7 +78,7 @@ def disturb(launch: Launch, tmp_path: Path) -> Callable[..., Disturbed]:
                 environment=planted.environment,
                 embedded=embedded,
             )
-            code, more = run.end()
+            code, more = run.end(timeout)
             out += more
         assert code == 0, out
         assert planted.missed == [], out

@@ -258,7 +258,7 @@ def test_inspect(world: World, ask: Ask) -> None:
     workers = {one["name"]: one for one in seen["workers"]}
     assert set(workers) == {"cpu-0", "rollout-0", "train-0"}
     assert "reward" in workers["cpu-0"]["status"]["engines"] or seen["steps_committed"] == 0
-    assert workers["train-0"]["status"]["traffic"]["written"] >= 0
+    assert workers["train-0"]["status"]["traffic"]["bytes_written"] >= 0
     assert seen["tasks"]
     code, out, _ = ask(inspect.main, world.parent.run, "--json")
     record = json.loads(out)

@@ -131,19 +131,6 @@ def test_nothing_is_left_after_an_interrupt(launch: Launch, number: signal.Signa
         assert "Traceback" not in out, out
 
 
-def test_a_killed_rollout_worker_costs_time_only(launch: Launch) -> None:
-    run = launch("tiny", "steps=4", "rollout.max_new_tokens=100", "cluster.pools.rollout.workers=2")
-    wait_for_step(run, 1)
-    for process in run.children():
-        if "rollout-0" in " ".join(
-            process.environ().get(k, "") for k in ("DASK_NAME", "REFRAIN_WORKER")
-        ):
-            process.kill()
-    code, out = run.end()
-    assert code == 0, out
-    assert [commit.step for commit in run.commits()] == [1, 2, 3, 4]
-
-
 def test_a_run_killed_and_resumed_ends_with_the_same_weights(
     launch: Launch, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,9 @@ from configs.algorithm import AlgorithmConfig
 from storage.commits import Commit
 from storage.tracking import flatten
 from tests.engines.method_cases import ADVANTAGES, LOSSES, correction_recipes, covering, words
+from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched
+from tests.flows.test_grpo import wait_for_step
 
 pytestmark = pytest.mark.cluster
 
@@ -79,9 +82,9 @@ def test_a_run_of_many_methods_is_on_record(launch: Launch) -> None:
 
 
 def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
-    launch: Launch, tmp_path: str
+    launch: Launch, tmp_path: Path
 ) -> None:
-    from tests.flows.test_grpo import wait_for_step
+    """First a train worker dies in the critic's update, later the flow; nothing shows of either."""
 
     whole = launch("tiny", "steps=4", "store.uri=file://whole", module="flows.ppo")
     code, out = whole.end()
@@ -98,14 +101,20 @@ def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
         "000002",
         "000004",
     }
-    broken = launch("tiny", "steps=4", module="flows.ppo")
+    # Policy and critic live on this worker; the policy may have had its update already.
+    dies = Fault(
+        id="critic", target="engines.critic_update:CriticUpdater.run", action="kill", nth=2
+    )
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies])
+    broken = launch("tiny", "steps=4", module="flows.ppo", environment=faults.environment)
     wait_for_step(broken, 3)
+    assert faults.missed == []
     broken.process.kill()
     broken.process.wait()
     name = broken.files.run
     code, out = launch("--resume", name).end()
     assert code == 2
-    assert "Resume it by python -m flows.ppo" in out
+    assert "Go on with it by python -m flows.ppo" in out
     resumed = launch("--resume", name, module="flows.ppo")
     code, out = resumed.end()
     assert code == 0, out

@@ -97,6 +97,7 @@ def test_a_run_is_submitted_followed_and_leaves_no_job(
     assert "There are: " in command("logs", name, "nobody", code=2)
 
 
+@pytest.mark.slow
 def test_stop_ends_flow_and_pools(command: Command, slurm: Slurm, tmp_path: Path) -> None:
     name = submitted(command, tmp_path, "steps=1000")
     wait(lambda: committed(tmp_path)[1] >= 1, command, name)
@@ -119,7 +120,7 @@ def test_time_limits_are_passed_on_to_new_jobs(
         "steps=1000",
         "cluster.slurm.time_limit=60",
         "cluster.slurm.handover=40",
-        "cluster.slurm.flow.time_limit=120",
+        "cluster.slurm.flow.time_limit=180",
         "cluster.slurm.flow.handover=40",
     )
     workers: set[str] = set()
@@ -139,7 +140,7 @@ def test_time_limits_are_passed_on_to_new_jobs(
         return log.count("steps of 16 samples") == 2 and "step " in log.rpartition("samples")[2]
 
     wait(both, command, name, 400.0)
-    assert len(workers) >= 2, workers
+    assert "rollout-1" in workers, command("logs", name, "-n", "10000")
     log = command("logs", name, "-n", "10000")
     steps = [int(one) for one in re.findall(r"^step (\d+)/1000", log, re.MULTILINE)]
     assert steps == list(range(1, len(steps) + 1))
@@ -148,6 +149,10 @@ def test_time_limits_are_passed_on_to_new_jobs(
 
 
 def test_what_cannot_be_submitted_is_one_sentence(command: Command, tmp_path: Path) -> None:
+    place = [f"store.uri=file://{tmp_path}/store", "cluster.kind=slurm", "cluster.host=lo"]
+    out = command("submit", "tiny", *place, "cluster.slurm.partition=nowhere", code=2)
+    assert "Jobs of cluster.pools." in out
+    assert "invalid partition" in out
     assert "cluster.kind = local" in command("submit", "tiny", code=2)
     out = command("submit", "tiny", "cluster.kind=slurm", "cluster.host=lo", code=2)
     assert "file system that all nodes share" in out

@@ -67,6 +67,15 @@ def number_of_call(fault: dict[str, Any]) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+def victim(name: str) -> int:
+    """The newest process of a name; it may be on its way."""
+    for _ in range(600):
+        if found := pids(name):
+            return found[-1]
+        time.sleep(0.05)
+    raise AssertionError(f"there is no process {name!r} to strike")
+
+
 def claim(fault: dict[str, Any]) -> bool:
     """Whether this process is the one to carry out the fault; each happens once."""
     try:
@@ -90,9 +99,7 @@ def strike(fault: dict[str, Any]) -> None:
     if fault["action"] == "hang":
         time.sleep(3600)
     sent = signal.SIGKILL if fault["action"] == "kill" else signal.SIGSTOP
-    targets = [os.getpid()] if fault["victim"] == "self" else pids(fault["victim"])[-1:]
-    for pid in targets:
-        os.kill(pid, sent)
+    os.kill(os.getpid() if fault["victim"] == "self" else victim(fault["victim"]), sent)
 
 
 def wrapped(function: Callable[..., Any], target: str) -> Callable[..., Any]:

@@ -1,0 +1,35 @@
+"""Twenty kills at random in a run of thirty steps change nothing but its duration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.flows.conftest import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0])
+def test_twenty_kills(tmp_path: Path, seed: int) -> None:
+    out = tmp_path / "report.json"
+    command = ["-m", "benchmarks.chaos", "--kills", "20", "--seed", str(seed), "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    report = json.loads(out.read_text())
+    assert report["equal"]
+    assert report["left"] == []
+    assert len(report["kills"]) == 20

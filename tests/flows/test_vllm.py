@@ -1,0 +1,70 @@
+"""The whole flow with vLLM, and what it leaves, in a vLLM of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.flows.conftest import Launch
+
+UPDATES = 10
+PLAIN_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64)
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+(answer,) = llm.generate({"prompt_token_ids": json.loads(sys.argv[2])}, params, use_tqdm=False)
+print("tokens:", json.dumps(list(answer.outputs[0].token_ids)))
+"""
+
+
+@pytest.mark.vllm
+def test_a_run_on_vllm_stays_with_the_trainer_and_its_checkpoint_loads_elsewhere(
+    launch: Launch,
+) -> None:
+    run = launch("tiny", f"steps={UPDATES}", "rollout.engine=vllm", "name=whole")
+    code, out = run.end()
+    assert code == 0, out
+    assert "WARN" not in out.upper(), out
+    commits = run.commits()
+    assert len(commits) == UPDATES
+    for commit in commits:  # float32 on both sides, so what differs is the order of sums
+        assert commit.metrics["train/rollout_mismatch"] < 1e-3
+        assert commit.metrics["weights/probe_error"] < 1e-3
+    norms = [commit.metrics["train/grad_norm"] for commit in commits]
+    assert max(norms) > 1e-3  # the weights did move
+
+    folder = run.files.store.url(commits[-1].version_out.key).removeprefix("file://")
+    prompt = [5, 6, 7, 8, 9, 10]
+    assert plain_vllm(folder, prompt) == plain_transformers(folder, prompt)
+
+
+def plain_vllm(folder: str, prompt: list[int]) -> list[int]:
+    """Eight greedy tokens of a checkpoint in vLLM, with none of our code."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN_VLLM, folder, json.dumps(prompt)],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("tokens: "))
+    return json.loads(line.removeprefix("tokens: "))
+
+
+def plain_transformers(folder: str, prompt: list[int]) -> list[int]:
+    """The same by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.tensor([prompt])
+    for _ in range(8):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return tokens[0, len(prompt) :].tolist()
