@@ -49,6 +49,13 @@ def with_tabs(schema: Schema, resolve: Resolve) -> Schema:
 def _property(schema: Schema, resolve: Resolve) -> Schema:
     if "items" in schema and isinstance(schema["items"], Mapping):
         return {**schema, "items": _property(dict(schema["items"]), resolve)}
+    if "anyOf" in schema:  # an optional choice: one tab more, for none
+        several = [_property(dict(part), resolve) for part in schema["anyOf"]]
+        union = next((part for part in several if "anyOf" in part), None)
+        if union is None:
+            return schema
+        none = [part for part in several if part is not union]
+        return {**schema, **union, "anyOf": [*union["anyOf"], *none]}
     if "oneOf" not in schema or "discriminator" not in schema:
         return schema
     choices = [resolve(choice) for choice in schema["oneOf"]]
