@@ -8,7 +8,7 @@ export UV_HTTP_TIMEOUT ?= 300
 # Every run starts a dozen Python processes: without bytecode each would compile torch anew.
 export UV_COMPILE_BYTECODE ?= 1
 
-.PHONY: demo test check clean
+.PHONY: demo test check deploy clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
@@ -21,6 +21,10 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Registers infra/prefect.yaml and infra/automations.yaml on the server that PREFECT_API_URL names.
+deploy: $(VENV)/.demo
+	$(BIN)/python -m flows.deploy $(NAMES) $(if $(NOTIFY),--notify $(NOTIFY))
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)

@@ -9,6 +9,13 @@ from configs.base import Settings
 from configs.cluster import ClusterConfig, Role
 from configs.data import DataConfig, ReasoningGymSource
 from configs.model import Model
+from configs.retraining import (
+    CONTINUE_FROM,
+    ContinueData,
+    ContinueState,
+    EvaluationConfig,
+    PromotionConfig,
+)
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
 from configs.storage import StoreConfig, TrackingConfig
@@ -41,10 +48,43 @@ class GRPOConfig(Settings):
     store: StoreConfig = Field(default_factory=StoreConfig, description="Batches and weights.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
 
+    continue_from: str | None = Field(
+        None,
+        pattern=CONTINUE_FROM,
+        description="Begin with the weights of models:/NAME@ALIAS, of RUN, or of RUN@STEP.",
+    )
+    continue_state: ContinueState = Field(
+        "weights",
+        description="Taken over from there: the weights alone, or the trainer's whole state.",
+    )
+    continue_data: ContinueData = Field(
+        "unseen",
+        description="Rows drawn: unseen ones first, and none is a skipped run; on from the place "
+        "reached there; or from the beginning.",
+    )
+    evaluation: EvaluationConfig | None = Field(
+        None, description="Test of the last policy version on held-out rows."
+    )
+    promotion: PromotionConfig | None = Field(
+        None, description="When the last policy version becomes the champion."
+    )
+
     @property
     def samples_per_step(self) -> int:
         """Completions of one step."""
         return self.prompts_per_step * self.group_size
+
+    @property
+    def trained_roles(self) -> list[Role]:
+        """Roles with an optimizer."""
+        return ["actor", "critic"] if self.has_critic else ["actor"]
+
+    @property
+    def used_pools(self) -> set[str]:
+        """Pools on which some role of the run lives; others are not started."""
+        roles: list[Role] = [*self.trained_roles, "rollout", "reward"]
+        roles += ["ref"] if self.algorithm.needs_reference else []
+        return {self.cluster.roles.pool_of(role) for role in roles}
 
     def train_of(self, role: Role) -> TrainConfig:
         """The settings with which a role is trained."""
@@ -125,5 +165,26 @@ class GRPOConfig(Settings):
                 f"store.uri = {self.store.uri} is relative to this process, and the workers of "
                 f"cluster.kind = {self.cluster.kind} run elsewhere. Set store.uri to "
                 "s3://BUCKET/PREFIX, or to file:///PATH on a file system that all nodes share."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _retraining_fits(self) -> "GRPOConfig":
+        if self.promotion is not None and self.evaluation is None:
+            raise ValueError(
+                f"promotion.alias = {self.promotion.alias} needs a held-out evaluation to go by. "
+                "Set evaluation.source."
+            )
+        if self.evaluation is not None and self.evaluation.source == self.data.source:
+            raise ValueError(
+                "evaluation.source is the same as data.source, so the test would be on rows that "
+                "are trained on. Set evaluation.source to other rows."
+            )
+        goes_on = self.continue_from is not None and self.continue_state == "trainer"
+        if goes_on and self.train.schedule != "constant":
+            raise ValueError(
+                f"continue_state = trainer takes over a train.schedule = {self.train.schedule} "
+                "that has come to its end. Set train.schedule = constant, or "
+                "continue_state = weights."
             )
         return self

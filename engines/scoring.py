@@ -18,7 +18,7 @@ from pydantic import Field
 
 from configs.algorithm import AlgorithmConfig
 from configs.base import Settings
-from configs.data import DataConfig
+from configs.data import DataConfig, Source
 from configs.model import Model
 from configs.rewards import RewardsConfig
 from engines.prompting import prompts_of, state_number, tokenize
@@ -100,9 +100,15 @@ class ScoringEngine(Engine):
         self._rewards = RewardRunner(spec.rewards, spec.data)
         self._rewards.start()
 
-    def prompts(self, rows: list[int], first_group: int, out_key: str) -> MadePrompts:
-        """Write the prompts of dataset rows; groups are numbered on from `first_group`."""
-        found = self._source.rows(rows)
+    def prompts(
+        self, rows: list[int], first_group: int, out_key: str, source: Source | None = None
+    ) -> MadePrompts:
+        """Write the prompts of rows, of the data set or of another source with the same columns.
+
+        Groups are numbered on from `first_group`.
+        """
+        opened = self._source if source is None else open_source(source)
+        found = opened.rows(rows)
         made = tokenize(found, self._spec.data, self._tokenizer)
         dropped = tuple((rows[position], reason) for position, reason in made.dropped)
         if not made.kept:

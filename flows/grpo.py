@@ -11,19 +11,23 @@ from __future__ import annotations
 import sys
 
 from prefect import flow, tags
+from prefect.states import State
 
 from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
 from tasks.baseline import baseline
 from tasks.commit import commit, snapshot
+from tasks.continuing import NothingNew
 from tasks.draw import draw
 from tasks.flow_run import untagged_tasks
 from tasks.launch import main
 from tasks.logprob import logprob
+from tasks.promotion import judge_policy
 from tasks.results import RunSummary, StepSummary, result_of
 from tasks.reward import reward
 from tasks.rollout import rollout
 from tasks.run import Run, open_run
+from tasks.skipping import skipped
 from tasks.start import start_engines
 from tasks.update import update
 from tasks.weight_sync import weight_sync
@@ -55,7 +59,9 @@ def grpo_step(run: Run, step: int) -> StepSummary:
 
 
 @flow(name="grpo", flow_run_name="{config.name}", persist_result=False)
-def grpo(config: GRPOConfig, resume: str | None = None, fork: str | None = None) -> RunSummary:
+def grpo(
+    config: GRPOConfig, resume: str | None = None, fork: str | None = None
+) -> RunSummary | State[None]:
     """Post-train a language model by GRPO.
 
     Args:
@@ -63,12 +69,16 @@ def grpo(config: GRPOConfig, resume: str | None = None, fork: str | None = None)
         resume: name of a run in the store that is to go on from its last committed step.
         fork: RUN@STEP of the store, where a new run is to begin.
     """
-    with open_run(config, resume, fork) as run:
-        start_engines(run)
-        for step in run.steps_left():
-            with tags(f"step {step}"):
-                grpo_step(run, step)
-        return run.summary()
+    try:
+        with open_run(config, resume, fork) as run:
+            start_engines(run)
+            for step in run.steps_left():
+                with tags(f"step {step}"):
+                    grpo_step(run, step)
+            judge_policy(run)
+            return run.summary()
+    except NothingNew as nothing:
+        return skipped(nothing)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tasks.draw import draw
 from tasks.flow_run import untagged_tasks
 from tasks.launch import main
 from tasks.logprob import logprob
+from tasks.promotion import judge_policy
 from tasks.results import RunSummary, StepSummary, result_of
 from tasks.reward import reward
 from tasks.rollout import rollout
@@ -67,6 +68,7 @@ def ppo(config: PPOConfig, resume: str | None = None, fork: str | None = None) -
         for step in run.steps_left():
             with tags(f"step {step}"):
                 ppo_step(run, step)
+        judge_policy(run)
         return run.summary()
 
 

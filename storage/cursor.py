@@ -6,7 +6,7 @@ it with the very rows that an uninterrupted run would have drawn. Rows themselve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Protocol
@@ -39,10 +39,11 @@ class Cursor:
     shuffle: bool  # whether each epoch has an order of its own, or that of the source
     size: int  # rows in an epoch
     digest: str  # content that the order was made for
+    fresh: int = 0  # rows of epoch 0, where that is over the unseen rows only; 0: over all
 
     @classmethod
-    def start(cls, config: DataConfig, source: Countable) -> Cursor:
-        """The place before the first row."""
+    def start(cls, config: DataConfig, source: Countable, fresh: int = 0) -> Cursor:
+        """The place before the first row. fresh: that many unseen rows come first."""
         return cls(
             epoch=0,
             position=0,
@@ -50,6 +51,7 @@ class Cursor:
             shuffle=config.shuffle,
             size=len(source),
             digest=source.digest,
+            fresh=fresh,
         )
 
     def to_json(self) -> dict[str, int | bool | str]:
@@ -62,7 +64,8 @@ class Cursor:
         kinds = {"shuffle": bool, "digest": str}
         values = {}
         for field in fields(cls):
-            value, kind = record.get(field.name), kinds.get(field.name, int)
+            missing = field.default if field.name == "fresh" else None
+            value, kind = record.get(field.name, missing), kinds.get(field.name, int)
             if type(value) is not kind:
                 raise ValueError(
                     f"A data cursor's {field.name} is {value!r}, where {kind.__name__} is expected."
@@ -74,7 +77,8 @@ class Cursor:
         """Rows left to draw when the data may be passed `epochs` times; None without a limit."""
         if epochs is None:
             return None
-        return max(0, (epochs - self.epoch) * self.size - self.position)
+        of_first = self.fresh - self.size if self.fresh and self.epoch == 0 else 0
+        return max(0, (epochs - self.epoch) * self.size + of_first - self.position)
 
 
 @lru_cache(maxsize=2)
@@ -90,14 +94,39 @@ def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
+def current_order(cursor: Cursor, fresh: Sequence[int] = ()) -> np.ndarray:
+    """The row numbers of the cursor's epoch in the order in which they are drawn.
+
+    `fresh`: the unseen rows, which make up epoch 0 of a cursor that has some.
+    """
+    first = bool(cursor.fresh) and cursor.epoch == 0
+    size = cursor.fresh if first else cursor.size
+    if first and len(fresh) != size:
+        raise ValueError(f"The cursor's first epoch has {size} unseen rows, not {len(fresh)}.")
+    rows = np.asarray(fresh, np.int64) if first else np.arange(size, dtype=np.int64)
+    return rows[epoch_order(size, cursor.seed, cursor.epoch)] if cursor.shuffle else rows
+
+
+def drawn(cursor: Cursor, fresh: Sequence[int] = ()) -> np.ndarray:
+    """The numbers of all rows that were drawn before the cursor, or were seen before it began."""
+    if cursor.epoch > 0:
+        return np.arange(cursor.size, dtype=np.int64)
+    return current_order(cursor, fresh)[: cursor.position]
+
+
 def draw(
-    source: Countable, cursor: Cursor, n: int, epochs: int | None = None
+    source: Countable,
+    cursor: Cursor,
+    n: int,
+    epochs: int | None = None,
+    fresh: Sequence[int] = (),
 ) -> tuple[list[int], Cursor]:
     """The next `n` row numbers and the cursor after them.
 
-    Every row comes once per epoch; a draw may cross from one epoch into the next. With `epochs`
-    set, the last draw is short when fewer than `n` rows are left, and the one after it raises
-    Exhausted. ValueError when the source is not the one that the cursor was made for.
+    `fresh`: see `current_order`. Every row comes once per epoch; a draw may cross from one epoch
+    into the next. With `epochs` set, the last draw is short when fewer than `n` rows are left, and
+    the one after it raises Exhausted. ValueError when the source is not the one that the cursor was
+    made for.
     """
     if len(source) != cursor.size or source.digest != cursor.digest:
         raise ValueError(
@@ -111,13 +140,10 @@ def draw(
     wanted = n if remaining is None else min(n, remaining)
     taken: list[int] = []
     while len(taken) < wanted:
-        stop = min(cursor.size, cursor.position + wanted - len(taken))
-        if cursor.shuffle:
-            order = epoch_order(cursor.size, cursor.seed, cursor.epoch)
-            taken.extend(order[cursor.position : stop].tolist())
-        else:
-            taken.extend(range(cursor.position, stop))
-        if stop == cursor.size:
+        order = current_order(cursor, fresh)
+        stop = min(len(order), cursor.position + wanted - len(taken))
+        taken.extend(order[cursor.position : stop].tolist())
+        if stop == len(order):
             cursor = replace(cursor, epoch=cursor.epoch + 1, position=0)
         else:
             cursor = replace(cursor, position=stop)

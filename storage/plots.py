@@ -13,6 +13,7 @@ REWARD_MEAN = "reward/mean"
 REWARD_STD = "reward/std"
 KL = "train/kl_ref"
 STAGE_SECONDS = "time/"  # prefix; the stage's name follows
+WHOLE_STEP = "time/step"  # the stages together
 
 _DENSE = 150  # steps from which points and bars would only blur
 
@@ -85,7 +86,10 @@ def _draw_kl(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, fl
 def _draw_stages(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]) -> None:
     _style(axes, "time by stage (seconds)")
     stages = dict.fromkeys(
-        name for record in metrics for name in record if name.startswith(STAGE_SECONDS)
+        name
+        for record in metrics
+        for name in record
+        if name.startswith(STAGE_SECONDS) and name != WHOLE_STEP
     )
     seconds = [[record.get(stage, 0.0) for record in metrics] for stage in stages]
     colours = [_STAGES[number % len(_STAGES)] for number in range(len(stages))]

@@ -11,6 +11,9 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+import xxhash
+
 from configs.data import HubSource, ReasoningGymSource
 from storage.json_values import Row, pack, plain
 from storage.prompt_source import (
@@ -128,6 +131,13 @@ class ReasoningGymRows(PromptSource):
             }
             for problem in made
         ]
+
+    def row_digests(self) -> np.ndarray:
+        """By what makes a problem, so that none has to be made: settings but for size, and number."""
+        made_by = self._config.model_dump(exclude={"size"}) | {"library": version("reasoning-gym")}
+        seed = xxhash.xxh3_64_intdigest(json.dumps(made_by, sort_keys=True).encode())
+        digests = (xxhash.xxh3_64_intdigest(str(i).encode(), seed=seed) for i in range(len(self)))
+        return np.fromiter(digests, np.uint64, len(self))
 
     def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
         for column in (*needed, *nullable):

@@ -6,10 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import xxhash
+
+from storage.digests import canonical
 from storage.json_values import Row, plain
 
 if TYPE_CHECKING:
     from pyarrow import Table
+
+DIGEST_ROWS = 4096  # read at once to make digests
 
 
 class PromptSource(ABC):
@@ -33,6 +39,15 @@ class PromptSource(ABC):
 
         A null counts as missing in `needed`, not in `nullable`.
         """
+
+    def row_digests(self) -> np.ndarray:
+        """What tells rows apart wherever they stand: uint64 [rows], of each row's content."""
+        found = np.empty(len(self), np.uint64)
+        for start in range(0, len(self), DIGEST_ROWS):
+            stop = min(start + DIGEST_ROWS, len(self))
+            for index, row in enumerate(self.rows(range(start, stop)), start):
+                found[index] = xxhash.xxh3_64_intdigest(canonical(row))
+        return found
 
     def _in_range(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -99,7 +99,7 @@ class Tracker:
     def start(self, tracked: TrackedRun) -> None:
         """Begin the run's page, or go on with it when this run has one."""
         with _as_tracking_errors(self._uri):
-            self._client = self._connect()
+            self._client = self.connect()
             self._model_name = self._config.registered_model or tracked.model_name
             experiment = self._experiment()
             self._run = self._find(experiment, tracked.run, tracked.store_uri)
@@ -210,6 +210,17 @@ class Tracker:
             made = client.create_model_version(name, source, self.run_id, tags=tags)
             return str(made.version)
 
+    @property
+    def model_name(self) -> str:
+        """Name of the run's model in the registry."""
+        assert self._model_name is not None, "start() comes first"
+        return self._model_name
+
+    def tag(self, name: str, value: str) -> None:
+        """Write a tag on the run's page."""
+        with _as_tracking_errors(self._uri):
+            self._started.set_tag(self.run_id, name, value)
+
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED") -> None:
         """End the run's page. A later start() of the same run goes on with it."""
         with _as_tracking_errors(self._uri):
@@ -236,7 +247,8 @@ class Tracker:
         assert self._client is not None, "start() comes first"
         return self._client
 
-    def _connect(self) -> MlflowClient:
+    def connect(self) -> MlflowClient:
+        """A client at the address; the first one makes the tables of a new SQLite database."""
         for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
             os.environ.setdefault(name, "true")  # MLflow has no other switch; read at its import
         from mlflow import MlflowClient

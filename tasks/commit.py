@@ -11,10 +11,12 @@ from engines.rewards import code_digest
 from storage.commits import Commit, Ledger
 from storage.commits import commit as write_commit
 from storage.refs import BatchRef
+from tasks import events
 from tasks.artifacts import show_step
+from tasks.attempts import Attempt
 from tasks.metrics import step_metrics
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
-from tasks.retries import OPTIONS, Attempt, attempted
+from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
@@ -112,4 +114,20 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
     if run.snapshot_due(record.step):
         run.tracker.register(record)
     show_step(run, record, scored, attempts)
+    tell(run, record, scored, figures)
     run.tidy()
+
+
+def tell(run: Run, record: Commit, scored: list[Scored], figures: dict[str, float]) -> None:
+    """Events of a committed step, on which the automations act."""
+    events.emit(
+        events.STEP_COMMITTED,
+        run.name,
+        step=record.step,
+        seconds=round(figures["time/step"], 2),
+        retries=int(figures["retries"]),
+    )
+    if left_out := int(figures.get("train/skipped_steps", 0)):
+        events.emit(events.NOT_FINITE, run.name, step=record.step, optimizer_steps=left_out)
+    if failed := sum(shard.failures for shard in scored):
+        events.emit(events.SCORING_FAILED, run.name, step=record.step, samples=failed)

@@ -25,7 +25,7 @@ def draw(run: Run, step: int) -> Prompts:
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
     while group < last:
-        rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs)
+        rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs, run.fresh)
         key = key_of("prompts", run.source.digest, rows, group, config.data.model_dump(mode="json"))
         with attempted(run, step, "prompts") as attempt:
             made = run.engines.scorers.call(

@@ -22,7 +22,10 @@ INTERRUPTED = 130  # exit code
 
 @contextlib.contextmanager
 def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Iterator[None]:
-    """During the body, SIGINT and SIGTERM set `waits` and raise KeyboardInterrupt.
+    """During the body, SIGINT and SIGTERM set `waits` and end the run as they did before.
+
+    Prefect's own handler, under a worker, says whether the run was cancelled; where there is none,
+    KeyboardInterrupt is raised.
 
     The tasks' threads wait on workers, and Prefect waits for the tasks' threads before it lets an
     interrupt through, so the waits have to be ended first. A thread that cannot be woken (it sleeps
@@ -48,9 +51,15 @@ def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Ite
         asked.set()
         waits.set()
         threading.Thread(target=give_up, name="give-up", daemon=True).start()
+        handler = before[signum]
+        if callable(handler):
+            handler(signum, frame)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {int(number): signal.getsignal(number) for number in numbers}
+    for caught in numbers:
+        signal.signal(caught, stop)
     try:
         yield
     finally:

@@ -58,6 +58,7 @@ def _run(
     import httpx
     from prefect.exceptions import PrefectException
 
+    from tasks.continuing import NothingNew
     from tasks.run import prepared
     from tasks.server import prefect_server
     from tasks.terminal import Terminal
@@ -78,6 +79,9 @@ def _run(
                 summary = run_flow(config, resume, fork)
     except KeyboardInterrupt:
         return _stopped(terminal, run)
+    except NothingNew as nothing:
+        terminal.say(str(nothing))
+        return 0
     except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
         if run is not None and run.stopped:  # the error is a wait that was ended
             return _stopped(terminal, run)
@@ -120,6 +124,8 @@ def quiet_libraries() -> None:
     setup_logging()  # Prefect read the environment when it was imported
     for name in ("distributed", "alembic", "mlflow", "httpx", "fsspec", "botocore"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # While a killed server starts again, events on their way to it are lost, with a page of text.
+    logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
 
 
 def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:

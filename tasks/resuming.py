@@ -30,6 +30,8 @@ MAY_CHANGE = (
     "rollout.probe_tolerance",
     "rewards.timeout",
     "train.deadline",
+    "evaluation",
+    "promotion",
 )
 
 

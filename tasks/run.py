@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib.metadata import version
 
+import numpy as np
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_API_URL
 
@@ -29,18 +30,22 @@ from storage.origins import FIELD, Origin, origin_of, parent_of
 from storage.prompts import open_source
 from storage.retention import sweep
 from storage.runs import RunStore
+from storage.seen import write_rows, write_seen
 from storage.store import Store
 from storage.weights import WeightsRef
-from tasks.artifacts import show_curves
+from tasks import events
+from tasks.artifacts import show_curves, show_run, show_steps
+from tasks.attempts import Attempt
 from tasks.background import Background
-from tasks.engines import Engines, needs_reference
+from tasks.continuing import beginning, first_cursor, fresh_rows
+from tasks.engines import Engines
 from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.forking import origin_of_fork, parent_config
 from tasks.interruption import dashboard_ends, set_closes, signals_end
+from tasks.preflight import check
 from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
-from tasks.retries import Attempt
 from tasks.store_usage import StoreUsage
 from tasks.terminal import Terminal
 from tasks.tracking import RunTracker
@@ -57,8 +62,12 @@ class Run:
         terminal: Terminal,
         resume: str | None,
         origin: Origin | None = None,
+        seen: np.ndarray | None = None,
     ) -> None:
-        """`origin`: where a new run begins, if not with the model's own weights."""
+        """`origin`: where a new run begins, if not with the model's own weights.
+
+        `seen`: digests of the rows that earlier runs have drawn, if it goes on from one of them.
+        """
         self.config = config
         self.terminal = terminal
         self.name = resume or new_name(config.name)
@@ -79,7 +88,9 @@ class Run:
         own = head(self.files) if resume is not None else None
         self.head = own or self.start
         self.last: Commit | None = None  # of the step before the next one, which a fork inherits
-        self.cursor = Cursor.start(config.data, self.source)
+        if seen is not None:
+            write_seen(self.files, seen)
+        self.cursor = first_cursor(self.files, config, self.source, origin)
         self.ledger = Ledger()
         self._stand_at(own)
         if resume is not None:
@@ -104,12 +115,10 @@ class Run:
         if own is not None:
             self.last = read_commit(self.files, own)
             self.cursor, self.ledger = Cursor.from_json(self.last.cursor), self.last.ledger
-        elif self.origin is not None:
-            before = read_commit(parent_of(self.files, self.origin), self.origin.step)
-            if self.origin.cursor:
-                self.cursor = Cursor.from_json(before.cursor)
-            if self.origin.fork:
-                self.last, self.ledger = before, before.ledger.settled()
+        elif self.origin is not None and self.origin.fork:
+            self.last = read_commit(parent_of(self.files, self.origin), self.origin.step)
+            self.ledger = self.last.ledger.settled()
+        self.fresh = fresh_rows(self.files, self.cursor, self.source)
 
     def _record(self) -> dict[str, object]:
         """What run.json says."""
@@ -137,6 +146,17 @@ class Run:
     def steps_left(self) -> range:
         """The steps that are not committed yet, counted from 1."""
         return range(self.head + 1, self.config.steps + 1)
+
+    @property
+    def after(self) -> int:
+        """The number under which calls after the last step are made."""
+        return self.head + 1
+
+    @property
+    def last_weights(self) -> str:
+        """Address of the last policy version."""
+        assert self.last is not None
+        return self.store.url(self.last.version_out.key)
 
     def lease(self, step: int, call: str) -> Lease:
         """The right to make a call of a step on this run's behalf."""
@@ -177,7 +197,7 @@ class Run:
     @property
     def needs_ref(self) -> bool:
         """Whether the algorithm compares with the frozen reference."""
-        return needs_reference(self.config)
+        return self.config.algorithm.needs_reference
 
     @property
     def needs_old(self) -> bool:
@@ -265,20 +285,25 @@ class Run:
         """Where everything is; also leaves the curves in MLflow and on the dashboard."""
         self.background.drain()
         clear(self.files, self.head)
+        self._keep_rows()
         image = self.tracker.plot()
         if image is not None:
             show_curves(self, image)
+            show_steps(self, self.tracker.history)
             self.files.store.write(self.plot_key, image)
-        assert self.last is not None
-        assert self.last.version_out is not None
         return RunSummary(
             run=self.name,
             steps=self.head,
-            checkpoint=self.store.url(self.last.version_out.key),
+            checkpoint=self.last_weights,
             dashboard=flow_run_url() or "",
             tracking=self.tracker.link,
             plot=self.store.url(self.plot_key),
         )
+
+    def _keep_rows(self) -> None:
+        """Keep which rows the data had, unless they changed meanwhile, for runs that go on."""
+        if open_source(self.config.data.source).digest == self.source.digest:
+            write_rows(self.files, self.source)
 
     @property
     def plot_key(self) -> str:
@@ -310,8 +335,12 @@ def prepared(
     So engines start while the Prefect server does. `fork`: RUN@STEP where a new run begins.
     `last_words` are said before a process that cannot be stopped in order ends itself.
     """
-    origin = None if fork is None else origin_of_fork(config, fork)
-    run = Run(config, terminal, resume, origin)
+    origin, seen = None, None
+    if fork is not None:
+        origin = origin_of_fork(config, fork)
+    elif resume is None and config.continue_from is not None:
+        origin, seen = beginning(config)
+    run = Run(config, terminal, resume, origin, seen)
     token = _prepared.set(run)
     failure: BaseException | None = None
     with signals_end(run.cancelled, lambda: last_words(run)):
@@ -333,7 +362,13 @@ def open_run(
 ) -> Iterator[Run]:
     """The run that `prepared` started for this flow, or else a new one that ends with the body."""
     with contextlib.ExitStack() as stack:
-        run = _prepared.get() or stack.enter_context(prepared(config, Terminal(), resume, fork))
+        run = _prepared.get()
+        if run is None:  # started by a worker, not by tasks/launch
+            check(config)
+            run = stack.enter_context(prepared(config, Terminal(), resume, fork))
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        events.emit(events.RUN_STARTED, run.name, steps=config.steps)
+        stack.callback(lambda: events.emit(events.RUN_ENDED, run.name, step=run.head))
+        show_run(run)
         stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
         yield run

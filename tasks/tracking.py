@@ -12,7 +12,7 @@ from tasks.results import Metrics
 
 if TYPE_CHECKING:
     from storage.commits import Commit
-    from tasks.run import Run
+    from tasks.standing import Standing
 
 PLOT = "plots/progress.png"
 LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
@@ -21,14 +21,14 @@ LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
 class RunTracker:
     """A run's page in MLflow. MLflow is imported beside the start of the engines."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Standing) -> None:
         self._run = run
         self._tracker = Tracker(run.config.tracking)
         self._started = threading.Event()
         self._error: Exception | None = None
         self._finished = False
         self.history: list[tuple[int, Metrics]] = []
-        self.registered: set[int] = set()  # policy versions in the registry, which are kept
+        self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
 
     def start(self) -> None:
         """Begin the page in the background. To be called inside the flow run."""
@@ -54,7 +54,7 @@ class RunTracker:
     def register(self, commit: Commit) -> None:
         """Put the policy version that a step made into the model registry."""
         step, weights = commit.step, commit.version_out
-        self._ready().register_version(
+        number = self._ready().register_version(
             weights.version,
             uri=self._run.store.url(weights.key),
             digest=weights.digest,
@@ -62,7 +62,28 @@ class RunTracker:
             store_uri=self._run.store.uri,
             lineage=version_tags(commit),
         )
-        self.registered.add(weights.version)
+        self.registered[weights.version] = number
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record figures that are not a step's own, such as an evaluation's."""
+        self._ready().log_step(step, metrics)
+
+    def tag(self, name: str, value: str) -> None:
+        """Write a tag on the run's page."""
+        self._ready().tag(name, value)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the run's model in the registry."""
+        return self._ready().model_name
+
+    def number_of(self, version: int) -> str:
+        """Number in the registry of a policy version, which is registered if it is not yet."""
+        if version not in self.registered:
+            last = self._run.last
+            assert last is not None and last.version_out.version == version
+            self.register(last)
+        return self.registered[version]
 
     def plot(self) -> bytes | None:
         """The run's curves as a PNG, kept with the run; None before the first step."""

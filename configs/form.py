@@ -1,0 +1,118 @@
+"""Settings as JSON schema for a form: choices as tabs, names as people write them.
+
+Prefect's form shows `anyOf` as tabs and knows no `oneOf`. It chooses a value's tab by the names of
+its properties alone, so fewer properties come first, and choices with the same properties share a
+tab, where `kind` is a drop-down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Schema = dict[str, Any]
+Resolve = Callable[[Schema], Schema]  # a reference to what it refers to
+
+WORDS = {
+    "adam": "Adam",
+    "gib": "(GiB)",
+    "gpu": "GPU",
+    "gpus": "GPUs",
+    "id": "ID",
+    "kl": "KL",
+    "kv": "KV",
+    "logprobs": "log-probs",
+    "mib": "(MiB)",
+    "mlflow": "MLflow",
+    "uri": "URI",
+}
+
+MOST_TABS = 8
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern")
+CHECKED = ("properties", "required", "additionalProperties")
+
+
+def title_of(name: str) -> str:
+    """A setting's name as a heading: kv_cache_gib becomes KV cache (GiB)."""
+    words = [WORDS.get(word, word) for word in name.split("_")]
+    return words[0][:1].upper() + " ".join(words)[1:]
+
+
+def with_tabs(schema: Schema, resolve: Resolve) -> Schema:
+    """A model's schema with its discriminated unions as anyOf."""
+    properties = {
+        name: _property(inner, resolve) for name, inner in schema.get("properties", {}).items()
+    }
+    return {**schema, "properties": properties} if properties else schema
+
+
+def _property(schema: Schema, resolve: Resolve) -> Schema:
+    if "items" in schema and isinstance(schema["items"], Mapping):
+        return {**schema, "items": _property(dict(schema["items"]), resolve)}
+    if "oneOf" not in schema or "discriminator" not in schema:
+        return schema
+    choices = [resolve(choice) for choice in schema["oneOf"]]
+    rest = {k: v for k, v in schema.items() if k not in ("oneOf", "discriminator")}
+    shown = tabs(choices)
+    if len(shown) > MOST_TABS:  # more run out of the page: JSON is edited instead
+        kinds = ", ".join(_kind(choice) for choice in choices)
+        return {**rest, "description": f"{rest.get('description', '')} kind: one of {kinds}."} | (
+            rules(choices)
+        )
+    return {**rest, "anyOf": shown, **rules(choices)}
+
+
+def tabs(choices: list[Schema]) -> list[Schema]:
+    """What is shown: choices with the same properties as one tab, fewest properties first.
+
+    Bounds stand in `rules`: a value that breaks one of them must still fit its tab, for else it is
+    refused with the complaint of another tab.
+    """
+    groups: dict[frozenset[str], list[Schema]] = {}
+    for choice in choices:
+        groups.setdefault(frozenset(choice["properties"]), []).append(choice)
+    ordered = sorted(groups.items(), key=lambda group: len(group[0]))
+    return [_tab(members) for _, members in ordered]
+
+
+def rules(choices: list[Schema]) -> Schema:
+    """What the server checks: the rules of the choice that `kind` names, and it names the field."""
+    kinds = [_kind(choice) for choice in choices]
+    found: Schema = {"required": ["kind"], "properties": {"kind": {"enum": kinds}}}
+    for kind, choice in zip(kinds, choices, strict=True):
+        when = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        then = {k: choice[k] for k in CHECKED if k in choice}
+        found = {"if": when, "then": then, "else": found}
+    return found
+
+
+def _tab(members: list[Schema]) -> Schema:
+    kinds = [_kind(member) for member in members]
+    meanings = [f"{_kind(member)}: {member.get('description', '')}" for member in members]
+    kind = {"title": "Kind", "type": "string", "enum": kinds, "description": " ".join(meanings)}
+    if len(kinds) == 1:
+        kind["default"] = kinds[0]
+    return {
+        "type": "object",
+        "title": " / ".join(kinds),
+        "properties": {**_common([member["properties"] for member in members]), "kind": kind},
+        "required": members[0].get("required", []),
+    }
+
+
+def _kind(choice: Schema) -> str:
+    kind: str = choice["properties"]["kind"]["const"]
+    return kind
+
+
+def _common(members: list[dict[str, Schema]]) -> dict[str, Schema]:
+    """Each property with what all members say of it, for display."""
+    first, *others = members
+    return {
+        name: {
+            key: value
+            for key, value in said.items()
+            if key not in BOUNDS and all(other[name].get(key) == value for other in others)
+        }
+        for name, said in first.items()
+    }

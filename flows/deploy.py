@@ -1,0 +1,55 @@
+"""Register the deployments of infra/prefect.yaml on the server that PREFECT_API_URL names.
+
+    python -m flows.deploy [NAME …] [--notify TYPE/BLOCK]
+
+With them come their work pool and the automations of infra/automations.yaml. Doing it again brings
+them up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL
+
+from tasks.registration import (
+    check_server,
+    ensure_pools,
+    register_automations,
+    register_deployments,
+)
+from tasks.server import ServerError
+
+
+def main() -> int:
+    """Register everything; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.deploy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="deployments; without: all")
+    parser.add_argument(
+        "--notify", metavar="TYPE/BLOCK", help="notification block that the automations use"
+    )
+    arguments = parser.parse_args()
+    try:
+        api = check_server(PREFECT_API_URL.value())
+        with get_client(sync_client=True) as client:
+            pools = ensure_pools(client)
+        register_deployments(arguments.names)
+        automations = register_automations(arguments.notify)
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"Deployments  {api.removesuffix('/api')}/deployments")
+    print(f"Automations  {', '.join(automations)}")
+    for pool in pools:
+        print(f"Start a worker:  prefect worker start --pool {pool} --type process")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The held-out evaluation: the last policy version on rows that no step trains on.
+
+The rollout engines sample and the reward functions score, as in a step; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from prefect import task
+
+from configs.retraining import EvaluationConfig
+from engines.rollout import RolloutRequest, Sampling
+from storage.digests import key_of
+from storage.prompts import open_source
+from storage.refs import BatchRef
+from tasks.results import Prompts, result_of
+from tasks.retries import OPTIONS, attempted
+from tasks.run import Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How a policy version did on the held-out rows."""
+
+    version: int
+    reward: float  # mean over the samples that could be scored
+    error: float  # standard error of that mean
+    samples: int
+    failed: int  # samples that could not be scored; they are not in the mean
+    truncated: int
+    on: str  # digest of rows and manner: only evaluations with the same one can be compared
+
+
+def evaluate(run: Run) -> Evaluation:
+    """Test the policy version that the rollout engines hold."""
+    assert run.config.evaluation is not None
+    shards = min(run.config.rollout.shards, run.config.evaluation.rows)
+    prompts = held_out.submit(run, run.config.evaluation)
+    parts = [
+        evaluate_shard.submit(run, prompts, shard, shards)  # type: ignore[call-overload]
+        for shard in range(1, shards + 1)
+    ]
+    summed = summarize.submit(run, run.config.evaluation, parts)
+    return result_of(summed, prompts, *parts)
+
+
+@task(name="held-out prompts", **OPTIONS)
+def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
+    """The first rows of the evaluation's source, as prompts."""
+    source = open_source(evaluation.source)
+    rows = list(range(min(evaluation.rows, len(source))))
+    asked = run.config.data.model_dump(mode="json") | {"source": evaluation.source.model_dump()}
+    key = key_of("held-out", source.digest, rows, asked)
+    with attempted(run, run.after, "held-out") as attempt:
+        made = run.engines.scorers.call(
+            "prompts",
+            run.lease(run.after, f"held-out-{key}"),
+            attempt.assignment,
+            rows=rows,
+            first_group=0,
+            out_key=run.files.stage_key(run.head, "held-out", 1, key),
+            source=evaluation.source,
+        )
+    if made.ref is None:
+        raise ValueError(
+            f"The first {len(rows)} rows of evaluation.source give no prompt that fits "
+            f"data.max_prompt_tokens = {run.config.data.max_prompt_tokens}. Set it higher."
+        )
+    dropped: dict[str, list[int]] = {}
+    for row, reason in made.dropped:
+        dropped.setdefault(reason, []).append(row)
+    return Prompts(ref=made.ref, cursor=run.cursor, drawn=len(rows), dropped=dropped)
+
+
+@task(name="evaluate", task_run_name="evaluate {shard}/{shards}", **OPTIONS)
+def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> BatchRef:
+    """Sample and score a shard of the held-out prompts (counted from 1)."""
+    assert run.config.evaluation is not None
+    part = prompts.ref.chunk(shards)[shard - 1]
+    sampling = sampling_of(run, run.config.evaluation)
+    weights = run.engines.rollouts.weights
+    key = key_of("evaluate", part.to_json(), weights.digest, asdict(sampling))
+    with attempted(run, run.after, "evaluate", shard) as attempt:
+        request = RolloutRequest(
+            prompts=part,
+            sampling=sampling,
+            out_key=run.files.stage_key(run.head, "evaluate", shard, key),
+            step=run.after,
+            shard=shard,
+            attempt=attempt.number,
+        )
+        sampled = run.engines.rollouts.generate(request, attempt.assignment)
+    with attempted(run, run.after, "score", shard) as attempt:
+        scored = run.engines.scorers.call(
+            "score",
+            run.lease(run.after, f"evaluate-{shard}-{key}"),
+            attempt.assignment,
+            prompts=part,
+            samples=sampled.ref,
+            out_key=run.files.stage_key(run.head, "evaluated", shard, key),
+        )
+    return sampled.ref.drop(["status"]).with_columns(scored.ref)
+
+
+@task(name="evaluation", **OPTIONS)
+def summarize(run: Run, evaluation: EvaluationConfig, parts: list[BatchRef]) -> Evaluation:
+    """The mean held-out reward; also to MLflow."""
+    store = run.files.store
+    samples = BatchRef.concat(parts)
+    rewards, _ = samples.fetch_numpy(store, "reward")
+    finish = samples.fetch_list(store, "finish_reason")
+    good = rewards[~np.isnan(rewards)].astype(np.float64)
+    assert run.last is not None
+    done = Evaluation(
+        version=run.head,
+        reward=float(good.mean()) if len(good) else math.nan,
+        error=float(good.std() / math.sqrt(len(good))) if len(good) else math.nan,
+        samples=len(rewards),
+        failed=len(rewards) - len(good),
+        truncated=sum(str(reason) == "length" for reason in finish),
+        on=manner(run, evaluation),
+    )
+    if len(good):
+        run.tracker.log(run.head, {"eval/reward": done.reward, "eval/error": done.error})
+    return done
+
+
+def sampling_of(run: Run, evaluation: EvaluationConfig) -> Sampling:
+    """As in the steps, or always the likeliest token."""
+    asked = Sampling.of(run.config.rollout, evaluation.samples)
+    return dataclasses.replace(asked, top_k=1, top_p=1.0) if evaluation.greedy else asked
+
+
+def manner(run: Run, evaluation: EvaluationConfig) -> str:
+    """What two evaluations must have in common to be compared."""
+    data = run.config.data.model_dump(mode="json", exclude={"source", "shuffle", "seed", "epochs"})
+    return key_of(
+        "evaluation",
+        open_source(evaluation.source).digest,
+        evaluation.rows,
+        asdict(sampling_of(run, evaluation)) | {"seed": None},
+        run.config.rewards.model_dump(mode="json"),
+        data,
+    )

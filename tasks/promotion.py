@@ -1,0 +1,157 @@
+"""Promotion by rule: whether the last policy version takes over an alias of the model registry."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from prefect import pause_flow_run, task
+from prefect.artifacts import create_markdown_artifact
+from prefect.exceptions import FlowPauseTimeout
+from prefect.input import RunInput
+from pydantic import Field
+
+from configs.retraining import PromotionConfig
+from storage.registry import (
+    EVALUATED_ON_TAG,
+    EVALUATION_TAG,
+    PROMOTION_TAG,
+    Registered,
+    Registry,
+)
+from tasks import events
+from tasks.artifacts import escaped, key
+from tasks.evaluate import Evaluation, evaluate
+from tasks.retries import OPTIONS
+from tasks.run import Run
+
+
+class Approval(RunInput):
+    """What a person is asked before the alias moves."""
+
+    approve: bool = Field(False, description="Move the alias to the new policy version.")
+    note: str = Field("", description="Why; kept with the version.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What became of a policy version, and why."""
+
+    promote: bool
+    reason: str
+
+
+def judge_policy(run: Run) -> Decision | None:
+    """Test the last policy version and promote it, as far as the settings ask for that."""
+    if run.config.evaluation is None:
+        return None
+    evaluated = evaluate(run)
+    return None if run.config.promotion is None else promote(run, evaluated, run.config.promotion)
+
+
+def promote(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
+    """Decide by the rule, ask a person if that is wished, and move the alias or say why not."""
+    run.background.drain()  # the version gets into the registry there
+    decision = decide.submit(run, evaluated, rule).result()
+    if decision.promote and rule.approval:
+        run.engines.close()  # nobody's devices wait for a person
+        refused = asked(run, evaluated, rule, decision)
+        # The champion may have changed while a person was thinking.
+        decision = refused or decide.submit(run, evaluated, rule).result()
+    conclude.submit(run, evaluated, rule, decision).result()
+    return decision
+
+
+def judge(evaluated: Evaluation, champion: Registered | None, rule: PromotionConfig) -> Decision:
+    """The rule: better than the champion's recorded evaluation by at least the margin."""
+    mine = f"version {evaluated.version} has a held-out reward of {evaluated.reward:.4f}"
+    if evaluated.failed or math.isnan(evaluated.reward):
+        return Decision(
+            promote=False,
+            reason=f"{evaluated.failed} of {evaluated.samples} held-out samples could not be scored.",
+        )
+    if champion is None:
+        return Decision(promote=True, reason=f"There is no {rule.alias} yet; {mine}.")
+    name = f"the {rule.alias} {champion.run}@{champion.step}"
+    if champion.evaluation is None or champion.evaluated_on != evaluated.on:
+        known = "none" if champion.evaluation is None else "one on other rows or in another manner"
+        return Decision(
+            promote=False,
+            reason=f"It cannot be compared: of {name} there is {known}, and {mine}. Move the alias "
+            "by hand, or remove it.",
+        )
+    gain = evaluated.reward - champion.evaluation
+    better = gain > 0 and gain >= rule.margin
+    relation = "at least" if better else "not more than 0, or less than"
+    return Decision(
+        promote=better,
+        reason=f"{mine[0].upper()}{mine[1:]}, {name} {champion.evaluation:.4f}: "
+        f"a gain of {gain:+.4f}, {relation} the margin of {rule.margin:g}.",
+    )
+
+
+@task(name="decide", **OPTIONS)
+def decide(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
+    """Compare with the version that has the alias now."""
+    champion = Registry(run.config.tracking).by_alias(run.tracker.model_name, rule.alias)
+    return judge(evaluated, champion, rule)
+
+
+def asked(
+    run: Run, evaluated: Evaluation, rule: PromotionConfig, decision: Decision
+) -> Decision | None:
+    """Pause the flow run until a person answers; the refusal, or None for a yes."""
+    question = (
+        f"**Shall version {evaluated.version} of {escaped(run.name)} become the {rule.alias}?**\n\n"
+        f"{escaped(decision.reason)}\n\nWeights: `{run.last_weights}`"
+    )
+    try:
+        answer = pause_flow_run(
+            wait_for_input=Approval.with_initial_data(description=question, approve=False),
+            timeout=int(rule.approval_hours * 3600),
+            poll_interval=5,
+            key=f"promotion-{evaluated.version}",
+        )
+    except FlowPauseTimeout:
+        waited = f"Nobody answered within {rule.approval_hours:g} hours."
+        return Decision(promote=False, reason=f"{waited} {decision.reason}")
+    if answer.approve:
+        return None
+    return Decision(promote=False, reason=f"A person said no. {answer.note}".strip())
+
+
+@task(name="promote", **OPTIONS)
+def conclude(run: Run, evaluated: Evaluation, rule: PromotionConfig, decision: Decision) -> None:
+    """Record evaluation and decision with the version, and move the alias if that was decided."""
+    registry, model = Registry(run.config.tracking), run.tracker.model_name
+    number = run.tracker.number_of(evaluated.version)
+    tags = {EVALUATED_ON_TAG: evaluated.on, PROMOTION_TAG: decision.reason}
+    if not math.isnan(evaluated.reward):
+        tags[EVALUATION_TAG] = repr(evaluated.reward)
+    registry.tag(model, number, tags)
+    if decision.promote:
+        registry.give(model, rule.alias, number)
+    run.tracker.tag(PROMOTION_TAG, decision.reason)
+    verdict = f"is now the {rule.alias}" if decision.promote else f"did not become the {rule.alias}"
+    create_markdown_artifact(
+        key=key(run.name, "promotion"),
+        markdown="\n".join(
+            [
+                f"### Version {evaluated.version} of {escaped(run.name)} {verdict}",
+                "",
+                escaped(decision.reason),
+                "",
+                "| held-out reward | standard error | samples | failed | truncated | registry |",
+                "|---|---|---|---|---|---|",
+                f"| {evaluated.reward:.4f} | {evaluated.error:.4f} | {evaluated.samples} "
+                f"| {evaluated.failed} | {evaluated.truncated} | {escaped(model)} {number} |",
+            ]
+        ),
+        description=f"Promotion of {run.name}: {verdict}.",
+    )
+    events.emit(
+        events.PROMOTED if decision.promote else events.NOT_PROMOTED,
+        run.name,
+        version=evaluated.version,
+        reason=decision.reason,
+    )

@@ -1,0 +1,80 @@
+"""The settings as a form: complete, and checked by JSON schema as Prefect's server does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import ValidationError, validate
+
+from configs import recipes
+from configs.form import title_of
+from configs.grpo import GRPOConfig
+from flows.grpo import grpo
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return parameter_schema(grpo).model_dump_for_openapi()
+
+
+def properties(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, definition in schema["definitions"].items():
+        for key, field in definition.get("properties", {}).items():
+            yield f"{name}.{key}", field
+            for choice in field.get("anyOf", []):
+                for inner, shown in choice.get("properties", {}).items():
+                    yield f"{name}.{key}.{inner}", shown
+
+
+def test_every_setting_has_a_title_and_a_meaning(schema: dict[str, Any]) -> None:
+    named = list(properties(schema))
+    assert len(named) > 150
+    for name, field in named:
+        target = schema["definitions"].get(field.get("$ref", "").rpartition("/")[2], {})
+        assert field.get("title") or target.get("title"), name
+        assert field.get("description") or target.get("description"), name
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_fits_the_form(schema: dict[str, Any], name: str) -> None:
+    config = recipes.load(GRPOConfig, name).model_dump(mode="json")
+    validate({"config": config}, schema, raise_on_error=True)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_value_is_shown_in_the_tab_of_its_kind(schema: dict[str, Any], name: str) -> None:
+    config = recipes.load(GRPOConfig, name)
+    chosen = {"GRPOConfig.model": config.model, "DataConfig.source": config.data.source}
+    for place, value in chosen.items():
+        group, field = place.split(".")
+        tabs = schema["definitions"][group]["properties"][field]["anyOf"]
+        keys = set(value.model_dump())
+        # Prefect's form takes the first tab that has most of the value's keys.
+        shown = max(tabs, key=lambda tab: len(keys & set(tab["properties"])))
+        assert value.kind in shown["properties"]["kind"]["enum"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {"kind": "random", "layers": 0}}, "'config.model.layers'.*minimum of 1"),
+        ({"model": {"kind": "pretrained"}}, "'config.model'.*'path' is a required property"),
+        ({"model": {"kind": "tiny"}}, "'config.model'"),
+        ({"continue_from": "models:/x"}, "'config.continue_from'"),
+    ],
+)
+def test_a_refusal_names_the_setting(
+    schema: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    config = recipes.load(GRPOConfig, "tiny").model_dump(mode="json")
+    with pytest.raises(ValidationError, match=said):
+        validate({"config": {**config, **change}}, schema, raise_on_error=True)
+
+
+def test_titles_read_as_people_write() -> None:
+    assert title_of("kv_cache_gib") == "KV cache (GiB)"
+    assert title_of("kl") == "KL"
+    assert title_of("prompts_per_step") == "Prompts per step"

@@ -1,0 +1,137 @@
+"""Deployments on a real server: registered, refused, run by a worker, scheduled, cancelled."""
+
+from __future__ import annotations
+
+import datetime
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.deploy.conftest import Platform
+
+pytestmark = pytest.mark.cluster
+
+
+def test_deploying_again_changes_nothing(platform: Platform) -> None:
+    before = platform.deployment("tiny")
+    done = platform.deploy("tiny")
+    assert done.returncode == 0, done.stderr
+    after = platform.deployment("tiny")
+    assert {**after, "updated": ""} == {**before, "updated": ""}
+    assert (after["concurrency_limit"], after["concurrency_options"]["collision_strategy"]) == (
+        1,
+        "ENQUEUE",
+    )
+    (schedule,) = platform.deployment("nightly")["schedules"]
+    assert schedule["active"] is False
+    assert schedule["schedule"]["timezone"] == "Europe/Berlin"
+    names = [
+        one["name"] for one in httpx.post(f"{platform.api}/automations/filter", json={}).json()
+    ]
+    assert len(names) == len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("steps", 0, "'config.steps'. Failure reason: 0 is less than the minimum of 1"),
+        ("model.layers", 0, "'config.model.layers'. Failure reason: 0 is less than the minimum"),
+        ("rollout.engine", "vlm", "'config.rollout.engine'. Failure reason: 'vlm' is not one of"),
+        ("stepz", 3, "'config'. Failure reason: Additional properties are not allowed ('stepz'"),
+        (
+            "model.layerz",
+            3,
+            "'config.model'. Failure reason: Additional properties are not allowed",
+        ),
+    ],
+)
+def test_a_bad_value_is_refused_by_the_server(
+    platform: Platform, setting: str, value: object, said: str
+) -> None:
+    answer = platform.submit("tiny", platform.config("tiny", **{setting: value}))
+    assert answer.status_code == 409
+    assert said in answer.json()["detail"]
+
+
+def test_a_rule_across_fields_fails_the_run_before_any_engine(platform: Platform) -> None:
+    config = platform.config("nightly", **{"rollout.shards": 99})
+    done = platform.wait(platform.submit("nightly", config).json()["id"], "FAILED")
+    assert "rollout.shards = 99 is more than prompts_per_step = 8" in done["state"]["message"]
+    assert not (platform.home / "store").exists()
+
+
+def test_a_run_by_the_api_a_schedule_and_a_cancel(platform: Platform) -> None:
+    run = platform.submit("tiny", platform.config("tiny", steps=2)).json()["id"]
+    # A second run of the deployment comes by a schedule, and waits for the first to end.
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=4)
+    long = {"config": platform.config("tiny", **{"steps": 1000, "store.keep_steps": 2})}
+    schedule = {"interval": 3600, "anchor_date": soon.isoformat()}
+    httpx.post(
+        f"{platform.api}/deployments/{platform.deployment('tiny')['id']}/schedules",
+        json=[{"schedule": schedule, "active": True, "parameters": long}],
+    ).raise_for_status()
+    done = platform.wait(run, "COMPLETED")
+    assert done["name"] == "tiny"
+    (folder,) = (platform.home / "store").iterdir()
+    assert (folder / "steps/000002/commit.json").exists()
+
+    scheduled = first_scheduled(platform)
+    wait_for_a_step(platform, scheduled)
+    started = platform.children()
+    assert len(started) >= 4
+    httpx.post(
+        f"{platform.api}/flow_runs/{scheduled}/set_state",
+        json={"state": {"type": "CANCELLING"}},
+    ).raise_for_status()
+    platform.wait(scheduled, "CANCELLED", timeout=60)
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []
+    assert platform.children() == []
+
+
+def first_scheduled(platform: Platform) -> str:
+    """The run that the schedule made."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = httpx.post(
+            f"{platform.api}/flow_runs/filter",
+            json={
+                "flow_runs": {"tags": {"all_": ["auto-scheduled"]}},
+                "sort": "EXPECTED_START_TIME_ASC",
+            },
+        ).json()
+        if found:
+            return found[0]["id"]
+        time.sleep(0.3)
+    raise AssertionError(platform.log("server.log"))
+
+
+def wait_for_a_step(platform: Platform, flow_run: str, timeout: float = 120) -> None:
+    """Return when the flow run has a completed step."""
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        done = httpx.post(
+            f"{platform.api}/flow_runs/filter",
+            json={
+                "flow_runs": {
+                    "parent_flow_run_id": {"any_": [flow_run]},
+                    "state": {"type": {"any_": ["COMPLETED"]}},
+                }
+            },
+        ).json()
+        if done:
+            return
+        time.sleep(0.3)
+    raise AssertionError(platform.log("worker.log"))
+
+
+def test_without_a_server_deploying_says_so_in_one_sentence(platform: Platform) -> None:
+    gone = Platform(platform.home, port=1)
+    done = gone.deploy()
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "No Prefect server answers at PREFECT_API_URL = http://127.0.0.1:1"
+    )
+    assert len(done.stderr.strip().splitlines()) == 1
