@@ -91,9 +91,10 @@ def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
 def _place(cursor: Mapping[str, object]) -> int:
     """Rows drawn since the data's beginning."""
     numbers = cast("Mapping[str, Any]", cursor)
-    return int(numbers.get("epoch", 0)) * int(numbers.get("size", 0)) + int(
-        numbers.get("position", 0)
-    )
+    size, position = int(numbers.get("size", 0)), int(numbers.get("position", 0))
+    epoch, fresh = int(numbers.get("epoch", 0)), int(numbers.get("fresh", 0))
+    # A run that goes on with unseen rows first has only those in its first epoch.
+    return position if epoch == 0 else (fresh or size) + (epoch - 1) * size + position
 
 
 def check_samples(run: RunStore, commit: Commit) -> None:

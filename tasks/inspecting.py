@@ -164,7 +164,7 @@ def _headline(record: dict[str, Any]) -> list[RenderableType]:
     done = f"{record['steps_committed']} of {record['steps']} steps are committed"
     lines = [heading(f"{record['run']} is {record['state']}: {done}.")]
     if record["origin"]:
-        lines.append(text(f"It was forked from {record['origin']}."))
+        lines.append(text(f"It goes on from {record['origin']}."))
     if record["holder"]:
         lines.append(text(f"It is written by {record['holder']}."))
     return lines
