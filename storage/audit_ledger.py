@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from storage.commits import Commit, Ledger, read_commit
-from storage.origins import committer
+from storage.origins import committer, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,9 +91,10 @@ def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
 def _place(cursor: Mapping[str, object]) -> int:
     """Rows drawn since the data's beginning."""
     numbers = cast("Mapping[str, Any]", cursor)
-    return int(numbers.get("epoch", 0)) * int(numbers.get("size", 0)) + int(
-        numbers.get("position", 0)
-    )
+    size, position = int(numbers.get("size", 0)), int(numbers.get("position", 0))
+    epoch, fresh = int(numbers.get("epoch", 0)), int(numbers.get("fresh", 0))
+    # A run that goes on with unseen rows first has only those in its first epoch.
+    return position if epoch == 0 else (fresh or size) + (epoch - 1) * size + position
 
 
 def check_samples(run: RunStore, commit: Commit) -> None:
@@ -116,10 +117,11 @@ def check_samples(run: RunStore, commit: Commit) -> None:
 
 def _digest_of(run: RunStore, version: int) -> str | None:
     """The digest of a version by the commits; None for one that no commit names."""
+    if version == start_of(run):  # a fork may have made its parent's version anew
+        first = read_commit(run, version + 1).version_in
+        return first.digest if first.version == version else None
     try:
         owner, step = committer(run, version)
-    except ValueError:  # version 0: the first commit names it as what sampled
-        owner, step = committer(run, version + 1)
-        first = read_commit(owner, step).version_in
-        return first.digest if first.version == version else None
+    except ValueError:
+        return None
     return read_commit(owner, step).version_out.digest

@@ -94,7 +94,7 @@ def lineage(run: Standing, commit: Commit, attempts: list[Attempt]) -> str:
     ]
     lines += reward_code(commit)
     if run.origin is not None:
-        lines += ["", f"The run was forked from {escaped(run.origin)}."]
+        lines += ["", f"The run goes on from {escaped(run.origin)}."]
     command = f"python -m flows.lineage {run.name} --version {commit.version_out.version}"
     lines += ["", f"Sample by sample: `{command}`; made again and compared: "]
     lines[-1] += f"`python -m flows.replay {run.name} {commit.step}`."

@@ -51,6 +51,8 @@ class StepView:
     retries: int  # attempts after the first
     failures: list[str]  # stage and cause of each failed attempt
     weight_bytes: int  # of the version that it made
+    bytes_read: float | None  # from the store, by the flow and every worker; None: not recorded
+    bytes_written: float | None
     batch_bytes: int | None  # of the objects that its commit names; None once they are removed
 
 
@@ -122,6 +124,8 @@ def step_view(files: RunStore, commit: Commit) -> StepView:
         retries=len(retried),
         failures=failed,
         weight_bytes=commit.version_out.nbytes,
+        bytes_read=commit.metrics.get("store/bytes_read"),
+        bytes_written=commit.metrics.get("store/bytes_written"),
         batch_bytes=batch_bytes,
     )
 
@@ -160,7 +164,7 @@ def _headline(record: dict[str, Any]) -> list[RenderableType]:
     done = f"{record['steps_committed']} of {record['steps']} steps are committed"
     lines = [heading(f"{record['run']} is {record['state']}: {done}.")]
     if record["origin"]:
-        lines.append(text(f"It was forked from {record['origin']}."))
+        lines.append(text(f"It goes on from {record['origin']}."))
     if record["holder"]:
         lines.append(text(f"It is written by {record['holder']}."))
     return lines
@@ -203,16 +207,20 @@ def _committed(steps: list[StepView]) -> list[RenderableType]:
         return []
     made = table(
         "step", "version", "seconds", "samples", "tokens", "calls by worker", "retries",
-        "failures", "batches", "weights",
-        right=("step", "version", "seconds", "samples", "tokens", "retries", "batches", "weights"),
+        "failures", "read", "written", "batches", "weights",
+        right=(
+            "step", "version", "seconds", "samples", "tokens", "retries", "read", "written",
+            "batches", "weights",
+        ),
     )  # fmt: skip
     for one in steps:
         seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
         batches = "removed" if one.batch_bytes is None else bytes_text(one.batch_bytes)
+        moved = ["" if n is None else bytes_text(n) for n in (one.bytes_read, one.bytes_written)]
         calls = ", ".join(f"{name} {count}" for name, count in sorted(one.workers.items()))
         made.add_row(
             str(one.step), str(one.version), seconds, str(one.samples), f"{one.tokens or 0:.0f}",
-            calls, str(one.retries), text("; ".join(one.failures)[:200]), batches,
+            calls, str(one.retries), text("; ".join(one.failures)[:200]), *moved, batches,
             bytes_text(one.weight_bytes),
         )  # fmt: skip
     return [made]

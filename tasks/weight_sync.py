@@ -7,6 +7,7 @@ import time
 from prefect import task
 
 from engines.rollout_pool import Probe
+from storage.weights import WeightsRef
 from tasks.results import Synced, Updated
 from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
@@ -29,6 +30,7 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
         weights = run.shared_weights if version == run.start else None
         if weights is None:
             weights = run.engines.actor.export(version, run.config.rollout.dtype)
+            say_made_anew(run, weights)
         exported = time.monotonic()
         tokens, lengths = run.probe()
         probe = Probe(
@@ -48,3 +50,22 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
             "weights/probe_error": max(load.logprob_error for load in loaded.values()),
         },
     )
+
+
+def say_made_anew(run: Run, weights: WeightsRef) -> None:
+    """Say so where a fork had to make its parent's version again, and whether it is the same."""
+    origin = run.origin
+    if origin is None or not origin.fork or weights.version != run.start:
+        return
+    if weights.digest == origin.weights.digest:
+        run.terminal.say(
+            f"The weights of {origin} are no longer in the store. They were made anew from its "
+            "trainer state, with the same digest."
+        )
+    else:
+        run.terminal.say(
+            f"The weights that {origin} was committed with are not shared: this run begins with "
+            f"digest {weights.digest}, not {origin.weights.digest}. Another rollout.dtype does "
+            "that, and so does replay on devices whose sums are not reproducible.",
+            style="yellow",
+        )

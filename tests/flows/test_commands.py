@@ -265,6 +265,7 @@ def test_inspect(world: World, ask: Ask) -> None:
     assert (code, record["state"], record["steps_committed"]) == (0, "finished", 3)
     assert record["committed"][2]["workers"]["rollout-0"] == 2
     assert record["committed"][2]["weight_bytes"] > 100_000
+    assert record["committed"][2]["bytes_written"] > record["committed"][2]["weight_bytes"]
     assert "is finished: 3 of 3 steps" in ask(inspect.main, world.child.run)[1]
 
 

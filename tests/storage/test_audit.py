@@ -170,6 +170,15 @@ def test_a_sample_whose_engine_held_other_weights(run: RunStore) -> None:
     assert message.endswith("but their engine held xxh3:other.")
 
 
+def test_a_first_epoch_of_unseen_rows_only(run: RunStore) -> None:
+    small_run.begin(run)
+    cursor = {"epoch": 0, "size": 9, "fresh": 3, "position": 2}
+    first = small_run.take(run, 1, cursor=cursor)
+    second = small_run.take(run, 2, first, cursor=cursor | {"epoch": 1, "position": 1})
+    small_run.take(run, 3, second, cursor=cursor | {"epoch": 1, "position": 3})
+    assert messages(audit(run)) == []
+
+
 def test_what_retention_removed_is_no_problem(run: RunStore) -> None:
     small_run.make(run, steps=8, snapshots=(2, 4, 6))
     removed = sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=1)
