@@ -63,7 +63,7 @@ class Browser:
 
 @pytest.fixture
 def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra browser")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("no browser is installed (apt install chromium)")
