@@ -74,6 +74,18 @@ class GRPOConfig(Settings):
         """Completions of one step."""
         return self.prompts_per_step * self.group_size
 
+    @property
+    def trained_roles(self) -> list[Role]:
+        """Roles with an optimizer."""
+        return ["actor", "critic"] if self.has_critic else ["actor"]
+
+    @property
+    def used_pools(self) -> set[str]:
+        """Pools on which some role of the run lives; others are not started."""
+        roles: list[Role] = [*self.trained_roles, "rollout", "reward"]
+        roles += ["ref"] if self.algorithm.needs_reference else []
+        return {self.cluster.roles.pool_of(role) for role in roles}
+
     def train_of(self, role: Role) -> TrainConfig:
         """The settings with which a role is trained."""
         return self.train

@@ -20,8 +20,12 @@ SETTINGS = {
     "distributed.diagnostics.nvml": False,
     "distributed.admin.tick.limit": "1h",  # the same: no warning about a held GIL
     "distributed.admin.system-monitor.gil.enabled": False,
-    # A dead worker is reported where its call was waited for.
-    "distributed.logging": {"distributed": "error", "distributed.scheduler": "critical"},
+    # A dead worker or scheduler is reported where its call was waited for.
+    "distributed.logging": {
+        "distributed": "error",
+        "distributed.scheduler": "critical",
+        "distributed.worker": "critical",
+    },
 }
 
 

@@ -28,9 +28,10 @@ from engines.models import companion_files, materialize
 from engines.optimizer import Optimizer
 from engines.packed import pack
 from engines.packing import CostModel
-from engines.policy import Policy, load_policy, shard
+from engines.policy import Policy, load_policy
 from engines.remote import Call, Ranked
 from engines.rendezvous import Meeting, meet
+from engines.sharding import shard
 from engines.token_columns import write_token_columns
 from engines.train_rows import MicroBatch
 from engines.train_spec import (

@@ -1,24 +1,17 @@
-"""The language model as a policy: packed tokens in, log-probs out; how it is sharded."""
+"""The language model as a policy: packed tokens in, log-probs out."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from engines.attention import PACKED
 from engines.logprobs import token_statistics
 from engines.models import load_for_training
 from engines.packed import PackedBatch
-
-if TYPE_CHECKING:
-    from engines.critic import Critic
 
 
 class Policy(nn.Module):
@@ -89,38 +82,3 @@ def packed_attention(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-def shard(
-    policy: Policy | Critic, group: dist.ProcessGroup, device: torch.device, compute: torch.dtype
-) -> None:
-    """Shard the policy over a group, one unit per decoder layer, in place.
-
-    Weights and their gradients' sums stay float32; a layer's weights are gathered in `compute`. A
-    lone rank keeps gathered weights between forward and backward pass, for there is nothing to save.
-    """
-    policy.to(device)
-    mesh = DeviceMesh.from_group(group, device.type)
-    precision = MixedPrecisionPolicy()
-    if compute != torch.float32:
-        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    several = group.size() > 1
-    for layer in layers(policy):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=several)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-
-
-def layers(policy: Policy | Critic) -> list[nn.Module]:
-    """The decoder's repeated layers: the largest list of modules in it."""
-    lists = [module for module in policy.model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise ValueError(
-            f"{type(policy.model).__name__} has no list of layers to shard. Choose another model."
-        )
-    sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
-    return list(lists[sizes.index(max(sizes))])
-
-
-def fsdp(policy: Policy) -> FSDPModule:
-    """A sharded policy under the type that fully_shard gave it."""
-    return cast(FSDPModule, policy)

@@ -27,7 +27,7 @@ class Totals:
     filtered: int
     dropped: dict[str, int]
     in_flight: int
-    recounted: bool  # borne out by the batches; False where retention removed them
+    recounted: bool  # borne out by the batches; False where they are removed, lost or damaged
 
 
 def check_counts(

@@ -15,11 +15,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
-
-from storage.errors import StoreError
 
 Range = tuple[str, int, int]  # key, first byte, byte after the last
 Keys = list[str]
@@ -293,24 +291,3 @@ class FsspecBackend:
     def conditions_hold(self, key: str) -> bool:
         """Whether writes that must not overwrite are refused; `key` is an object that exists."""
         return True
-
-
-def open_backend(uri: str, options: Mapping[str, object]) -> Backend:
-    """The backend of a store address. The caller keeps one per process and address."""
-    protocol, _, path = uri.partition("://")
-    if protocol == "file":
-        return LocalBackend(path)
-    if protocol in ("s3", "s3a"):
-        from storage.s3 import S3Backend
-
-        try:
-            return S3Backend(path, options)
-        except ImportError as error:
-            raise StoreError(
-                f"{uri} needs the package s3fs. Install it: pip install 'refrain[s3]'."
-            ) from error
-    import fsspec
-
-    # fsspec keeps one instance per thread; a store is used from many threads and wants one.
-    fs = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
-    return FsspecBackend(fs, fs._strip_protocol(uri))

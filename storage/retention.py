@@ -44,9 +44,12 @@ def sweep(
     marked = [step for step in snapshots.snapshots(run) if step <= head]
     kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
     shared = pins(run)
-    removed = _sweep_snapshots(run, kept, shared)
+    stay = {snapshot.step for snapshot in kept} | {pin.snapshot for pin in shared}
+    # Where every batch is kept every step can be replayed, those after a fork's beginning too.
+    stay |= {start_of(run)} if keep_steps is None else set()
+    removed = _sweep_snapshots(run, kept, stay)
     # The critic's are written before the actor's, at the same steps.
-    removed += _sweep_snapshots(replace(run, role="critic"), kept, shared)
+    removed += _sweep_snapshots(replace(run, role="critic"), kept, stay)
     tagged = {*tagged, *(pin.step for pin in shared)}
     removed += _sweep_versions(run, head, kept, keep_versions, tagged)
     if keep_steps is not None:
@@ -56,11 +59,10 @@ def sweep(
     return removed
 
 
-def _sweep_snapshots(run: RunStore, kept: list[Snapshot], shared: list[Pin]) -> list[str]:
+def _sweep_snapshots(run: RunStore, kept: list[Snapshot], stay: Collection[int]) -> list[str]:
     """Snapshots older than the kept ones, and unfinished ones older than the newest of them."""
     if not kept:
         return []
-    stay = {snapshot.step for snapshot in kept} | {pin.snapshot for pin in shared}
     folder = run.state_folder
     removed = []
     for name in run.store.children(folder):

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
-from storage.backends import Backend, Keys, Range, open_backend
+from storage.backends import Backend, Keys, Range
 from storage.cache import ByteCache
 from storage.errors import (
     Conflict,
@@ -24,6 +24,7 @@ from storage.errors import (
     StoreUnavailable,
 )
 from storage.retries import OutOfAttempts, retry
+from storage.schemes import open_backend
 from storage.usage import COUNTER
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 if TYPE_CHECKING:
     from storage.commits import Commit
+    from tasks.attempts import Attempt
     from tasks.results import Metrics, Scored
-    from tasks.retries import Attempt
-    from tasks.run import Run
+    from tasks.standing import Standing
 
 TABLE_STEPS = 200  # the last ones; MLflow has all
 
@@ -31,7 +31,7 @@ def escaped(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(str(text)))
 
 
-def show_step(run: Run, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
+def show_step(run: Standing, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """The step's table of shards and its lineage note."""
     create_table_artifact(
         key=key(run.name, "shards"),
@@ -63,7 +63,7 @@ def shard_row(number: int, shard: Scored) -> dict[str, str | int | float]:
     }
 
 
-def lineage(run: Run, commit: Commit, attempts: list[Attempt]) -> str:
+def lineage(run: Standing, commit: Commit, attempts: list[Attempt]) -> str:
     """Markdown: versions, refs, counts, times and retries of a committed step.
 
     Lists, where an entry is long: the dashboard cuts wide tables off.
@@ -125,7 +125,7 @@ def stage_table(commit: Commit, attempts: list[Attempt]) -> list[str]:
     return [*lines, f"| whole step | {whole:.2f} | | | | |"]
 
 
-def show_run(run: Run) -> None:
+def show_run(run: Standing) -> None:
     """The run's own note: its name, where it works, and where its things are."""
     lines = [
         f"### {escaped(run.name)}",
@@ -150,7 +150,7 @@ def show_run(run: Run) -> None:
     )
 
 
-def show_steps(run: Run, history: list[tuple[int, Metrics]]) -> None:
+def show_steps(run: Standing, history: list[tuple[int, Metrics]]) -> None:
     """The run's steps in one table: reward, time by stage, retries."""
     rows = [
         {
@@ -192,7 +192,7 @@ def reward_code(commit: Commit) -> list[str]:
     return lines
 
 
-def show_curves(run: Run, image: bytes) -> None:
+def show_curves(run: Standing, image: bytes) -> None:
     """The run's curves, as a picture inside a markdown artifact."""
     picture = base64.b64encode(image).decode()
     create_markdown_artifact(

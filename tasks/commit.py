@@ -13,9 +13,10 @@ from storage.commits import commit as write_commit
 from storage.refs import BatchRef
 from tasks import events
 from tasks.artifacts import show_step
+from tasks.attempts import Attempt
 from tasks.metrics import step_metrics
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
-from tasks.retries import OPTIONS, Attempt, attempted
+from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 

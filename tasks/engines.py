@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from configs.cluster import Role
 from configs.grpo import GRPOConfig
 from engines.cluster import Cluster
 from engines.clusters.opening import open_cluster
@@ -27,7 +26,7 @@ from storage.runs import RunStore
 from tasks.forking import parent_config
 
 if TYPE_CHECKING:
-    from tasks.run import Run
+    from tasks.standing import Standing
 
 TrainRole = Literal["actor", "ref", "critic"]
 MODELS = Path(".refrain/models")
@@ -48,13 +47,13 @@ class Handles:
 class Engines:
     """Builds every role's engines in the background, and closes them with the cluster."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Standing) -> None:
         self._run = run
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
-        self.roles = ["reward", *trained_roles(run.config), "rollout"]
-        self.roles += ["ref"] if needs_reference(run.config) else []
+        self.roles = ["reward", *run.config.trained_roles, "rollout"]
+        self.roles += ["ref"] if run.config.algorithm.needs_reference else []
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once."""
@@ -66,9 +65,7 @@ class Engines:
     def workers(self) -> dict[str, list[str]]:
         """Pool -> names of its live workers; waits for them."""
         cluster = self._made().cluster
-        return {
-            pool: sorted(cluster.workers(pool)) for pool in sorted(used_pools(self._run.config))
-        }
+        return {pool: sorted(cluster.workers(pool)) for pool in sorted(self._run.config.used_pools)}
 
     def drawn_tokens(self) -> dict[str, int]:
         """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""
@@ -119,7 +116,7 @@ class Engines:
     def _open(self) -> Handles:
         config = self._run.config
         pools = {
-            name: pool for name, pool in config.cluster.pools.items() if name in used_pools(config)
+            name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
         settings = config.cluster.model_copy(update={"pools": pools})
@@ -129,7 +126,7 @@ class Engines:
             actor=self._trainer(cluster, "actor", self._run.files, config),
             ref=(
                 self._trainer(cluster, "ref", self._run.files, config)
-                if needs_reference(config)
+                if config.algorithm.needs_reference
                 else None
             ),
             critic=(
@@ -281,20 +278,3 @@ def train_spec(
         seed=config.seed,
         total_steps=config.steps * train.epochs * train.mini_batches,
     )
-
-
-def used_pools(config: GRPOConfig) -> set[str]:
-    """Pools on which some role of the run lives; others are not started."""
-    roles: list[Role] = [*trained_roles(config), "rollout", "reward"]
-    roles += ["ref"] if needs_reference(config) else []
-    return {config.cluster.roles.pool_of(role) for role in roles}
-
-
-def trained_roles(config: GRPOConfig) -> list[Role]:
-    """Roles with an optimizer."""
-    return ["actor", "critic"] if config.has_critic else ["actor"]
-
-
-def needs_reference(config: GRPOConfig) -> bool:
-    """Whether the algorithm compares with the frozen reference."""
-    return config.algorithm.kl.coefficient > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from tasks.forking import settings_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+SUFFIX = re.compile(r"-[0-9a-f]{3}$")  # that Prefect gives a task run without a name of its own
 HTTP_TIMEOUT = 5.0  # seconds
 
 
@@ -141,7 +143,9 @@ def task_views(live: Live) -> list[TaskView]:
         return []
     tasks.sort(key=lambda task: (task["start_time"] or "9", task["name"]))
     return [
-        TaskView(name=task["name"], state=task["state_name"], attempts=task["run_count"])
+        TaskView(
+            name=SUFFIX.sub("", task["name"]), state=task["state_name"], attempts=task["run_count"]
+        )
         for task in tasks
     ]
 

@@ -129,6 +129,8 @@ def quiet_libraries() -> None:
     setup_logging()  # Prefect read the environment when it was imported
     for name in ("distributed", "alembic", "mlflow", "httpx", "fsspec", "botocore"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # While a killed server starts again, events on their way to it are lost, with a page of text.
+    logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
 
 
 def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
 
 if TYPE_CHECKING:
-    from tasks.retries import Attempt
+    from tasks.attempts import Attempt
     from tasks.run import Run
 
 STAGES = (

@@ -12,7 +12,6 @@ from engines.models import check_model
 from engines.rewards import check_rewards
 from storage.prompts import open_source
 from storage.store import Store, StoreError
-from tasks.engines import used_pools
 
 
 class PreflightError(ConfigError):
@@ -29,7 +28,7 @@ def check(config: GRPOConfig) -> None:
             [name for name in (config.data.prompt_column, config.data.state_column) if name]
         )
         check_rewards(config.rewards, config.data, source)
-        pools = {name: config.cluster.pools[name] for name in used_pools(config)}
+        pools = {name: config.cluster.pools[name] for name in config.used_pools}
         check_cluster(config.cluster.model_copy(update={"pools": pools}))
         Store(config.store.uri, config.store.options).check_writable()
     except (ValueError, StoreError, InfrastructureError) as error:

@@ -173,8 +173,9 @@ def _shown(files: RunStore, commit: Commit, done: Replayed) -> list[RenderableTy
     for one in differing[:SHOWN]:
         found.add_row(one.name, str(one.shape), str(one.elements), f"{one.largest:.3g}")
     made = commit.update
-    ranks = (
-        f"The step was made by {made.get('ranks', '?')} ranks of {made.get('threads', '?')} threads"
+    ranks, threads = made.get("ranks", "?"), made.get("threads", "?")
+    hint = (
+        f"The step was made by {ranks} rank(s) of {threads} thread(s); sums are rounded in another "
+        "order by other numbers of them."
     )
-    hint = f"{ranks}; sums are rounded in another order by other numbers of them."
     return [*lines, text(told, "bold red"), found, text(hint)]

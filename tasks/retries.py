@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from prefect import Task
@@ -18,12 +17,12 @@ from prefect.states import State
 from prefect.tasks import exponential_backoff
 
 from engines.failures import InfrastructureError
-from engines.pool import Assignment
 from storage.store import StoreUnavailable
 from tasks import events
+from tasks.attempts import Attempt
 
 if TYPE_CHECKING:
-    from tasks.run import Run
+    from tasks.standing import Standing
 
 ATTEMPTS = 4
 RETRYABLE = (InfrastructureError, StoreUnavailable)
@@ -61,34 +60,8 @@ OPTIONS = TaskOptions(
 )
 
 
-@dataclass(slots=True)
-class Attempt:
-    """One try of a stage's call: where it went and how it ended."""
-
-    step: int
-    stage: str
-    shard: int | None  # counted from 1; None where a stage is one call
-    number: int  # 1 is the first try
-    started: float  # seconds since the epoch
-    ended: float = 0.0
-    error: str = ""  # empty for success
-    assignment: Assignment = field(default_factory=Assignment)
-
-    def record(self) -> dict[str, str | int | float | None]:
-        """A plain dict, for a commit."""
-        return {
-            "stage": self.stage,
-            "shard": self.shard,
-            "number": self.number,
-            "worker": self.assignment.worker,
-            "started": self.started,
-            "seconds": self.ended - self.started,
-            "error": self.error,
-        }
-
-
 @contextlib.contextmanager
-def attempted(run: Run, step: int, stage: str, shard: int | None = None) -> Iterator[Attempt]:
+def attempted(run: Standing, step: int, stage: str, shard: int | None = None) -> Iterator[Attempt]:
     """Record an attempt in the run, and in the task's log: worker, attempt, duration, cause."""
     context = TaskRunContext.get()
     number = 1 if context is None else context.task_run.run_count

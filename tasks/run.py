@@ -35,9 +35,10 @@ from storage.store import Store
 from storage.weights import WeightsRef
 from tasks import events
 from tasks.artifacts import show_curves, show_run, show_steps
+from tasks.attempts import Attempt
 from tasks.background import Background
 from tasks.continuing import beginning, first_cursor, fresh_rows
-from tasks.engines import Engines, needs_reference
+from tasks.engines import Engines
 from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.forking import origin_of_fork, parent_config
 from tasks.interruption import dashboard_ends, set_closes, signals_end
@@ -45,7 +46,6 @@ from tasks.preflight import check
 from tasks.progress import Progress
 from tasks.results import RunSummary
 from tasks.resuming import check_resumable
-from tasks.retries import Attempt
 from tasks.store_usage import StoreUsage
 from tasks.terminal import Terminal
 from tasks.tracking import RunTracker
@@ -197,7 +197,7 @@ class Run:
     @property
     def needs_ref(self) -> bool:
         """Whether the algorithm compares with the frozen reference."""
-        return needs_reference(self.config)
+        return self.config.algorithm.needs_reference
 
     @property
     def needs_old(self) -> bool:

@@ -12,7 +12,7 @@ from tasks.results import Metrics
 
 if TYPE_CHECKING:
     from storage.commits import Commit
-    from tasks.run import Run
+    from tasks.standing import Standing
 
 PLOT = "plots/progress.png"
 LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
@@ -21,7 +21,7 @@ LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
 class RunTracker:
     """A run's page in MLflow. MLflow is imported beside the start of the engines."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Standing) -> None:
         self._run = run
         self._tracker = Tracker(run.config.tracking)
         self._started = threading.Event()

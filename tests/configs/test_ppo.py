@@ -5,7 +5,6 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.ppo import PPOConfig
 from configs.recipes import ConfigError, load, names
-from tasks.engines import trained_roles, used_pools
 
 
 @pytest.mark.parametrize("name", names())
@@ -36,10 +35,10 @@ def test_the_critic_has_its_own_optimizer_and_the_policys_batching() -> None:
 def test_the_critic_lives_with_the_actor_unless_told() -> None:
     config = load(PPOConfig, "tiny")
     assert config.cluster.roles.pool_of("critic") == config.cluster.roles.actor
-    assert trained_roles(config) == ["actor", "critic"]
+    assert config.trained_roles == ["actor", "critic"]
     words = ["cluster.pools.critic.workers=1", "cluster.roles.critic=critic"]
-    assert used_pools(load(PPOConfig, "tiny", words)) == {"train", "rollout", "cpu", "critic"}
-    assert used_pools(load(GRPOConfig, "tiny", words)) == {"train", "rollout", "cpu"}
+    assert load(PPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu", "critic"}
+    assert load(GRPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu"}
 
 
 @pytest.mark.parametrize(

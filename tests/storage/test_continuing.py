@@ -144,6 +144,20 @@ def test_what_a_child_shares_stays(parent: RunStore) -> None:
     assert [(one.child, one.step, one.snapshot) for one in pins(parent)] == [("child", 3, 2)]
 
 
+def test_the_state_that_a_fork_begins_with_stays_while_it_can_be_replayed(parent: RunStore) -> None:
+    child = child_of(parent, "child", 3)
+    before = read_commit(parent, 3).version_out
+    snapshot(child, 3)
+    for step in range(4, 9):
+        before = take(child, step, before)
+        if step % 2 == 0:
+            snapshot(child, step)
+    sweep(child, keep_versions=1, keep_steps=None, keep_snapshots=1)
+    assert snapshots(child) == [3, 8]
+    sweep(child, keep_versions=1, keep_steps=1, keep_snapshots=1)
+    assert snapshots(child) == [8]
+
+
 def test_a_child_that_was_deleted_keeps_nothing(
     parent: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
