@@ -23,6 +23,8 @@ WORDS = {
     "kv": "KV",
     "logprobs": "log-probs",
     "mib": "(MiB)",
+    "ssh": "SSH",
+    "tls": "TLS",
     "mlflow": "MLflow",
     "uri": "URI",
 }
@@ -49,17 +51,17 @@ def with_tabs(schema: Schema, resolve: Resolve) -> Schema:
 def _property(schema: Schema, resolve: Resolve) -> Schema:
     if "items" in schema and isinstance(schema["items"], Mapping):
         return {**schema, "items": _property(dict(schema["items"]), resolve)}
-    if "anyOf" in schema:  # an optional choice: one tab more, for none
-        several = [_property(dict(part), resolve) for part in schema["anyOf"]]
-        union = next((part for part in several if "anyOf" in part), None)
-        if union is None:
+    if [_is_choice(one) for one in schema.get("anyOf", [])] == [True, False]:
+        choice, nothing = schema["anyOf"]
+        inner = _property({**schema, **choice, "anyOf": ()}, resolve)
+        if "anyOf" not in inner:
             return schema
-        none = [part for part in several if part is not union]
-        return {**schema, **union, "anyOf": [*union["anyOf"], *none]}
-    if "oneOf" not in schema or "discriminator" not in schema:
+        otherwise = {k: inner.pop(k) for k in ("if", "then", "else")}
+        return {**inner, "anyOf": [*inner["anyOf"], nothing], "if": nothing, "else": otherwise}
+    if not _is_choice(schema):
         return schema
     choices = [resolve(choice) for choice in schema["oneOf"]]
-    rest = {k: v for k, v in schema.items() if k not in ("oneOf", "discriminator")}
+    rest = {k: v for k, v in schema.items() if k not in ("oneOf", "anyOf", "discriminator")}
     shown = tabs(choices)
     if len(shown) > MOST_TABS:  # more run out of the page: JSON is edited instead
         kinds = ", ".join(_kind(choice) for choice in choices)
@@ -67,6 +69,10 @@ def _property(schema: Schema, resolve: Resolve) -> Schema:
             rules(choices)
         )
     return {**rest, "anyOf": shown, **rules(choices)}
+
+
+def _is_choice(schema: Schema) -> bool:
+    return "oneOf" in schema and "discriminator" in schema
 
 
 def tabs(choices: list[Schema]) -> list[Schema]:

@@ -70,10 +70,7 @@ def _run(
             name = run.name
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
-                data = (
-                    "its data go on" if run.origin.cursor else "with other data, from their start"
-                )
-                terminal.say(f"It begins after {run.origin}; {data}.")
+                terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
             with prefect_server(HOME / "prefect") as dashboard:
                 terminal.say(f"Dashboard {dashboard}")
                 summary = run_flow(config, resume, fork)
@@ -114,6 +111,14 @@ def _stopped(terminal: Terminal, run: Run | None) -> int:
     again = f" To go on: {_command()} --resume {run.name}" if run is not None else ""
     terminal.say(f"Stopped.{again}", style="yellow")
     return INTERRUPTED
+
+
+def _data_of(run: Run) -> str:
+    """Which rows a run that begins after another one draws first."""
+    if run.cursor.fresh:
+        return f"{run.cursor.fresh} rows not seen before come first"
+    assert run.origin is not None
+    return "its data go on" if run.origin.cursor else "with other data, from their start"
 
 
 def quiet_libraries() -> None:
