@@ -61,6 +61,7 @@ class EmbeddedServer:
     def launch(self) -> None:
         """Start the server's process and return at once; `wait` tells when it answers."""
         self.home.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
         # The kernel ends the process with the thread that started it, so that one stays.
         self._keeper = threading.Thread(target=self._keep, name="prefect-server", daemon=True)
         self._keeper.start()
