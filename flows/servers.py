@@ -6,7 +6,7 @@ The databases come from the environment, passwords included, because a command l
 everybody on the machine:
 
     PREFECT_SERVER_DATABASE_CONNECTION_URL=postgresql+asyncpg://USER:PASSWORD@HOST/prefect
-    MLFLOW_BACKEND_STORE_URI=postgresql://USER:PASSWORD@HOST/mlflow
+    MLFLOW_BACKEND_STORE_URI=postgresql+psycopg2://USER:PASSWORD@HOST/mlflow
 
 Without them both use SQLite files in the folder, which one person at a time is well served by.
 The servers listen on loopback unless --host says otherwise; put a proxy with TLS and a login before

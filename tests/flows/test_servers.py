@@ -74,7 +74,7 @@ def postgres(folder: Path) -> Iterator[dict[str, str]]:
         where = f"refrain:{PASSWORD}@127.0.0.1:{port}"
         yield {
             "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"postgresql+asyncpg://{where}/prefect",
-            "MLFLOW_BACKEND_STORE_URI": f"postgresql://{where}/mlflow",
+            "MLFLOW_BACKEND_STORE_URI": f"postgresql+psycopg2://{where}/mlflow",
         }
     finally:
         server.send_signal(signal.SIGINT)
