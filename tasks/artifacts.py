@@ -155,7 +155,7 @@ def show_steps(run: Standing, history: list[tuple[int, Metrics]]) -> None:
     rows = [
         {
             "step": step,
-            "reward": round(metrics.get("reward/mean", math.nan), 4),
+            "mean reward": round(metrics.get("reward/mean", math.nan), 4),
             "seconds": round(metrics["time/step"], 2),
             **{
                 stage: round(metrics[f"time/{stage}"], 2)

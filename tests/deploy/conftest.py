@@ -124,7 +124,7 @@ class Platform:
     def deployment(self, name: str) -> dict[str, Any]:
         return httpx.get(f"{self.api}/deployments/name/grpo/{name}").raise_for_status().json()
 
-    def config(self, name: str, **changes: Any) -> dict[str, Any]:
+    def config(self, name: str, /, **changes: Any) -> dict[str, Any]:
         """The deployment's settings, in places of the test's own, with changes by dotted name."""
         config = self.deployment(name)["parameters"]["config"]
         changes = {

@@ -29,7 +29,10 @@ def test_deploying_again_changes_nothing(platform: Platform) -> None:
         "entrypoint",
     )
     assert {key: after[key] for key in own} == {key: before[key] for key in own}
-    assert (after["concurrency_limit"], after["concurrency_options"]["collision_strategy"]) == (
+    assert (
+        after["global_concurrency_limit"]["limit"],
+        after["concurrency_options"]["collision_strategy"],
+    ) == (
         1,
         "ENQUEUE",
     )
