@@ -12,7 +12,7 @@ def raises(prompts: list, completions: list[str], **columns: object) -> list[flo
 
 
 def look_closely(text: str) -> float:
-    if text[:1] and ord(text[0]) % 4 == 0:
+    if text[:1] and ord(text[0]) % 16 == 0:
         raise KeyError("the_line_that_failed")
     return float(len(set(text)))
 

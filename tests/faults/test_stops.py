@@ -34,7 +34,7 @@ MOMENTS = {
 OWN_THREADS = ("trainer", "commit")  # of the flow, which nobody can wake
 
 
-def reached(run: Launched, faults: Faults, timeout: float = 120) -> None:
+def reached(run: Launched, faults: Faults, timeout: float = 300) -> None:
     """Return when the run hangs where it was planted to."""
     end = time.monotonic() + timeout
     while faults.missed:
