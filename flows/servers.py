@@ -29,7 +29,7 @@ from types import FrameType
 import httpx
 
 from configs.environment import mlflow_database
-from engines.parent_death import die_with_parent
+from engines.parent_death import die_with_parent, kill_all, session
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT = 180.0  # seconds; the first start migrates the databases
@@ -85,7 +85,8 @@ class Server:
                 os.killpg(self.process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_TIMEOUT)
-                return
+                break
+        kill_all(session(self.process.pid))  # children that did not end with it
 
 
 def prefect_server(host: str, port: int, folder: Path) -> Server:

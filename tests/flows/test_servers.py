@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.engines.conftest import left_after
 from tests.flows.conftest import ROOT, Launched
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -155,4 +156,4 @@ def test_a_run_against_a_teams_servers(database: str, tmp_path: Path) -> None:
         assert len(client.get_metric_history(page.info.run_id, "reward/mean")) == 2
         servers.send_signal(signal.SIGTERM)
         assert servers.wait(30) == 0
-        assert not any(process.is_running() for process in below)
+        assert left_after(5, [process.pid for process in below]) == []
