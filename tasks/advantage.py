@@ -15,7 +15,7 @@ from tasks.run import Run
 ADDED = ("old_logprobs", "sum_pi_squared", "ref_logprobs", "values")  # by the train engines
 
 
-@task(name="advantage", **OPTIONS)
+@task(name="advantage", task_run_name="advantage", **OPTIONS)
 def advantage(
     run: Run,
     step: int,

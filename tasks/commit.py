@@ -20,7 +20,7 @@ from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
-@task(name="snapshot", **OPTIONS)
+@task(name="snapshot", task_run_name="snapshot", **OPTIONS)
 def snapshot(run: Run, step: int, updated: Updated) -> Updated:
     """Store the trainers' whole state, from which a lost gang or a resumed run is rebuilt.
 
@@ -32,7 +32,7 @@ def snapshot(run: Run, step: int, updated: Updated) -> Updated:
     return updated
 
 
-@task(name="commit", **OPTIONS)
+@task(name="commit", task_run_name="commit", **OPTIONS)
 def commit(
     run: Run,
     step: int,

@@ -9,7 +9,7 @@ from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
-@task(name="critic_update", **OPTIONS)
+@task(name="critic_update", task_run_name="critic_update", **OPTIONS)
 def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
     """Move the critic towards the returns of the batch; it then holds version step.
 

@@ -12,7 +12,7 @@ from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
-@task(name="draw", **OPTIONS)
+@task(name="draw", task_run_name="draw", **OPTIONS)
 def draw(run: Run, step: int) -> Prompts:
     """Draw `prompts_per_step` rows; one whose prompt is too long is dropped, counted, replaced.
 

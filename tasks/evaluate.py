@@ -48,7 +48,7 @@ def evaluate(run: Run) -> Evaluation:
     return result_of(summed, prompts, *parts)
 
 
-@task(name="held-out prompts", **OPTIONS)
+@task(name="held-out prompts", task_run_name="held-out prompts", **OPTIONS)
 def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
     """The first rows of the evaluation's source, as prompts."""
     source = open_source(evaluation.source)
@@ -106,7 +106,7 @@ def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> Batch
     return sampled.ref.drop(["status"]).with_columns(scored.ref)
 
 
-@task(name="evaluation", **OPTIONS)
+@task(name="evaluation", task_run_name="evaluation", **OPTIONS)
 def summarize(run: Run, evaluation: EvaluationConfig, parts: list[BatchRef]) -> Evaluation:
     """The mean held-out reward; also to MLflow."""
     store = run.files.store

@@ -11,7 +11,7 @@ from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
-@task(name="logprob", **OPTIONS)
+@task(name="logprob", task_run_name="logprob", **OPTIONS)
 def logprob(run: Run, step: int, sampled: list[Sampled]) -> BatchRef:
     """The samples with old_logprobs, sum_pi_squared, ref_logprobs, whichever the algorithm uses.
 

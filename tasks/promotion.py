@@ -90,7 +90,7 @@ def judge(evaluated: Evaluation, champion: Registered | None, rule: PromotionCon
     )
 
 
-@task(name="decide", **OPTIONS)
+@task(name="decide", task_run_name="decide", **OPTIONS)
 def decide(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
     """Compare with the version that has the alias now."""
     champion = Registry(run.config.tracking).by_alias(run.tracker.model_name, rule.alias)
@@ -120,7 +120,7 @@ def asked(
     return Decision(promote=False, reason=f"A person said no. {answer.note}".strip())
 
 
-@task(name="promote", **OPTIONS)
+@task(name="promote", task_run_name="promote", **OPTIONS)
 def conclude(run: Run, evaluated: Evaluation, rule: PromotionConfig, decision: Decision) -> None:
     """Record evaluation and decision with the version, and move the alias if that was decided."""
     registry, model = Registry(run.config.tracking), run.tracker.model_name

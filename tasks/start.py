@@ -10,7 +10,7 @@ from tasks.run import Run
 from tasks.weight_sync import publish_and_sync
 
 
-@task(name="start workers", **OPTIONS)
+@task(name="start workers", task_run_name="start workers", **OPTIONS)
 def start_workers(run: Run) -> dict[str, list[str]]:
     """Wait for the workers of every pool; returns pool -> worker names."""
     workers = run.engines.workers()

@@ -9,7 +9,7 @@ from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
-@task(name="update", **OPTIONS)
+@task(name="update", task_run_name="update", **OPTIONS)
 def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     """Apply the step's update to version step - 1.
 

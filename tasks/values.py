@@ -11,7 +11,7 @@ from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
-@task(name="values", **OPTIONS)
+@task(name="values", task_run_name="values", **OPTIONS)
 def values(run: Run, step: int, sampled: list[Sampled]) -> BatchRef:
     """The samples with values, by the critic after step - 1 updates.
 

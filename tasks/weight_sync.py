@@ -13,7 +13,7 @@ from tasks.retries import OPTIONS, attempted
 from tasks.run import Run
 
 
-@task(name="weight_sync", **OPTIONS)
+@task(name="weight_sync", task_run_name="weight_sync", **OPTIONS)
 def weight_sync(run: Run, step: int, updated: Updated) -> Synced:
     """Bring version step to the store and to the engines that sample.
 
