@@ -20,6 +20,8 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# A server on SQLite may make a caller wait while it writes.
+API = httpx.Client(timeout=30)
 OVER = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -86,7 +88,7 @@ class Platform:
         while time.monotonic() < until:
             assert server.poll() is None, self.log("server.log")
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.api}/health", timeout=2).status_code == 200:
+                if API.get(f"{self.api}/health", timeout=2).status_code == 200:
                     return
             time.sleep(0.2)
         raise AssertionError(self.log("server.log"))
@@ -122,7 +124,7 @@ class Platform:
         )
 
     def deployment(self, name: str) -> dict[str, Any]:
-        return httpx.get(f"{self.api}/deployments/name/grpo/{name}").raise_for_status().json()
+        return API.get(f"{self.api}/deployments/name/grpo/{name}").raise_for_status().json()
 
     def config(self, name: str, /, **changes: Any) -> dict[str, Any]:
         """The deployment's settings, in places of the test's own, with changes by dotted name."""
@@ -143,12 +145,12 @@ class Platform:
     def submit(self, name: str, config: dict[str, Any]) -> httpx.Response:
         """Start a run as the form does."""
         body = {"parameters": {"config": config}, "state": {"type": "SCHEDULED"}}
-        return httpx.post(
+        return API.post(
             f"{self.api}/deployments/{self.deployment(name)['id']}/create_flow_run", json=body
         )
 
     def flow_run(self, identity: str) -> dict[str, Any]:
-        return httpx.get(f"{self.api}/flow_runs/{identity}").raise_for_status().json()
+        return API.get(f"{self.api}/flow_runs/{identity}").raise_for_status().json()
 
     def wait(self, identity: str, *states: str, timeout: float = 240) -> dict[str, Any]:
         """The flow run, once it is in one of the states."""

@@ -7,13 +7,12 @@ import time
 import uuid
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.registration import AUTOMATIONS_FILE, register_automations
-from tests.deploy.conftest import Platform
+from tests.deploy.conftest import API, Platform
 
 pytestmark = pytest.mark.cluster
 
@@ -31,12 +30,12 @@ def send(platform: Platform, event: str, run: str, times: int = 1) -> None:
         }
         for _ in range(times)
     ]
-    httpx.post(f"{platform.api}/events", json=events).raise_for_status()
+    API.post(f"{platform.api}/events", json=events).raise_for_status()
 
 
 def fired(platform: Platform, name: str) -> int:
     """How often an automation was triggered."""
-    found = httpx.post(
+    found = API.post(
         f"{platform.api}/events/filter",
         json={"filter": {"event": {"name": ["prefect.automation.triggered"]}}, "limit": 50},
     ).json()["events"]

@@ -12,10 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.deploy.conftest import Platform
+from tests.deploy.conftest import API, Platform
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -80,13 +79,13 @@ def test_a_finished_run_and_the_form_show_without_an_error(
     run = platform.submit("tiny", platform.config("tiny", steps=3)).json()["id"]
     platform.wait(run, "COMPLETED")
     board = platform.dashboard
-    steps = httpx.post(
+    steps = API.post(
         f"{platform.api}/flow_runs/filter",
         json={"flow_runs": {"parent_flow_run_id": {"any_": [run]}}, "sort": "START_TIME_ASC"},
     ).json()
     artifacts = {
         one["key"].rpartition("-")[2]: one["id"]
-        for one in httpx.post(f"{platform.api}/artifacts/filter", json={}).json()
+        for one in API.post(f"{platform.api}/artifacts/filter", json={}).json()
     }
 
     shown = browser.open(

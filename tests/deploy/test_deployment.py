@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import time
 
-import httpx
 import psutil
 import pytest
 
-from tests.deploy.conftest import Platform
+from tests.deploy.conftest import API, Platform
 
 pytestmark = pytest.mark.cluster
 
@@ -39,9 +38,7 @@ def test_deploying_again_changes_nothing(platform: Platform) -> None:
     (schedule,) = platform.deployment("nightly")["schedules"]
     assert schedule["active"] is False
     assert schedule["schedule"]["timezone"] == "Europe/Berlin"
-    names = [
-        one["name"] for one in httpx.post(f"{platform.api}/automations/filter", json={}).json()
-    ]
+    names = [one["name"] for one in API.post(f"{platform.api}/automations/filter", json={}).json()]
     assert len(names) == len(set(names)) == 3
 
 
@@ -80,7 +77,7 @@ def test_a_run_by_the_api_a_schedule_and_a_cancel(platform: Platform) -> None:
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=4)
     long = {"config": platform.config("tiny", **{"steps": 1000, "store.keep_steps": 2})}
     schedule = {"interval": 3600, "anchor_date": soon.isoformat()}
-    httpx.post(
+    API.post(
         f"{platform.api}/deployments/{platform.deployment('tiny')['id']}/schedules",
         json=[{"schedule": schedule, "active": True, "parameters": long}],
     ).raise_for_status()
@@ -93,7 +90,7 @@ def test_a_run_by_the_api_a_schedule_and_a_cancel(platform: Platform) -> None:
     wait_for_a_step(platform, scheduled)
     started = platform.children()
     assert len(started) >= 4
-    httpx.post(
+    API.post(
         f"{platform.api}/flow_runs/{scheduled}/set_state",
         json={"state": {"type": "CANCELLING"}},
     ).raise_for_status()
@@ -107,7 +104,7 @@ def first_scheduled(platform: Platform) -> str:
     """The run that the schedule made."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        found = httpx.post(
+        found = API.post(
             f"{platform.api}/flow_runs/filter",
             json={
                 "flow_runs": {"tags": {"all_": ["auto-scheduled"]}},
@@ -124,7 +121,7 @@ def wait_for_a_step(platform: Platform, flow_run: str, timeout: float = 120) -> 
     """Return when the flow run has a completed step."""
     until = time.monotonic() + timeout
     while time.monotonic() < until:
-        done = httpx.post(
+        done = API.post(
             f"{platform.api}/flow_runs/filter",
             json={
                 "flow_runs": {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-import httpx
 import pytest
 
 from storage.commits import head
 from storage.runs import RunStore
 from storage.store import Store
 from tests.contract.conftest import BUCKET, Endpoint, s3_server  # noqa: F401
-from tests.deploy.conftest import Make, Platform
+from tests.deploy.conftest import API, Make, Platform
 from tests.deploy.test_deployment import wait_for_a_step
 from tests.flows.test_servers import postgres
 
@@ -25,7 +24,7 @@ def run_and_cancel(platform: Platform, **changes: object) -> None:
     platform.wait(done["id"], "COMPLETED")
     long = platform.submit("tiny", platform.config("tiny", steps=1000, **changes)).json()
     wait_for_a_step(platform, long["id"])
-    httpx.post(
+    API.post(
         f"{platform.api}/flow_runs/{long['id']}/set_state",
         json={"state": {"type": "CANCELLING"}},
     ).raise_for_status()
@@ -45,7 +44,7 @@ def test_on_an_s3_endpoint(
     store = Store(uri, {"endpoint_url": s3_server.url})
     steps = [head(RunStore(store, name)) or 0 for name in store.children()]
     assert 2 in steps and len(steps) == 2
-    said = httpx.post(f"{platform.api}/logs/filter", json={"limit": 200}).text
+    said = API.post(f"{platform.api}/logs/filter", json={"limit": 200}).text
     assert "AWS_SECRET" not in said
 
 

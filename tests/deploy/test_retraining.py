@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 
 from configs.grpo import GRPOConfig
@@ -15,7 +14,7 @@ from storage.origins import origin_of
 from storage.registry import Registry
 from storage.runs import RunStore
 from storage.store import Store
-from tests.deploy.conftest import Platform
+from tests.deploy.conftest import API, Platform
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -80,7 +79,7 @@ def test_night_after_night(platform: Platform, nightly: dict[str, object], tmp_p
 
 
 def promotion_note(platform: Platform, name: str) -> str:
-    found = httpx.post(
+    found = API.post(
         f"{platform.api}/artifacts/filter",
         json={"artifacts": {"key": {"any_": [f"{name}-promotion".lower()]}}},
     ).json()
@@ -94,7 +93,7 @@ def test_a_person_is_asked(platform: Platform, nightly: dict[str, object], appro
     submitted = platform.submit("tiny", platform.config("tiny", **changes)).json()
     platform.wait(submitted["id"], "PAUSED")
     assert len(platform.children()) <= 2  # the flow's process; engines and workers have ended
-    answer = httpx.post(
+    answer = API.post(
         f"{platform.api}/flow_runs/{submitted['id']}/resume",
         json={"run_input": {"approve": approve, "note": "seen"}},
     )
