@@ -29,9 +29,10 @@ from storage.errors import ObjectMissing, StoreError
 from storage.origins import Origin, origin_of, parent_of
 from storage.retention import batches_below
 from storage.runs import RunStore
+from storage.seen import ROWS, SEEN
 
 # Objects at the top of a run's folder that are its own records.
-RECORDS = ("run.json", "HEAD", "LEASE", "retention.json", "progress.png", "live.json")
+RECORDS = ("run.json", "HEAD", "LEASE", "retention.json", "progress.png", "live.json", ROWS, SEEN)
 FOLDERS = ("children", "rescored")  # whose objects are kept for as long as the run
 
 

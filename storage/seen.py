@@ -17,6 +17,9 @@ from storage.errors import ObjectMissing
 from storage.origins import ancestry
 from storage.runs import RunStore
 
+ROWS = "rows.u64"
+SEEN = "seen.u64"
+
 
 class Rows(Protocol):
     """What is needed of a source."""
@@ -84,8 +87,8 @@ def _read(run: RunStore, key: str) -> np.ndarray | None:
 
 
 def _rows_key(run: RunStore) -> str:
-    return f"{run.run}/rows.u64"
+    return f"{run.run}/{ROWS}"
 
 
 def _seen_key(run: RunStore) -> str:
-    return f"{run.run}/seen.u64"
+    return f"{run.run}/{SEEN}"

@@ -15,13 +15,15 @@ from tests.engines.conftest import left_after
 pytestmark = pytest.mark.cluster
 
 FLOW = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from configs.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines import calls
 from engines.clusters.opening import open_cluster
 from engines.parent_death import session
 from tests.engines.dummies import dummy
 
+# A process that a shell started in the background is born ignoring Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 roles = RolesConfig(actor="p", ref="p", rollout="p", reward="p")
 with open_cluster(ClusterConfig(pools={"p": PoolConfig(slots=2)}, roles=roles)) as cluster:
     (address,) = cluster.workers("p").values()
