@@ -74,7 +74,8 @@ def test_a_rule_across_fields_fails_the_run_before_any_engine(platform: Platform
 def test_a_run_by_the_api_a_schedule_and_a_cancel(platform: Platform) -> None:
     run = platform.submit("tiny", platform.config("tiny", steps=2)).json()["id"]
     # A second run of the deployment comes by a schedule, and waits for the first to end.
-    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=4)
+    # Late enough for a busy server: a moment that has passed is not made up for.
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=15)
     long = {"config": platform.config("tiny", **{"steps": 1000, "store.keep_steps": 2})}
     schedule = {"interval": 3600, "anchor_date": soon.isoformat()}
     API.post(
