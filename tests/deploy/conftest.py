@@ -20,8 +20,22 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A server on SQLite may make a caller wait while it writes.
-API = httpx.Client(timeout=30)
+
+
+class Patient(httpx.HTTPTransport):
+    """Asks again after a 503, Prefect's answer while SQLite is being written to by others."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        for _ in range(30):
+            response = super().handle_request(request)
+            if response.status_code != 503:
+                break
+            response.close()
+            time.sleep(0.5)
+        return response
+
+
+API = httpx.Client(timeout=30, transport=Patient())
 OVER = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
