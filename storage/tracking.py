@@ -210,6 +210,14 @@ class Tracker:
             made = client.create_model_version(name, source, self.run_id, tags=tags)
             return str(made.version)
 
+    def registered(self) -> dict[int, str]:
+        """Policy version -> its number in the registry, of those that this run has registered."""
+        with _as_tracking_errors(self._uri):
+            found = self._started.search_model_versions(
+                f"name = '{self.model_name}' and run_id = '{self.run_id}'"
+            )
+        return {int(one.tags["refrain.version"]): str(one.version) for one in found}
+
     @property
     def model_name(self) -> str:
         """Name of the run's model in the registry."""

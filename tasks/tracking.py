@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from storage.commits import history
+from storage.origins import start_of
 from storage.plots import progress_png
 from storage.tracking import TrackedData, TrackedRun, Tracker
 from tasks.flow_run import flow_run_id, flow_run_url
@@ -31,12 +33,13 @@ class RunTracker:
         self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
 
     def start(self) -> None:
-        """Begin the page in the background. To be called inside the flow run."""
-        tracked = self._tracked()
+        """Begin the page in the background, or go on with it. To be called inside the flow run."""
+        tracked, head = self._tracked(), self._run.head
 
         def begin() -> None:
             try:
                 self._tracker.start(tracked)
+                self._catch_up(head)
             except Exception as error:  # raised again in the flow's thread by `_ready`
                 self._error = error
             finally:
@@ -44,12 +47,27 @@ class RunTracker:
 
         threading.Thread(target=begin, name="mlflow", daemon=True).start()
 
+    def _catch_up(self, head: int) -> None:
+        """What a resumed run did before: its curves, its versions, and steps MLflow never heard of.
+
+        A step is committed before MLflow is told, so a run may die in between.
+        """
+        if head == start_of(self._run.files):
+            return
+        before = [commit for commit in history(self._run.files) if commit.step <= head]
+        logged = self._tracker.last_step or 0
+        for commit in reversed(before):
+            metrics = {name: x for name, x in commit.metrics.items() if x is not None}
+            self.history.append((commit.step, metrics))
+            if commit.step > logged:
+                self._tracker.log_step(commit.step, metrics, newest_tags(commit))
+        self.registered = self._tracker.registered()
+
     def step(self, commit: Commit, metrics: Metrics) -> None:
         """Record a committed step."""
+        tracker = self._ready()
         self.history.append((commit.step, metrics))
-        newest = {f"{name}.last": value for name, value in version_tags(commit).items()}
-        newest["refrain.digest.last"] = commit.version_out.digest
-        self._ready().log_step(commit.step, metrics, newest)
+        tracker.log_step(commit.step, metrics, newest_tags(commit))
 
     def register(self, commit: Commit) -> None:
         """Put the policy version that a step made into the model registry."""
@@ -145,3 +163,9 @@ def version_tags(commit: Commit) -> dict[str, str]:
         "refrain.reward_code": ", ".join(sorted(commit.reward_code)),
         "refrain.prompts_trained_so_far": str(commit.ledger.trained),
     }
+
+
+def newest_tags(commit: Commit) -> dict[str, str]:
+    """Tags of the run's page that tell of its newest policy version."""
+    newest = {f"{name}.last": value for name, value in version_tags(commit).items()}
+    return {**newest, "refrain.digest.last": commit.version_out.digest}

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -84,12 +85,21 @@ def test_a_run_leaves_commits_weights_curves_and_a_dashboard(
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
-    (page,) = client.search_runs([client.get_experiment_by_name("refrain").experiment_id])
+    page, history = logged(run)
     assert page.info.status == "FINISHED"
-    history = client.get_metric_history(page.info.run_id, "reward/mean")
     assert [point.step for point in history] == [1, 2, 3]
     assert client.get_model_version_by_alias("whole", "latest").tags["refrain.version"] == "3"
     assert run.children() == []
+
+
+def logged(run: Launched) -> tuple[Any, list[Any]]:
+    """The run's page in MLflow, and the mean rewards that stand there."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
+    pages = client.search_runs([client.get_experiment_by_name("refrain").experiment_id])
+    (page,) = (page for page in pages if page.info.run_name == run.files.run)
+    return page, client.get_metric_history(page.info.run_id, "reward/mean")
 
 
 def wait_for_step(run: Launched, step: int, timeout: float = 180) -> None:
@@ -149,6 +159,11 @@ def test_a_run_killed_and_resumed_ends_with_the_same_weights(
     assert [commit.version_out.digest for commit in whole.commits()] == [
         commit.version_out.digest for commit in resumed.commits()
     ]
+    # Each step once, also the one that was committed a moment before its writer died.
+    page, history = logged(resumed)
+    assert page.info.status == "FINISHED"
+    assert [point.step for point in history] == [1, 2, 3, 4]
+
     code, out = launch("--resume", name).end()
     assert code == 2
     assert "is finished: 4 of 4 steps are committed" in out

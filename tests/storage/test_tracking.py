@@ -145,6 +145,7 @@ def test_versions_are_registered_once(tracker: Tracker, config: TrackingConfig) 
     assert latest.run_id == tracker.run_id
     assert latest.tags["refrain.digest"] == "xxh3:5"
     assert latest.tags["refrain.step"] == latest.tags["refrain.version"] == "5"
+    assert tracker.registered() == {0: numbers[0], 5: numbers[1]}
 
 
 @pytest.mark.parametrize(
