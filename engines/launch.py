@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from engines.failures import ClusterLost
 from engines.node import AT_END_TIMEOUT, NodePlan
 from engines.parent_death import kill_all, session
+from engines.process_memory import MALLOC
 
 END_TIMEOUT = 3.0  # seconds in which the node process ends all below it and itself
 # Python's helper reports what killed workers left to it as leaks, after it has cleaned up.
@@ -42,9 +43,7 @@ class NodeProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
             env={
-                # glibc keeps a heap per thread; a worker's calls change threads, so that each of its
-                # heaps would grow to the size of a whole update.
-                "MALLOC_ARENA_MAX": "1",
+                **MALLOC,
                 **os.environ,
                 # What can be imported here can be imported on the workers.
                 "PYTHONPATH": python_path(),

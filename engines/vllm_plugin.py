@@ -1,8 +1,9 @@
 """What Refrain adds to every process of vLLM, through the entry point `vllm.general_plugins`.
 
 Everywhere: the weight-transfer engine named `fsspec`. In the processes that a VllmEngine started,
-besides: they die with their parent, and what they print goes to the engine's log file. Nothing else
-changes for a vLLM that merely lives in the same environment.
+besides: they die with their parent, what they print goes to the engine's log file, and on a CPU the
+norm is a fused kernel (engines/vllm_cpu.py). Nothing else changes for a vLLM that merely lives in the
+same environment.
 """
 
 from __future__ import annotations
@@ -34,9 +35,20 @@ def register() -> None:
         TRANSFER_BACKEND, "engines.weight_transfer", "StoreTransferEngine"
     )
     owner, _, log = os.environ.get(OWNER_VARIABLE, "").partition(":")
+    if owner:
+        _register_cpu_kernels()
     if owner and int(owner) != os.getpid():
         _die_with_parent()
         _write_to(log)
+
+
+def _register_cpu_kernels() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from engines import vllm_cpu
+
+        vllm_cpu.register()
 
 
 def _die_with_parent() -> None:

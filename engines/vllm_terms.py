@@ -26,7 +26,10 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
     """vLLM's settings for the model in `directory`."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
+    from vllm.config.kernel import IrOpPriorityConfig
     from vllm.platforms import current_platform
+
+    from engines.vllm_cpu import OPERATIONS, PROVIDER
 
     config, on_cpu = spec.rollout, current_platform.is_cpu()
     return AsyncEngineArgs(
@@ -36,6 +39,9 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         max_num_seqs=config.max_sequences,
         tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=config.enforce_eager,
+        ir_op_priority=IrOpPriorityConfig(
+            **{name: [PROVIDER] for name in OPERATIONS if on_cpu},
+        ),
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
         # A tied head can stay stale after a sync: it is a weight of its own, and every weight

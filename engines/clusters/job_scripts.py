@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from configs.cluster import ClusterConfig
 from engines.certificates import Certificates
+from engines.process_memory import MALLOC
 
 DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler
 TIMEOUT = 60.0  # seconds for making the scripts
@@ -62,6 +63,7 @@ def job_script(asked: Wanted, pool: str) -> str:
         threads = str(wanted.threads)
         variables = {
             **({"PYTHONPATH": asked.python_path} if slurm.python is None else {}),
+            **MALLOC,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             **asked.environment[pool],

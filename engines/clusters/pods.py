@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.cluster import ClusterConfig, PoolConfig
 from configs.cluster_kinds import KubernetesPool, TlsFiles
+from engines.process_memory import MALLOC
 
 API = "kubernetes.dask.org/v1"
 PORT = 8786  # of the scheduler
@@ -95,6 +96,7 @@ def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, 
     wanted = config.pools[pool]
     own = config.kubernetes.pools.get(pool, KubernetesPool())
     variables = {
+        **MALLOC,
         "OMP_NUM_THREADS": str(wanted.threads),
         "MKL_NUM_THREADS": str(wanted.threads),
         **env,

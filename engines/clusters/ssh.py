@@ -25,13 +25,15 @@ from engines.failures import ClusterLost
 from engines.launch import NodeProcess
 from engines.node import NodePlan, WorkerPlan
 from engines.placement import Node, place
+from engines.process_memory import MALLOC
 
 CONNECT_TIMEOUT = 60.0  # seconds to log in and start Python
 LOOK_EVERY = 1.0  # seconds between looks at the connections
 AGAIN_AFTER = 10.0  # seconds until a broken connection is made again
 OPTIONS = ("-oBatchMode=yes", "-oLogLevel=ERROR", "-oServerAliveInterval=15")
 # The image that workers are forked from must have no thread pools.
-ONE_THREAD = "env OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1"
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+VARIABLES = " ".join(f"{name}={value}" for name, value in (MALLOC | ONE_THREAD).items())
 
 
 def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
@@ -82,7 +84,7 @@ def machines_of(config: ClusterConfig) -> dict[str, Node]:
 
 def command(config: ClusterConfig, host: str, module: str) -> list[str]:
     """Run a Python module of ours on a machine."""
-    there = f"{ONE_THREAD} {shlex.quote(config.ssh.python)} -m {module}"
+    there = f"env {VARIABLES} {shlex.quote(config.ssh.python)} -m {module}"
     if config.ssh.folder is not None:
         there = f"cd {shlex.quote(config.ssh.folder)} && exec {there}"
     return ["ssh", *OPTIONS, *config.ssh.options, host, there]
