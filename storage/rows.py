@@ -39,8 +39,10 @@ class RowIndex:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowIndex):
             return NotImplemented
+        if isinstance(self._rows, range) and isinstance(other._rows, range):
+            return self._rows == other._rows
         if isinstance(self._rows, range) or isinstance(other._rows, range):
-            return isinstance(other._rows, range) and self._rows == other._rows
+            return False  # what can be a range is one
         return bool(np.array_equal(self._rows, other._rows))
 
     def __hash__(self) -> int:

@@ -47,3 +47,11 @@ def test_neighbours_become_a_span() -> None:
 def test_malformed(value: object) -> None:
     with pytest.raises((ValueError, TypeError)):
         RowIndex.from_json(value)
+
+
+def test_rows_with_a_gap_are_not_equal_to_a_span_that_begins_alike():
+    gap, span = RowIndex([*range(9), 11]), RowIndex(range(10))
+    assert hash(gap) == hash(span)
+    assert gap != span
+    assert span != gap
+    assert {gap: 1, span: 2}[RowIndex([*range(9), 11])] == 1
