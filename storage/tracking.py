@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -26,6 +25,7 @@ import yaml
 
 from configs.storage import TrackingConfig
 from storage.json_values import JsonValue
+from storage.tracked import TrackedData, TrackedRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,29 +45,11 @@ class TrackingError(RuntimeError):
     """MLflow did not do what was asked."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedData:
-    """The data set, as MLflow shows it among a run's inputs."""
+def _has_pages() -> bool:
+    """Whether the mlflow that is installed brings its web pages; mlflow-skinny has none."""
+    import mlflow
 
-    name: str
-    digest: str  # sha256:<hex>
-    source: Mapping[str, JsonValue]  # settings of the source
-    rows: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedRun:
-    """What a run's page says about it."""
-
-    run: str  # name of the run in the store
-    store_uri: str
-    settings: Mapping[str, JsonValue]  # the resolved configuration
-    data: TrackedData
-    model_name: str  # name in the model registry, where the settings give none
-    flow_run_id: str | None = None  # of Prefect
-    flow_run_url: str | None = None  # of its page on Prefect's dashboard
-    forked_from: str | None = None  # run in the same store that this one continues from
-    forked_at: int | None = None  # its step
+    return Path(mlflow.__file__).with_name("server").joinpath("js", "build").is_dir()
 
 
 class Tracker:
@@ -132,7 +114,8 @@ class Tracker:
         if self._uri.startswith("http"):
             experiment = self._run.info.experiment_id
             return f"{self._uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}"
-        return f"mlflow ui --backend-store-uri {self._uri}  (run {self._run.info.run_name})"
+        shown = f"mlflow ui --backend-store-uri {self._uri}  (run {self._run.info.run_name}"
+        return f"{shown})" if _has_pages() else f"{shown}; needs the extra ui: README)"
 
     @property
     def last_step(self) -> int | None:

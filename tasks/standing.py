@@ -38,3 +38,6 @@ class Standing(Protocol):
     cancelled: threading.Event
     terminal: Terminal
     progress: Progress
+
+    def snapshot_due(self, step: int) -> bool:
+        """Whether the trainer's state is stored after a step."""

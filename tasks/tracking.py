@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from storage.commits import history
 from storage.origins import start_of
 from storage.plots import progress_png
-from storage.tracking import TrackedData, TrackedRun, Tracker
+from storage.tracked import TrackedData, TrackedRun
+from storage.tracking import Tracker
 from tasks.flow_run import flow_run_id, flow_run_url
 from tasks.results import Metrics
 
@@ -48,9 +49,9 @@ class RunTracker:
         threading.Thread(target=begin, name="mlflow", daemon=True).start()
 
     def _catch_up(self, head: int) -> None:
-        """What a resumed run did before: its curves, its versions, and steps MLflow never heard of.
+        """What a resumed run did before: its curves, its versions, and what MLflow never heard of.
 
-        A step is committed before MLflow is told, so a run may die in between.
+        A step is committed before MLflow is told of it and its version, so a run may die in between.
         """
         if head == start_of(self._run.files):
             return
@@ -62,6 +63,9 @@ class RunTracker:
             if commit.step > logged:
                 self._tracker.log_step(commit.step, metrics, newest_tags(commit))
         self.registered = self._tracker.registered()
+        newest = before[0]
+        if self._run.snapshot_due(head) and newest.version_out.version not in self.registered:
+            self._register(self._tracker, newest)
 
     def step(self, commit: Commit, metrics: Metrics) -> None:
         """Record a committed step."""
@@ -71,8 +75,11 @@ class RunTracker:
 
     def register(self, commit: Commit) -> None:
         """Put the policy version that a step made into the model registry."""
+        self._register(self._ready(), commit)
+
+    def _register(self, tracker: Tracker, commit: Commit) -> None:
         step, weights = commit.step, commit.version_out
-        number = self._ready().register_version(
+        number = tracker.register_version(
             weights.version,
             uri=self._run.store.url(weights.key),
             digest=weights.digest,

@@ -18,7 +18,8 @@ from configs.ppo import PPOConfig
 from configs.storage import TrackingConfig
 from storage.commits import Commit, commit, read_commit
 from storage.runs import RunStore
-from storage.tracking import TrackedData, TrackedRun, Tracker, flatten
+from storage.tracked import TrackedData, TrackedRun
+from storage.tracking import Tracker, flatten
 from tests.engines.method_cases import CORRECTIONS, LOSSES, RATIOS, recipes
 from tests.engines.method_world import Done, World, scorer_of
 

@@ -18,7 +18,8 @@ import yaml
 from configs.storage import TrackingConfig
 from storage.json_values import JsonValue
 from storage.plots import progress_png
-from storage.tracking import TrackedData, TrackedRun, Tracker, TrackingError, flatten
+from storage.tracked import TrackedData, TrackedRun
+from storage.tracking import Tracker, TrackingError, flatten
 
 SETTINGS: dict[str, JsonValue] = {
     "seed": 3,

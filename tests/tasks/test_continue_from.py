@@ -23,7 +23,8 @@ from storage.runs import RunStore
 from storage.seen import seen_before, write_rows, write_seen
 from storage.snapshots import mark
 from storage.store import Store
-from storage.tracking import TrackedData, TrackedRun, Tracker
+from storage.tracked import TrackedData, TrackedRun
+from storage.tracking import Tracker
 from storage.weights import publish
 from tasks.continuing import NothingNew, beginning, first_cursor, fresh_rows
 
