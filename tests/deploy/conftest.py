@@ -35,7 +35,7 @@ class Patient(httpx.HTTPTransport):
         return response
 
 
-API = httpx.Client(timeout=30, transport=Patient())
+API = httpx.Client(timeout=120, transport=Patient())
 OVER = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
