@@ -1,6 +1,6 @@
 """A whole run on Slurm: submit it, see where it stands, read its logs, stop it.
 
-python -m flows.cluster submit [RECIPE] [key=value …]
+python -m flows.cluster submit [--flow grpo|ppo] [RECIPE] [key=value …]
 python -m flows.cluster status [NAME]
 python -m flows.cluster logs NAME [WORKER]
 python -m flows.cluster stop NAME
@@ -17,12 +17,11 @@ from pathlib import Path
 
 from configs import recipes
 from configs.cluster_kinds import SlurmConfig
-from configs.grpo import GRPOConfig
+from configs.flows import SETTINGS
 from configs.recipes import ConfigError
 from engines.clusters.slurm_jobs import BusySlurm, Task
 from tasks.submission import Status, Submission, new_submission, submitted
 
-FLOW = "flows.grpo"
 FOLDER = SlurmConfig().folder
 FAILED = 1
 BAD_SETTINGS = 2
@@ -56,14 +55,15 @@ def _submit(arguments: argparse.Namespace) -> int:
 
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else recipes.DEMO
-    config = recipes.load(GRPOConfig, recipe, words)
+    config = recipes.load(SETTINGS[arguments.flow], recipe, words)
+    module = f"flows.{arguments.flow}"
     if config.cluster.kind != "slurm":
         raise ConfigError(
             f"cluster.kind = {config.cluster.kind}, but only runs on Slurm are submitted. Set "
-            "cluster.kind=slurm, or start the run by python -m flows.grpo."
+            f"cluster.kind=slurm, or start the run by python -m {module}."
         )
     check(config)
-    submission = new_submission(config, FLOW, [recipe, *words])
+    submission = new_submission(config, module, [recipe, *words])
     submission.submit()
     name = submission.name
     print(f"Submitted {name}: {config.steps} steps.")
@@ -125,7 +125,8 @@ def _stop(arguments: argparse.Namespace) -> int:
         print(f"Jobs {', '.join(left)} are still ending; look again with squeue.", file=sys.stderr)
         return FAILED
     run = submission.run()
-    again = f" To go on: python -m flows.grpo --resume {run}" if run is not None else ""
+    module = submission.record.module
+    again = f" To go on: python -m {module} --resume {run}" if run is not None else ""
     print(f"Stopped {submission.name}; no job of it is left.{again}")
     return 0
 
@@ -138,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     submit = commands.add_parser("submit", help="submit a run as jobs")
+    submit.add_argument("--flow", choices=SETTINGS, default="grpo", help="what to run [grpo]")
     submit.add_argument("words", nargs="*", metavar="RECIPE key=value")
     for command, about in (
         ("status", "where a run stands, or all of them"),

@@ -154,6 +154,9 @@ def test_what_cannot_be_submitted_is_one_sentence(command: Command, tmp_path: Pa
     assert "Jobs of cluster.pools." in out
     assert "invalid partition" in out
     assert "cluster.kind = local" in command("submit", "tiny", code=2)
+    out = command("submit", "--flow", "ppo", "tiny", "algorithm.advantage.kind=grpo", code=2)
+    assert "algorithm.advantage.kind" in out
+    assert "python -m flows.ppo" in command("submit", "--flow", "ppo", "tiny", code=2)
     out = command("submit", "tiny", "cluster.kind=slurm", "cluster.host=lo", code=2)
     assert "file system that all nodes share" in out
     assert "There is no submission nothing" in command("status", "nothing", code=2)
