@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from prefect import task
+from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
 from engines.rewards import code_digest
 from storage.commits import Commit, Ledger
 from storage.commits import commit as write_commit
+from storage.errors import StoreUnavailable
 from storage.refs import BatchRef
 from tasks import events
 from tasks.artifacts import show_step
@@ -113,9 +115,16 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
     run.tracker.step(record, figures)
     if run.snapshot_due(record.step):
         run.tracker.register(record)
-    show_step(run, record, scored, attempts)
-    tell(run, record, scored, figures)
-    run.tidy()
+    try:
+        show_step(run, record, scored, attempts)
+        tell(run, record, scored, figures)
+        run.tidy()
+    except StoreUnavailable as error:  # what is left over goes after the next step
+        get_run_logger().warning(
+            "Step %d is committed; showing it and tidying up after it did not go to the end: %s",
+            record.step,
+            error,
+        )
 
 
 def tell(run: Run, record: Commit, scored: list[Scored], figures: dict[str, float]) -> None:
