@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,6 +19,7 @@ from prefect.exceptions import PrefectException
 LOOK_EVERY = 1.0  # seconds
 PATIENCE = 4.0  # seconds in which the body must have ended after a signal
 INTERRUPTED = 130  # exit code
+ENDING = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 @contextlib.contextmanager
@@ -36,7 +38,7 @@ def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Ite
         yield
         return
 
-    asked, over = threading.Event(), threading.Event()
+    asked, over, raised = threading.Event(), threading.Event(), threading.Event()
 
     def give_up() -> None:
         if not over.wait(PATIENCE):
@@ -45,27 +47,58 @@ def signals_end(waits: threading.Event, last_words: Callable[[], object]) -> Ite
             words.join(0.5)
             os._exit(INTERRUPTED)
 
+    def begin() -> None:
+        if not asked.is_set():
+            asked.set()
+            waits.set()
+            threading.Thread(target=give_up, name="give-up", daemon=True).start()
+
     def stop(signum: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if raised.is_set():
             return  # it is on its way out
-        asked.set()
-        waits.set()
-        threading.Thread(target=give_up, name="give-up", daemon=True).start()
+        raised.set()
+        begin()
         handler = before[signum]
         if callable(handler):
             handler(signum, frame)
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {int(number): signal.getsignal(number) for number in numbers}
-    for caught in numbers:
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for caught in ENDING:
         signal.signal(caught, stop)
     try:
-        yield
+        with _signals_noticed(begin):
+            yield
     finally:
         over.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _signals_noticed(begin: Callable[[], None]) -> Iterator[None]:
+    """During the body, `begin` is called on SIGINT and SIGTERM, whoever handles them.
+
+    Every flow and sub-flow of Prefect takes SIGTERM for itself and then waits for its tasks.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while numbers := reader.recv(16):
+            if any(number in ENDING for number in numbers):
+                begin()
+
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writer.close()  # ends the watcher
+        watcher.join()
+        reader.close()
 
 
 @contextlib.contextmanager
