@@ -96,7 +96,7 @@ def audit(run: RunStore) -> Audit:
     _versions(run, history, found, kept)
     _snapshots(run, head, found, kept)
     if origin is not None:
-        _shared(run, origin, head, found)
+        _shared(run, origin, history, found)
     _leftovers(run, head, found, kept)
     return found
 
@@ -190,7 +190,7 @@ def _versions(run: RunStore, history: dict[int, Commit], found: Audit, kept: set
     named = {made.version_out.key: made.version_out for made in history.values()}
     named |= {made.version_in.key: made.version_in for made in history.values()}
     head = max(history, default=0)
-    must = {pin.step for pin in pins(run)}
+    must = {pin.step for pin in pins(run) if pin.weights}
     must |= {history[head].version_out.version} if history else set()
     there = {number for number, key in versions(run) if run.store.exists(f"{key}/manifest.json")}
     for number, key in versions(run):
@@ -212,17 +212,22 @@ def _snapshots(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
                 found.snapshots += 1
 
 
-def _shared(run: RunStore, origin: Origin, head: int, found: Audit) -> None:
-    """What a child needs of its parent: the weights that it sampled with first, and a state."""
-    with found.noting("origin"):
-        try:
-            copied = run.store.exists(f"{run.weights_key(origin.at)}/manifest.json")
-            if not copied:
+def _shared(run: RunStore, origin: Origin, history: Mapping[int, Commit], found: Audit) -> None:
+    """What a child needs of its parent: the weights that it sampled with first, and a state.
+
+    A child that trains on from a state does without the weights, where retention had removed them.
+    """
+    first = history.get(origin.at + 1)
+    shared = first is not None and first.version_in.key == origin.weights.key
+    if shared or not origin.trainer_state:
+        with found.noting("origin"):
+            try:
                 check_version(run.store, origin.weights.key, origin.weights, found.read)
-        except ObjectMissing as error:
-            raise ValueError(
-                f"The weights of {origin}, which {run.run} shares, are gone: {error}."
-            ) from error
+            except ObjectMissing as error:
+                raise ValueError(
+                    f"The weights of {origin}, which {run.run} shares, are gone: {error}."
+                ) from error
+    head = max(history, default=origin.at)
     own = any(origin.at <= step <= head for step, _ in state_folders(run))
     if own or not origin.trainer_state:
         return

@@ -99,11 +99,16 @@ def shared_weights(run: RunStore) -> WeightsRef | None:
     origin = origin_of(run)
     if origin is None or not origin.fork:
         return None
+    return origin.weights if has_weights(run, origin) else None
+
+
+def has_weights(run: RunStore, origin: Origin) -> bool:
+    """Whether the parent's policy version is there; without it a fork makes its own of the state."""
     try:
         open_manifest(run.store, origin.weights)
     except ObjectMissing:
-        return None
-    return origin.weights
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +118,7 @@ class Pin:
     child: str  # name of the run
     step: int  # the parent's step that it began at
     snapshot: int  # the parent's snapshot from which that is rebuilt; 0: the beginning
+    weights: bool = True  # the step's policy version was there to be shared when the child began
 
 
 def pin(child: RunStore, origin: Origin) -> None:
@@ -124,6 +130,7 @@ def pin(child: RunStore, origin: Origin) -> None:
         "child": child.run,
         "step": origin.step,
         "snapshot": base.step if base is not None and own else 0,
+        "weights": has_weights(child, origin),
         "made_at": time.time(),
     }
     child.store.write(_key(parent, child.run), documents.encode(PIN_FORMAT, record))
@@ -140,7 +147,8 @@ def pins(run: RunStore) -> list[Pin]:
             raise StoreError(f"Object {key} names no child. Remove it.")
         young = time.time() - float(str(record.get("made_at", 0))) < YOUNG
         if young or run.store.exists(RunStore(run.store, child).run_json_key):
-            found.append(Pin(child=child, step=step, snapshot=snapshot))
+            weights = record.get("weights") is not False
+            found.append(Pin(child=child, step=step, snapshot=snapshot, weights=weights))
     return found
 
 

@@ -214,6 +214,20 @@ def test_a_fork_is_audited_across_the_border(good: RunStore) -> None:
     )
 
 
+def test_a_fork_at_a_version_that_retention_had_removed(good: RunStore) -> None:
+    """It makes the version again, of the trainer's state; neither run misses anything."""
+    good.store.delete(good.store.list(good.weights_key(2)))
+    child = RunStore(good.store, "child")
+    origin = begin_at(good, 2, fork=True)
+    small_run.begin(child, origin)
+    pin(child, origin)
+    own = small_run.publish_version(child, 2)
+    small_run.take(child, 3, read_commit(good, 2), sampled_with=own)
+    child.store.delete(child.store.list(child.weights_key(2)))  # retention, later
+    assert messages(audit(child)) == []
+    assert messages(audit(good)) == []
+
+
 def test_a_fork_whose_parents_state_is_gone(good: RunStore) -> None:
     child = RunStore(good.store, "child")
     origin = begin_at(good, 3, fork=True)
