@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults.ledger import causes, story
 from tests.faults.planted import Fault
+from tests.faults.test_matrix import FLOW, TRAIN
 
 pytestmark = [
     pytest.mark.cluster,
@@ -45,10 +46,34 @@ def test_vllm_dies_in_a_shard(disturb, undisturbed, victim: str, action: str, ca
     assert story(commits) == story(undisturbed(*WORDS))
 
 
-def test_the_core_dies_while_it_loads_weights(disturb, undisturbed) -> None:
+def test_vllm_raises_in_a_shard(disturb, undisturbed) -> None:
+    """An error of the code itself: the run ends with it and is resumed."""
+    _, commits, out = disturb([replace(SHARD, action="raise")], *WORDS, timeout=600)
+    assert "planted" in out
+    assert story(commits) == story(undisturbed(*WORDS))
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_the_core_while_it_loads_weights(disturb, undisturbed, action: str) -> None:
     fault = Fault(
-        id="sync", target="engines.vllm:VllmEngine.sync", nth=2, action="kill", victim="core"
+        id="sync", target="engines.vllm:VllmEngine.sync", nth=2, action=action, victim="core"
     )
     _, commits, out = disturb([fault], *WORDS, resumes=0, timeout=600)
     assert causes(commits, "weight_sync") or causes(commits, "rollout"), out
+    assert story(commits) == story(undisturbed(*WORDS))
+
+
+@pytest.mark.parametrize("stage", ["update", "weight_sync"])
+def test_a_train_rank_dies_beside_vllm(disturb, undisturbed, stage: str) -> None:
+    fault = replace(TRAIN[stage], nth=2)
+    _, commits, out = disturb([fault], *WORDS, resumes=0, timeout=600)
+    assert causes(commits, stage), out
+    assert story(commits) == story(undisturbed(*WORDS))
+
+
+@pytest.mark.parametrize("stage", ["start", "rollout", "update", "weight_sync", "committed"])
+def test_the_flow_dies_beside_vllm(disturb, undisturbed, stage: str) -> None:
+    """vLLM's processes go with it, and those of the resumed run sample the same tokens."""
+    fault = replace(FLOW[stage], nth=min(FLOW[stage].nth, 2))
+    _, commits, _ = disturb([fault], *WORDS, timeout=600)
     assert story(commits) == story(undisturbed(*WORDS))
