@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from distributed import Client
 
 from configs.cluster import ClusterConfig
+from engines.certificates import Certificates
 from engines.failures import CallCancelled, ClusterLost, NoWorkers
 from engines.launch import NodeProcess
 from engines.membership import Member, by_name, kill_worker, list_workers
@@ -40,6 +41,9 @@ class Fleet(Protocol):
 
     def watch(self, cluster: Cluster) -> None:
         """Begin to replace workers that end."""
+
+    def certificate_files(self) -> Certificates | None:
+        """The cluster's certificates as files, where the fleet has put them for its workers."""
 
     def close(self) -> None:
         """End every worker."""
@@ -82,6 +86,13 @@ class Cluster:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def certificate_files(self) -> Certificates | None:
+        """For a look from another process: the certificates, where we made them, as files."""
+        if self._fleet is not None and (files := self._fleet.certificate_files()) is not None:
+            return files
+        return None if self._node is None else self._node.certificate_files()
 
     # -- workers ---------------------------------------------------------------------------------
 

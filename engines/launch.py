@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
+from engines.certificates import Certificates
 from engines.failures import ClusterLost
 from engines.node import AT_END_TIMEOUT, NodePlan
 from engines.parent_death import kill_all, session
@@ -33,9 +35,10 @@ class NodeProcess:
         The workers follow. `command` starts it on another machine, and passes its streams on.
         """
         self._scratch = tempfile.mkdtemp(prefix="refrain-")
+        self._certificates = plan.certificates
         if command is None:
-            plan = plan.model_copy(update={"scratch": self._scratch})
-            command = [sys.executable, "-W", NO_LEAK_WARNING, "-m", "engines.node"]
+            module = ["-m", "engines.node", self._scratch]
+            command = [sys.executable, "-W", NO_LEAK_WARNING, *module]
         self._end_timeout = END_TIMEOUT + AT_END_TIMEOUT * len(plan.at_end)
         self._process = subprocess.Popen(
             command,
@@ -80,6 +83,12 @@ class NodeProcess:
     def pid(self) -> int:
         """Process id; also that of the session which all workers belong to."""
         return self._process.pid
+
+    def certificate_files(self) -> Certificates | None:
+        """The certificates of its cluster as files of this user, which go when it ends."""
+        if self._certificates is None:
+            return None
+        return self._certificates.as_files(Path(self._scratch, "tls"))
 
     def exit_status(self) -> int | None:
         """How it ended; None while it runs."""

@@ -37,6 +37,7 @@ from pydantic import BaseModel, ConfigDict
 from engines import dask_settings
 from engines.certificates import Certificates
 from engines.parent_death import adopt_orphans, descendants, kill_all
+from engines.scratch import keep_temporary_files_in
 
 LOOPBACK = "127.0.0.1"
 DEAD = psutil.STATUS_ZOMBIE
@@ -61,9 +62,6 @@ class NodePlan(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    scratch: str | None = (
-        None  # directory of this cluster alone, removed at the end; none: make one
-    )
     no_workers_timeout: float  # seconds
     workers: tuple[WorkerPlan, ...]
     host: str | None = LOOPBACK  # address to listen at; none: the one that reaches the scheduler
@@ -89,10 +87,12 @@ def start_fork_server() -> set[int]:
 class Node:
     """The running node process."""
 
-    def __init__(self, plan: NodePlan, address_fd: int, helpers: set[int]) -> None:
-        """`address_fd`: where the scheduler's address goes; `helpers`: pids of Python's helpers."""
+    def __init__(self, plan: NodePlan, scratch: str, address_fd: int, helpers: set[int]) -> None:
+        """`scratch`: folder of this cluster alone, removed at the end; `address_fd`: where the
+        scheduler's address goes; `helpers`: pids of Python's helpers.
+        """
         self.plan = plan
-        self.scratch = plan.scratch or tempfile.mkdtemp(prefix="refrain-")
+        self.scratch = scratch
         self.address_fd = address_fd
         self.helpers = helpers
         self.nannies: list[Any] = []  # distributed.Nanny, which is imported later
@@ -193,13 +193,15 @@ class Node:
 
 
 def main() -> None:
-    """Serve until the flow process ends."""
+    """Serve until the flow process ends. The argument, if any, is the cluster's scratch folder."""
+    scratch = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="refrain-")
+    keep_temporary_files_in(scratch)
     adopt_orphans()
     address_fd = os.dup(sys.stdout.fileno())  # not inherited, unlike standard output, which
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # from here on is everybody's, for people
     helpers = start_fork_server()
     plan = NodePlan.model_validate(json.loads(sys.stdin.buffer.readline()))
-    node = Node(plan, address_fd, helpers)
+    node = Node(plan, scratch, address_fd, helpers)
     node.watch_parent()
     try:
         asyncio.run(node.serve())

@@ -25,6 +25,7 @@ import psutil
 
 from engines.parent_death import descendants, kill_all
 from engines.rollout import EngineDead
+from engines.scratch import lasting_folder
 from engines.vllm_plugin import OWNER_VARIABLE
 
 if TYPE_CHECKING:
@@ -114,8 +115,7 @@ class VllmProcess:
             self._loop.call_soon_threadsafe(self._loop.stop)
             if threading.current_thread() is not self._thread:
                 self._thread.join(CLOSE_GRACE)
-            if not self.cause:
-                shutil.rmtree(self.log.parent, ignore_errors=True)
+            shutil.rmtree(self.log.parent, ignore_errors=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -144,6 +144,7 @@ class VllmProcess:
                 self._llm = AsyncLLM.from_engine_args(arguments())
             except RuntimeError as error:
                 self.cause = f"did not start: {self._last_error() or error}"
+                self._keep_log()
                 raise self.dead() from error
             finally:
                 del os.environ[OWNER_VARIABLE]
@@ -166,8 +167,7 @@ class VllmProcess:
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
         said = self._last_error()
         self.cause = f"is dead: its process {process.pid} {how}" + (f" ({said})" if said else "")
-        if self.log.exists():
-            self.cause += f"; its log is {self.log}"
+        self._keep_log()
         self._died.set()
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
@@ -190,6 +190,13 @@ class VllmProcess:
             raise self.dead()
         finally:
             died.cancel()
+
+    def _keep_log(self) -> None:
+        """Put what vLLM's processes wrote where it stays, and say so in the cause."""
+        if self.log.exists():
+            kept = lasting_folder() / f"refrain-{self.name}-{os.getpid()}.log"
+            shutil.copyfile(self.log, kept)
+            self.cause += f"; its log is {kept}"
 
     def _last_error(self) -> str:
         """The root error in the engine's log, where vLLM's processes write their tracebacks."""

@@ -23,6 +23,9 @@ class Live(BaseModel):
     prefect: str | None  # URL of its Prefect API
     flow_run: str | None  # id of its flow run there
     epoch: int  # of its lease
+    # Paths of the PEM files ca, cert and key by which its scheduler can be asked; None: no TLS, or
+    # the files that the settings name.
+    certificates: dict[str, str] | None = None
 
 
 def write_live(run: RunStore, live: Live) -> None:

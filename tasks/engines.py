@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from configs.cluster_kinds import TemporaryTls
 from configs.grpo import GRPOConfig
+from engines.certificates import Certificates
 from engines.cluster import Cluster
 from engines.clusters.opening import open_cluster
 from engines.gang import Gang
@@ -216,6 +218,13 @@ class Engines:
     def scheduler(self) -> str:
         """Address of the Dask scheduler."""
         return str(self._made().cluster.client.scheduler_info()["address"])
+
+    @property
+    def temporary_certificates(self) -> Certificates | None:
+        """Files of the certificates that were made for this cluster alone, if any were."""
+        cluster = self._made().cluster
+        made = isinstance(cluster.config.encryption, TemporaryTls)
+        return cluster.certificate_files if made else None
 
     @property
     def actor(self) -> Trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ def answer(request: Request) -> Answer:
         tasks = task_views(live)
         record["tasks"] = [asdict(one) for one in tasks]
         try:
-            workers = look(live.scheduler, _certificates(config))
+            workers = look(live.scheduler, _certificates(config, live, holder.host))
             record["workers"] = [asdict(one) for one in workers]
             shown += _workers(workers)
         except NotReached as error:
@@ -93,15 +94,20 @@ def answer(request: Request) -> Answer:
     return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
 
 
-def _certificates(config: GRPOConfig) -> Certificates | None:
+def _certificates(config: GRPOConfig, live: Live, host: str) -> Certificates | None:
     """What a process needs to speak to the run's cluster. Raises NotReached where it cannot."""
     encryption = config.cluster.encryption
-    if isinstance(encryption, TemporaryTls):
+    if not isinstance(encryption, TemporaryTls):
+        return certificates_for(encryption)
+    files = live.certificates or {}
+    if not files or not all(os.access(path, os.R_OK) for path in files.values()):
+        where = f" in {os.path.dirname(files['ca'])}" if files else ""
         raise NotReached(
-            "The workers cannot be asked: the cluster's certificates are temporary, and only the "
-            "run's own processes have them. Set cluster.tls.kind = files to look from outside."
+            f"The workers cannot be asked from here: the cluster's certificates are{where} on "
+            f"{host}, readable only by the user who started the run. Ask there and as that user, "
+            "or set cluster.tls.kind = files."
         )
-    return certificates_for(encryption)
+    return Certificates(**files)
 
 
 def step_view(files: RunStore, commit: Commit) -> StepView:

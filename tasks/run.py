@@ -221,11 +221,13 @@ class Run:
     def announce(self) -> None:
         """Tell those who look at the run from outside where it goes on."""
         flow = flow_run_id()
+        made = self.engines.temporary_certificates
         live = Live(
             scheduler=self.engines.scheduler,
             prefect=PREFECT_API_URL.value(),
             flow_run=None if flow is None else str(flow),
             epoch=self.epoch,
+            certificates=None if made is None else made.model_dump(),
         )
         write_live(self.files, live)
 

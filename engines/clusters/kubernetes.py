@@ -65,6 +65,9 @@ class Pods:
         """None: pods may still come."""
         return None
 
+    def certificate_files(self) -> None:
+        """None: pods have them from a secret."""
+
     def watch(self, cluster: Cluster) -> None:
         """Nothing: the operator keeps the groups at their size."""
 

@@ -116,6 +116,7 @@ class JobArrays:
         self._leaving: frozenset[str] = frozenset()
         self._idle: dict[str, float] = {}  # replaced worker -> since when it has been idle
         self._failure: str | None = None
+        self._certificates: Certificates | None = None  # as files
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -123,8 +124,9 @@ class JobArrays:
         self, env: Environments, scheduler: str, certificates: Certificates | None
     ) -> None:
         """Write each pool's script, and submit as many tasks as it has workers."""
-        files = certificates.as_files(self.folder / "tls") if certificates is not None else None
-        wanted = wanted_scripts(self.config, self.prefix, env, scheduler, files)
+        if certificates is not None:
+            self._certificates = certificates.as_files(self.folder / "tls")
+        wanted = wanted_scripts(self.config, self.prefix, env, scheduler, self._certificates)
         for pool, text in job_scripts(wanted).items():
             self._script(pool).write_text(text)
             self._submit(pool, self.config.pools[pool].workers)
@@ -157,6 +159,10 @@ class JobArrays:
     def failure(self) -> str | None:
         """Why no more jobs are submitted."""
         return self._failure
+
+    def certificate_files(self) -> Certificates | None:
+        """In the folder that jobs and this machine share."""
+        return self._certificates
 
     def watch(self, cluster: Cluster) -> None:
         """Look at the queue from time to time, in a thread, until `close`."""

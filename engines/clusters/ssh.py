@@ -173,6 +173,9 @@ class RemoteNodes:
         """None: a machine may come back."""
         return None
 
+    def certificate_files(self) -> None:
+        """None: the machines get them with their plans."""
+
     def watch(self, cluster: Cluster) -> None:
         """Connect again, in a thread, to machines whose connection broke."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import ssl
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from storage.live import read_live
 from tests.flows.conftest import Launch
 from tests.flows.test_grpo import wait_for_step
 
@@ -53,7 +58,23 @@ def test_every_socket_of_a_run_is_on_loopback_and_speaks_tls(launch: Launch) -> 
     assert {ip for ip, _, _ in listening} <= {"127.0.0.1", "::1"}, listening
     guarded = [port for _, port, _ in listening if wants_a_certificate(port)]
     assert len(guarded) >= 9  # scheduler, four nannies, four workers
+    looked = subprocess.run(
+        [sys.executable, "-m", "flows.inspect", run.files.run, "--json"],
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert looked.returncode == 0, looked.stderr
+    seen = {one["name"]: one["status"] for one in json.loads(looked.stdout)["workers"]}
+    assert sorted(seen) == ["cpu-0", "rollout-0", "train-0", "train-1"]
+    assert all(status["pid"] in {process.pid for process in processes} for status in seen.values())
+    live = read_live(run.files)
+    assert live is not None
+    files = [Path(path) for path in (live.certificates or {}).values()]
+    assert [path.stat().st_mode & 0o77 for path in files] == [0, 0, 0]
     run.process.send_signal(signal.SIGTERM)
     code, out = run.end(timeout=30)
     assert code == 130, out
     assert "PRIVATE KEY" not in out
+    assert not any(path.exists() for path in files)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +30,18 @@ print("tokens:", json.dumps(list(answer.outputs[0].token_ids)))
 def test_a_run_on_vllm_stays_with_the_trainer_and_its_checkpoint_loads_elsewhere(
     launch: Launch,
 ) -> None:
-    run = launch("tiny", f"steps={UPDATES}", "rollout.engine=vllm", "name=whole")
+    temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short name: sockets are made in it
+    run = launch(
+        "tiny",
+        f"steps={UPDATES}",
+        "rollout.engine=vllm",
+        "name=whole",
+        environment={"TMPDIR": str(temporary)},
+    )
     code, out = run.end()
+    left = {path.name for path in temporary.iterdir()}
+    shutil.rmtree(temporary)
+    assert left <= {f"torchinductor_{os.getuid()}"}  # for the next run
     assert code == 0, out
     assert "WARN" not in out.upper(), out
     commits = run.commits()
