@@ -87,7 +87,7 @@ def _status(arguments: argparse.Namespace) -> int:
 def _described(status: Status) -> list[str]:
     """A submission for a person: first a line, then its jobs."""
     state = "no job in the queue" if status.flow is None else _job(status.flow)
-    if status.step >= status.steps:
+    if status.done:
         state = "finished"
     lines = [f"{status.name}: step {status.step}/{status.steps}, {state}"]
     if status.run is not None:

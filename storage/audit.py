@@ -32,7 +32,17 @@ from storage.runs import RunStore
 from storage.seen import ROWS, SEEN
 
 # Objects at the top of a run's folder that are its own records.
-RECORDS = ("run.json", "HEAD", "LEASE", "retention.json", "progress.png", "live.json", ROWS, SEEN)
+RECORDS = (
+    "run.json",
+    "HEAD",
+    "LEASE",
+    "retention.json",
+    "progress.png",
+    "live.json",
+    "end.json",
+    ROWS,
+    SEEN,
+)
 FOLDERS = ("children", "rescored")  # whose objects are kept for as long as the run
 
 

@@ -69,6 +69,10 @@ class Registry:
             evaluated_on=tags.get(EVALUATED_ON_TAG),
         )
 
+    def tags(self, model: str, number: str) -> dict[str, str]:
+        """The tags of a version."""
+        return dict(self._client.get_model_version(model, number).tags)
+
     def tag(self, model: str, number: str, tags: Mapping[str, str]) -> None:
         """Write tags on a version."""
         for name, value in tags.items():

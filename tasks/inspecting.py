@@ -15,6 +15,7 @@ from configs.grpo import GRPOConfig
 from engines.certificates import Certificates, certificates_for
 from engines.inspection import NotReached, WorkerView, look
 from storage.commits import Commit, head, read_commit
+from storage.ends import is_done
 from storage.errors import ObjectMissing
 from storage.leases import holder_of
 from storage.live import Live, read_live
@@ -63,13 +64,14 @@ def answer(request: Request) -> Answer:
     config = settings_of(files)
     holder, live, origin = holder_of(files), read_live(files), origin_of(files)
     done, start = head(files) or start_of(files), start_of(files)
+    finished = done >= config.steps and is_done(files, done)
     steps = [
         step_view(files, read_commit(files, step))
         for step in range(max(start, done - request.arguments.steps) + 1, done + 1)
     ]
     record: dict[str, Any] = {
         "run": files.run,
-        "state": "running" if holder else "finished" if done >= config.steps else "stopped",
+        "state": "running" if holder else "finished" if finished else "stopped",
         "steps_committed": done,
         "steps": config.steps,
         "origin": None if origin is None else str(origin),

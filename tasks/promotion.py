@@ -39,21 +39,31 @@ class Decision:
 
     promote: bool
     reason: str
+    given: bool = False  # the version has the alias: the run died right after it had moved it
 
 
 def judge_policy(run: Run) -> Decision | None:
     """Test the last policy version and promote it, as far as the settings ask for that."""
-    if run.config.evaluation is None:
+    if run.config.evaluation is None or judged_before(run):
         return None
     evaluated = evaluate(run)
     return None if run.config.promotion is None else promote(run, evaluated, run.config.promotion)
+
+
+def judged_before(run: Run) -> bool:
+    """Whether the run had come so far already when it died, and was resumed for what was left."""
+    if run.config.promotion is None:
+        return False
+    model = run.tracker.model_name  # of a resumed run the versions are known from here on
+    number = run.tracker.registered.get(run.head)
+    return number is not None and PROMOTION_TAG in Registry(run.config.tracking).tags(model, number)
 
 
 def promote(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
     """Decide by the rule, ask a person if that is wished, and move the alias or say why not."""
     run.background.drain()  # the version gets into the registry there
     decision = decide.submit(run, evaluated, rule).result()
-    if decision.promote and rule.approval:
+    if decision.promote and rule.approval and not decision.given:
         run.engines.close()  # nobody's devices wait for a person
         refused = asked(run, evaluated, rule, decision)
         # The champion may have changed while a person was thinking.
@@ -94,6 +104,9 @@ def judge(evaluated: Evaluation, champion: Registered | None, rule: PromotionCon
 def decide(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
     """Compare with the version that has the alias now."""
     champion = Registry(run.config.tracking).by_alias(run.tracker.model_name, rule.alias)
+    if champion is not None and (champion.run, champion.step) == (run.name, evaluated.version):
+        reason = f"It became the {rule.alias} before the run was broken and resumed."
+        return Decision(promote=True, reason=reason, given=True)
     return judge(evaluated, champion, rule)
 
 
@@ -128,9 +141,9 @@ def conclude(run: Run, evaluated: Evaluation, rule: PromotionConfig, decision: D
     tags = {EVALUATED_ON_TAG: evaluated.on, PROMOTION_TAG: decision.reason}
     if not math.isnan(evaluated.reward):
         tags[EVALUATION_TAG] = repr(evaluated.reward)
-    registry.tag(model, number, tags)
     if decision.promote:
         registry.give(model, rule.alias, number)
+    registry.tag(model, number, tags)  # last, for it says that all of this is done
     run.tracker.tag(PROMOTION_TAG, decision.reason)
     verdict = f"is now the {rule.alias}" if decision.promote else f"did not become the {rule.alias}"
     create_markdown_artifact(

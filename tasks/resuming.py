@@ -7,6 +7,7 @@ from typing import Any
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from storage.commits import head
+from storage.ends import is_done
 from storage.runs import RunStore
 
 # What may change between the parts of a run without making its past unrepeatable. A name stands
@@ -54,7 +55,7 @@ def check_resumable(files: RunStore, config: GRPOConfig) -> None:
             f"start a new run. On resuming only these may change: {', '.join(MAY_CHANGE)}."
         )
     committed = head(files) or 0
-    if committed >= config.steps:
+    if committed >= config.steps and is_done(files, committed):
         raise ConfigError(
             f"Run {files.run} is finished: {committed} of {config.steps} steps are committed. "
             "Set steps higher to train on."

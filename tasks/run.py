@@ -23,6 +23,7 @@ from engines.rollout import Sampling
 from storage.commits import Commit, Ledger, head, read_commit
 from storage.continuing import pin, shared_weights
 from storage.cursor import Cursor
+from storage.ends import write_end
 from storage.leases import RunLease
 from storage.leftovers import clear
 from storage.live import Live, write_live
@@ -284,7 +285,10 @@ class Run:
             self.cancelled.set()
 
     def summary(self) -> RunSummary:
-        """Where everything is; also leaves the curves in MLflow and on the dashboard."""
+        """Where everything is; also leaves the curves in MLflow and on the dashboard.
+
+        The last thing that a run does: from now on it is done.
+        """
         self.background.drain()
         clear(self.files, self.head)
         self._keep_rows()
@@ -293,6 +297,8 @@ class Run:
             show_curves(self, image)
             show_steps(self, self.tracker.history)
             self.files.store.write(self.plot_key, image)
+        self.tracker.finish(None)
+        write_end(self.files, self.head)
         return RunSummary(
             run=self.name,
             steps=self.head,

@@ -28,6 +28,7 @@ from configs.recipes import ConfigError
 from engines.clusters.slurm_jobs import Task, listed, slurm_says
 from engines.launch import python_path
 from storage.commits import head
+from storage.ends import is_done
 from storage.runs import RunStore
 from storage.store import Store
 
@@ -60,6 +61,7 @@ class Status:
     name: str
     run: str | None  # none before the flow has begun
     step: int  # last one committed
+    done: bool  # nothing is left to do
     steps: int
     flow: Task | None  # none when no job of the flow is in the queue
     pools: dict[str, list[Task]]
@@ -88,9 +90,13 @@ class Submission:
         """Name of the flow's job."""
         return f"{self.name}-flow"
 
+    @property
+    def _store(self) -> Store:
+        return Store(self.record.store, self.record.store_options)
+
     def run(self) -> str | None:
         """Name of the run that the flow began; None before it did."""
-        store = Store(self.record.store, self.record.store_options)
+        store = self._store
         for name in reversed(store.children()):
             if not name.startswith(f"{self.record.family}-"):
                 continue
@@ -104,12 +110,14 @@ class Submission:
         """Jobs from the queue, progress from the store."""
         run = self.run()
         jobs = self._jobs()
-        store = Store(self.record.store, self.record.store_options)
+        files = None if run is None else RunStore(self._store, run)
+        step = 0 if files is None else head(files) or 0
         flow = jobs.pop(self.flow_job, [])
         return Status(
             name=self.name,
             run=run,
-            step=(head(RunStore(store, run)) or 0) if run is not None else 0,
+            step=step,
+            done=files is not None and step >= self.record.steps and is_done(files, step),
             steps=self.record.steps,
             flow=flow[0] if flow else None,
             pools={name.removeprefix(f"{self.name}-"): tasks for name, tasks in jobs.items()},
