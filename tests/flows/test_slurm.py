@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -27,9 +28,9 @@ Command = Callable[..., str]
 def command(slurm: Slurm, prefect_api: str, tmp_path: Path) -> Command:
     """Run `python -m flows.cluster WORDS` in an empty folder; returns what it printed."""
 
-    def run(*words: str, code: int = 0) -> str:
+    def run(*words: str, code: int = 0, module: str = "flows.cluster") -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cluster", *words],
+            [sys.executable, "-m", module, *words],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_API_URL": prefect_api},
             capture_output=True,
@@ -101,6 +102,13 @@ def test_a_run_is_submitted_followed_and_leaves_no_job(
 def test_stop_ends_flow_and_pools(command: Command, slurm: Slurm, tmp_path: Path) -> None:
     name = submitted(command, tmp_path, "steps=1000")
     wait(lambda: committed(tmp_path)[1] >= 1, command, name)
+    run, _ = committed(tmp_path)
+    assert run is not None
+    where = f"store.uri=file://{tmp_path}/store"
+    seen = json.loads(command(run, "--json", where, module="flows.inspect"))
+    assert {one["name"]: one["status"]["worker"] for one in seen["workers"]} == {
+        name: name for name in ("cpu-0", "rollout-0", "train-0")
+    }
     out = command("stop", name)
     assert f"Stopped {name}; no job of it is left." in out
     assert f"--resume {committed(tmp_path)[0]}" in out
