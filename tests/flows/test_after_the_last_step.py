@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 from mlflow import MlflowClient
 
 from storage.registry import EVALUATION_TAG, PROMOTION_TAG
 from tests.faults.planted import Fault, Faults
-from tests.flows.conftest import Launch
+from tests.flows.conftest import Launch, Launched
 
 pytestmark = pytest.mark.cluster
 
@@ -26,6 +28,14 @@ MOMENTS = {
 IN_DEFAULT_SUITE = ("alias moved",)
 
 
+def words(folder: Path) -> list[str]:
+    """A run of one step whose policy is then tested and promoted."""
+    rows = [{"question": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(30, 34)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = ["evaluation.source.kind=file", "evaluation.source.path=rows.jsonl"]
+    return ["tiny", "name=last", "steps=1", *source, "promotion.alias=champion"]
+
+
 @pytest.mark.parametrize(
     "moment",
     [
@@ -34,18 +44,8 @@ IN_DEFAULT_SUITE = ("alias moved",)
     ],
 )
 def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: str) -> None:
-    rows = [{"question": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(30, 34)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [MOMENTS[moment]])
-    broken = launch(
-        "tiny",
-        "name=last",
-        "steps=1",
-        "evaluation.source.kind=file",
-        "evaluation.source.path=rows.jsonl",
-        "promotion.alias=champion",
-        environment=faults.environment,
-    )
+    broken = launch(*words(tmp_path), environment=faults.environment)
     code, out = broken.end()
     assert code == -9, out
     assert faults.missed == []
@@ -66,3 +66,39 @@ def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: 
     code, out = launch("--resume", name).end()
     assert code == 2
     assert "is finished: 1 of 1 steps are committed" in out
+
+
+def paused(api: str, run: Launched, known: str = "") -> str:
+    """Id of the flow run that waits for a person, once there is one besides `known`."""
+    question = {
+        "flow_runs": {"name": {"any_": ["last"]}, "state": {"type": {"any_": ["PAUSED"]}}},
+        "sort": "START_TIME_DESC",
+    }
+    end = time.monotonic() + 180
+    while time.monotonic() < end:
+        assert run.process.poll() is None, run.end()[1]
+        found = httpx.post(f"{api}/flow_runs/filter", json=question).json()
+        if found and found[0]["id"] != known:
+            return str(found[0]["id"])
+        time.sleep(0.5)
+    raise AssertionError("nobody is asked")
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_waits_for_a_person_asks_again(
+    launch: Launch, prefect_api: str, tmp_path: Path
+) -> None:
+    waiting = launch(*words(tmp_path), "promotion.approval=true")
+    first = paused(prefect_api, waiting)
+    waiting.process.kill()
+    waiting.process.wait()
+    resumed = launch("--resume", waiting.files.run)
+    second = paused(prefect_api, resumed, known=first)
+    answer = httpx.post(
+        f"{prefect_api}/flow_runs/{second}/resume", json={"run_input": {"approve": True}}
+    )
+    assert answer.json().get("status") == "ACCEPT", answer.text
+    code, out = resumed.end()
+    assert code == 0, out
+    client = MlflowClient(f"sqlite:///{tmp_path}/.refrain/mlflow.db")
+    assert client.get_model_version_by_alias("last", "champion").tags["refrain.step"] == "1"
