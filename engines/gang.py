@@ -31,7 +31,8 @@ from engines.remote import Call, EngineSpec
 
 SETTLE = 2.0  # seconds in which, after one rank failed, the others may show the real cause
 ASIDE_TIMEOUT = 60.0  # seconds for the small things that only rank 0 does
-JOIN_PHASES = 4  # phases of `join`, each bounded by its time-out: leave, store, Gloo or NCCL, model
+JOIN_PHASES = 4  # parts of `join`: leave, store, Gloo or NCCL, model
+MEETING_TIMEOUT = 60.0  # seconds for each phase of a meeting, at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +65,13 @@ class Gang:
         deadline: float,
         *,
         start_timeout: float | None = None,
-        join_timeout: float = 60.0,
         retry_runtime_errors: bool = True,
     ) -> None:
         """`deadline`: seconds that any call without its own may take; `start_timeout`: that building
-        may take, else the deadline.
+        may take, and meeting with the load of the model, else the deadline.
 
-        `join_timeout`: seconds for each phase of the rendezvous. `retry_runtime_errors`: count an
-        engine's RuntimeError and OSError (a broken collective, say) as the machinery's, so that
-        GangLost is raised and not GangFailed.
+        `retry_runtime_errors`: count an engine's RuntimeError and OSError (a broken collective, say)
+        as the machinery's, so that GangLost is raised and not GangFailed.
         """
         self.cluster = cluster
         self.pool = pool
@@ -80,7 +79,6 @@ class Gang:
         self.spec = spec
         self.deadline = deadline
         self.start_timeout = deadline if start_timeout is None else start_timeout
-        self.join_timeout = join_timeout
         self.generation = 0
         self.world = cluster.config.pools[pool].workers
         self._machinery = (InfrastructureError, *((RuntimeError, OSError) * retry_runtime_errors))
@@ -132,7 +130,7 @@ class Gang:
         """Have the ranks meet at a free port of rank 0's host."""
         meeting = members[0].host
         port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
-        limit = self.join_timeout * JOIN_PHASES
+        limit = self.start_timeout
         return self._all(
             members,
             lambda rank, wake: start(
@@ -146,7 +144,7 @@ class Gang:
                     "host": meeting,
                     "port": port,
                     "generation": self.generation,
-                    "timeout": self.join_timeout,
+                    "timeout": min(MEETING_TIMEOUT, limit / JOIN_PHASES),
                 },
                 None,
                 deadline=limit,

@@ -111,7 +111,14 @@ def _only(cluster: ClusterConfig, pool: str) -> ClusterConfig:
 
 def _trainer(cluster: Cluster, files: RunStore, config: GRPOConfig, last: int) -> Trainer:
     spec = EngineSpec.of("engines.fsdp:FSDPEngine", train_spec(config, files, "actor"))
-    gang = Gang(cluster, config.cluster.roles.actor, ROLE, spec, config.train.deadline)
+    gang = Gang(
+        cluster,
+        config.cluster.roles.actor,
+        ROLE,
+        spec,
+        config.train.deadline,
+        start_timeout=config.cluster.start_timeout,
+    )
     return Trainer(
         gang,
         files,
