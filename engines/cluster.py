@@ -94,6 +94,11 @@ class Cluster:
             return files
         return None if self._node is None else self._node.certificate_files()
 
+    @property
+    def scheduler(self) -> str:
+        """Address of the Dask scheduler."""
+        return str(self.ask(self.client.scheduler.identity)["address"])
+
     # -- workers ---------------------------------------------------------------------------------
 
     def members(self, pool: str | None = None, max_age: float = 0.0) -> dict[str, Member]:

@@ -55,7 +55,8 @@ def grpo_step(run: Run, step: int) -> StepSummary:
         if run.snapshot_due(step):
             updated = snapshot.submit(run, step, updated, wait_for=[synced])
         committed = commit.submit(run, step, prompts, scored, batch, updated, synced)
-        return result_of(committed, prompts, *sampled, *scored, *greedy, batch, updated, synced)
+        parts = [prompts, *sampled, *scored, *greedy, logprobs, batch, updated, synced]
+        return result_of(committed, *parts)
 
 
 @flow(name="grpo", flow_run_name="{config.name}", persist_result=False)

@@ -51,7 +51,8 @@ def ppo_step(run: Run, step: int) -> StepSummary:
         if run.snapshot_due(step):
             updated = snapshot.submit(run, step, updated, wait_for=[synced, critic])
         committed = commit.submit(run, step, prompts, scored, batch, updated, synced, critic)
-        return result_of(committed, prompts, *sampled, *scored, batch, critic, updated, synced)
+        parts = [prompts, *sampled, *scored, valued, logprobs, batch, critic, updated, synced]
+        return result_of(committed, *parts)
 
 
 @flow(name="ppo", flow_run_name="{config.name}", persist_result=False)

@@ -217,7 +217,7 @@ class Engines:
     @property
     def scheduler(self) -> str:
         """Address of the Dask scheduler."""
-        return str(self._made().cluster.client.scheduler_info()["address"])
+        return self._made().cluster.scheduler
 
     @property
     def temporary_certificates(self) -> Certificates | None:

@@ -101,12 +101,16 @@ class RunSummary:
 Result = TypeVar("Result")
 
 
-def result_of(last: PrefectFuture[Result], *before: PrefectFuture[Any]) -> Result:
+def result_of(last: PrefectFuture[Result], *before: PrefectFuture[Any] | None) -> Result:
     """The result of a step's last task, or the failure of the first task that failed.
 
-    Prefect's own error in that case says only that the last task is not ready.
+    `before`: every task that it waits for. Prefect's own error would say only that the last one, or
+    another that waited, is not ready.
     """
     last.wait()
     for future in before:
-        future.result()
+        if future is not None:
+            future.wait()
+            if not future.state.is_pending():
+                future.result()
     return last.result()

@@ -15,6 +15,7 @@ from configs.cluster import ClusterConfig
 from engines.certificates import Certificates, certificates_for
 from engines.cluster import Cluster, Fleet
 from engines.clusters.joined import check_members, check_scheduler
+from engines.failures import ClusterLost
 from engines.host import HOST, EngineHost
 from engines.launch import NodeProcess
 from engines.node import NodePlan, WorkerPlan
@@ -128,11 +129,16 @@ def _connected(
     try:
         client = _connect(started.address, certificates, config.start_timeout)
         cluster = Cluster(config, client, started.node, started.logs, started.fleet)
-    except BaseException:
+    except BaseException as error:
         if started.fleet is not None:
             started.fleet.close()
         if started.node is not None:
             started.node.end()
+        if isinstance(error, OSError | TimeoutError):
+            raise ClusterLost(
+                f"the Dask scheduler at {started.address} cannot be reached: {error}. "
+                "The run can be resumed."
+            ) from error
         raise
     if started.fleet is not None:
         started.fleet.watch(cluster)
