@@ -36,7 +36,7 @@ def step(broken: bool) -> int:
 
 
 @pytest.mark.cluster
-def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) -> None:  # noqa: F811
+def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) -> None:
     with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
         assert step(False) == 8
         with pytest.raises(RuntimeError, match="the cause"):
