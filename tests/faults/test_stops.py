@@ -44,26 +44,14 @@ def reached(run: Launched, faults: Faults, timeout: float = 300) -> None:
     time.sleep(0.5)
 
 
-def cancel(api: str, run: Launched) -> None:
+def cancel(api: str) -> None:
     """What the button on the dashboard does."""
-    (found,) = (
-        httpx.post(
-            f"{api}/flow_runs/filter",
-            json={
-                "flow_runs": {"name": {"any_": [run.files.run]}},
-                "sort": "START_TIME_DESC",
-                "limit": 1,
-            },
-        ).json()
-        or httpx.post(
-            f"{api}/flow_runs/filter",
-            json={
-                "flow_runs": {"parent_flow_run_id": {"is_null_": True}},
-                "sort": "START_TIME_DESC",
-                "limit": 1,
-            },
-        ).json()
-    )
+    question = {
+        "flow_runs": {"name": {"any_": ["faults"]}, "state": {"type": {"any_": ["RUNNING"]}}},
+        "sort": "START_TIME_DESC",
+        "limit": 1,
+    }
+    (found,) = httpx.post(f"{api}/flow_runs/filter", json=question).json()
     answer = httpx.post(
         f"{api}/flow_runs/{found['id']}/set_state", json={"state": {"type": "CANCELLING"}}
     ).json()
@@ -84,7 +72,7 @@ def test_nothing_is_left(
     assert len(run.children()) >= 2
     began = time.monotonic()
     if how == "dashboard":
-        cancel(prefect_api, run)
+        cancel(prefect_api)
     else:
         run.process.send_signal(getattr(signal, how))
     while run.children() and time.monotonic() - began < 2 * WITHIN:
