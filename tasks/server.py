@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from engines.parent_death import die_with_parent
 
 HOST = "127.0.0.1"
 FIRST_PORT = 4200
+OTHER_PORTS = range(20000, 32768)  # below those of connections and of listeners on port 0
 START_TIMEOUT = 120.0  # seconds; the first start migrates the database
 STOP_TIMEOUT = 2.0  # seconds until a server that does not stop is killed
 LOOK_EVERY = 2.0  # seconds
@@ -194,8 +196,11 @@ def prefect_server(home: Path) -> Iterator[str]:
 
 
 def _free_port() -> int:
-    """Prefect's usual port if it is free, else any."""
-    for port in (FIRST_PORT, 0):
+    """Prefect's usual port if it is free, else one that the kernel gives to nobody by itself.
+
+    It is free until the server binds it, seconds later; a scheduler or worker must not get it.
+    """
+    for port in (FIRST_PORT, *random.sample(OTHER_PORTS, 100)):
         with contextlib.closing(socket.socket()) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
