@@ -16,6 +16,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -29,6 +30,8 @@ from engines.scratch import lasting_folder
 from engines.vllm_plugin import OWNER_VARIABLE
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
@@ -162,8 +165,7 @@ class VllmProcess:
         self._loop.remove_reader(process.sentinel)
         if self.closed or self.cause:
             return
-        process.join(1)
-        code = process.exitcode
+        code = exit_code(process)
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
         said = self._last_error()
         self.cause = f"is dead: its process {process.pid} {how}" + (f" ({said})" if said else "")
@@ -206,6 +208,19 @@ class VllmProcess:
         plain = [_LOG_PREFIX.sub("", line) for line in lines]
         errors = [line for line in plain if _ERROR_LINE.match(line)]
         return _root_cause(errors)
+
+
+def exit_code(process: BaseProcess, within: float = 1.0) -> int | None:
+    """How a child that has ended did so, in at most `within` seconds; None if that is not known.
+
+    Two threads that ask at once (vLLM watches its core as well) race: one takes the code from the
+    kernel, and the other reads None until the first has written it down.
+    """
+    process.join(within)
+    until = time.monotonic() + within
+    while (code := process.exitcode) is None and time.monotonic() < until:
+        time.sleep(0.005)
+    return code
 
 
 def _root_cause(errors: list[str]) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +18,7 @@ import pytest
 
 from engines.parent_death import kill_all, session
 from engines.rollout import EngineDead, RolloutEngine
+from engines.vllm_process import exit_code
 from tests.contract.rollout.world import LONG, SHORT, World, begun, until
 
 pytestmark = pytest.mark.vllm
@@ -91,3 +95,20 @@ def test_a_killed_vllm_fails_what_is_in_flight_with_the_cause(
     engine.close()
     engine.close()
     assert engine.status().pids == ()
+
+
+def test_the_exit_code_is_known_when_another_thread_asked_the_kernel_first() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    process.kill()
+    assert process.pid is not None
+    _, status = os.waitpid(process.pid, 0)  # the other thread has the code ...
+    assert process.exitcode is None
+
+    def write_down() -> None:  # ... and is not yet run again
+        process._popen.returncode = os.waitstatus_to_exitcode(status)  # type: ignore[attr-defined]
+
+    writes = threading.Timer(0.1, write_down)
+    writes.start()
+    assert exit_code(process) == -signal.SIGKILL
+    writes.join()
