@@ -1,5 +1,8 @@
 """Where batches, policy versions and trainer states are kept, and for how long."""
 
+import sys
+
+import yaml
 from pydantic import Field, field_validator
 
 from configs.base import Settings
@@ -48,6 +51,16 @@ class StoreConfig(Settings):
     def _no_password(cls, uri: str) -> str:
         refuse_password("store.uri", uri)
         return uri
+
+    def words(self) -> list[str]:
+        """The words by which a command finds this store: none for the default one."""
+        changed = {} if self.uri == StoreConfig().uri else {"store.uri": self.uri}
+        options = {f"store.options.{key}": value for key, value in self.options.items()}
+        return [f"{key}={_as_yaml(value)}" for key, value in {**changed, **options}.items()]
+
+
+def _as_yaml(value: str | int | float | bool) -> str:
+    return yaml.safe_dump(value, width=sys.maxsize).removesuffix("...\n").rstrip()
 
 
 class TrackingConfig(Settings):

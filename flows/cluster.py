@@ -124,10 +124,8 @@ def _stop(arguments: argparse.Namespace) -> int:
     if left:
         print(f"Jobs {', '.join(left)} are still ending; look again with squeue.", file=sys.stderr)
         return FAILED
-    run = submission.run()
-    module = submission.record.module
-    again = f" To go on: python -m {module} --resume {run}" if run is not None else ""
-    print(f"Stopped {submission.name}; no job of it is left.{again}")
+    again = submission.resume_command()
+    print(f"Stopped {submission.name}; no job of it is left." + (again and f" To go on: {again}"))
     return 0
 
 

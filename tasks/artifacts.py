@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from configs.flows import command
+
 if TYPE_CHECKING:
     from storage.commits import Commit
     from tasks.attempts import Attempt
@@ -95,9 +97,10 @@ def lineage(run: Standing, commit: Commit, attempts: list[Attempt]) -> str:
     lines += reward_code(commit)
     if run.origin is not None:
         lines += ["", f"The run goes on from {escaped(run.origin)}."]
-    command = f"python -m flows.lineage {run.name} --version {commit.version_out.version}"
-    lines += ["", f"Sample by sample: `{command}`; made again and compared: "]
-    lines[-1] += f"`python -m flows.replay {run.name} {commit.step}`."
+    store = run.config.store
+    samples = command("lineage", store, run.name, "--version", commit.version_out.version)
+    again = command("replay", store, run.name, commit.step)
+    lines += ["", f"Sample by sample: `{samples}`; made again and compared: `{again}`."]
     failures = [attempt for attempt in attempts if attempt.error]
     if failures:
         lines += ["", "#### Failed attempts, each tried again", ""]

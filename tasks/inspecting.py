@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from configs.cluster_kinds import TemporaryTls
+from configs.flows import resume_command
 from configs.grpo import GRPOConfig
 from engines.certificates import Certificates, certificates_for
 from engines.inspection import NotReached, WorkerView, look
@@ -76,6 +77,7 @@ def answer(request: Request) -> Answer:
         "steps": config.steps,
         "origin": None if origin is None else str(origin),
         "holder": None if holder is None else f"process {holder.pid} on {holder.host}",
+        "resume": None if holder or finished else resume_command(config, files.run),
         "committed": [asdict(one) for one in steps],
     }
     shown = _headline(record)
@@ -175,6 +177,10 @@ def _headline(record: dict[str, Any]) -> list[RenderableType]:
         lines.append(text(f"It goes on from {record['origin']}."))
     if record["holder"]:
         lines.append(text(f"It is written by {record['holder']}."))
+    if record["resume"]:
+        all_steps = record["steps_committed"] >= record["steps"]
+        left = "What follows the last step is not done. " if all_steps else ""
+        lines.append(text(f"{left}To go on: {record['resume']}"))
     return lines
 
 

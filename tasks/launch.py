@@ -16,6 +16,7 @@ from prefect.logging.configuration import setup_logging
 
 from configs import recipes
 from configs.base import Settings
+from configs.flows import resume_command
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
 from configs.storage import StoreConfig
@@ -87,7 +88,7 @@ def _run(
             what = f"The Prefect server does not answer ({what})."
         terminal.say(what, style="red")
         if run is not None:
-            terminal.say(f"To go on from the last step: {_command()} --resume {run.name}")
+            terminal.say(f"To go on from the last step: {resume_command(run.config, run.name)}")
         return FAILED
     terminal.facts(
         f"{name}: {summary.steps} steps are committed.",
@@ -108,7 +109,7 @@ def _command() -> str:
 
 def _stopped(terminal: Terminal, run: Run | None) -> int:
     """A person ended the run."""
-    again = f" To go on: {_command()} --resume {run.name}" if run is not None else ""
+    again = f" To go on: {resume_command(run.config, run.name)}" if run is not None else ""
     terminal.say(f"Stopped.{again}", style="yellow")
     return INTERRUPTED
 

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict
 
 from configs.cluster_kinds import SlurmConfig
+from configs.flows import command
 from configs.grpo import GRPOConfig
 from configs.recipes import ConfigError
+from configs.storage import StoreConfig
 from engines.clusters.slurm_jobs import Task, listed, slurm_says
 from engines.launch import python_path
 from storage.commits import head
@@ -51,7 +53,7 @@ class Record(BaseModel):
     steps: int
     pools: list[str]
     store: str
-    store_options: dict[str, JsonValue]
+    store_options: dict[str, str | int | float | bool]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +107,13 @@ class Submission:
                 case {"config": {"cluster": {"slurm": {"name": self.name}}}}:
                     return name
         return None
+
+    def resume_command(self) -> str:
+        """The command that goes on with the run on this machine; empty before there is a run."""
+        run = self.run()
+        store = StoreConfig(uri=self.record.store, options=self.record.store_options)
+        flow = self.record.module.rpartition(".")[2]
+        return "" if run is None else command(flow, store, "--resume", run)
 
     def status(self) -> Status:
         """Jobs from the queue, progress from the store."""

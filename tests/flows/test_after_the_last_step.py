@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +53,10 @@ def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: 
     assert faults.missed == []
     name = broken.files.run
     (commit,) = broken.commits()
+    assert (
+        f"{name} is stopped: 1 of 1 steps are committed.\n"
+        f"What follows the last step is not done. To go on: python -m flows.grpo --resume {name}\n"
+    ) in inspected(broken)
 
     resumed = launch("--resume", name)
     code, out = resumed.end()
@@ -66,6 +72,14 @@ def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: 
     code, out = launch("--resume", name).end()
     assert code == 2
     assert "is finished: 1 of 1 steps are committed" in out
+
+
+def inspected(run: Launched) -> str:
+    """What `python -m flows.inspect` prints about a run."""
+    command = [sys.executable, "-m", "flows.inspect", run.files.run]
+    looked = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=60)
+    assert looked.returncode == 0, looked.stderr
+    return looked.stdout
 
 
 def paused(api: str, run: Launched, known: str = "") -> str:

@@ -1,0 +1,46 @@
+"""The commands that a run names can be pasted: they find the run's store again."""
+
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.flows import SETTINGS, command, resume_command
+from configs.grpo import GRPOConfig
+from configs.ppo import PPOConfig
+from configs.recipes import change, load
+from configs.storage import StoreConfig
+
+TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc"]))
+VALUES = st.one_of(TEXT, st.integers(), st.booleans(), st.floats(allow_nan=False))
+
+
+def test_a_run_in_the_default_store_needs_no_more_than_its_name() -> None:
+    config = load(GRPOConfig, "tiny")
+    assert resume_command(config, "tiny-1") == "python -m flows.grpo --resume tiny-1"
+    with_critic = load(PPOConfig, "tiny", ["algorithm.advantage.kind=gae"])
+    assert resume_command(with_critic, "tiny-1") == "python -m flows.ppo --resume tiny-1"
+
+
+@pytest.mark.parametrize("flow", SETTINGS)
+def test_another_store_is_named(flow: str) -> None:
+    store = StoreConfig(uri="s3://bucket/a b", options={"endpoint_url": "http://127.0.0.1:9000"})
+    assert command(flow, store, "--resume", "x") == (
+        f"python -m flows.{flow} --resume x 'store.uri=s3://bucket/a b' "
+        "store.options.endpoint_url=http://127.0.0.1:9000"
+    )
+
+
+@given(name=TEXT, options=st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES))
+def test_the_words_read_as_the_store_that_they_were_made_of(
+    name: str, options: dict[str, str | int | float | bool]
+) -> None:
+    store = StoreConfig(uri=f"s3://bucket/{name}", options=options)
+    words = shlex.split(command("grpo", store))[3:]
+    given = [word.removeprefix("store.") for word in words]
+    read = change(StoreConfig, {}, given)
+    assert read == store
+    assert {key: type(one) for key, one in read.options.items()} == {
+        key: type(one) for key, one in options.items()
+    }
