@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -123,16 +122,23 @@ class Tracker:
         return self._last_step
 
     def log_step(
-        self, step: int, metrics: Mapping[str, float], lineage: Mapping[str, str] | None = None
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        at: float,
+        lineage: Mapping[str, str] | None = None,
     ) -> None:
-        """Record a step's metrics, in one write together with the step's number.
+        """Record a step's metrics, and then the step's number, which a death may leave unwritten.
 
-        `lineage`: tags of the run that say what its newest version is made of.
+        `at`: when the step was committed, in seconds since 1970. MLflow keeps a value once for a
+        step and a time, so a step may be recorded again. `lineage`: tags of the run that say what
+        its newest version is made of.
         """
         from mlflow.entities import Metric, RunTag
 
-        now = int(time.time() * 1000)
-        values = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        moment = int(at * 1000)
+        values = [Metric(name, float(value), moment, step) for name, value in metrics.items()]
         with _as_tracking_errors(self._uri):
             newest = {LAST_STEP_TAG: str(step), **(lineage or {})}
             tags = [RunTag(name, value) for name, value in newest.items()]

@@ -125,7 +125,7 @@ def summarize(run: Run, evaluation: EvaluationConfig, parts: list[BatchRef]) -> 
         on=manner(run, evaluation),
     )
     if len(good):
-        run.tracker.log(run.head, {"eval/reward": done.reward, "eval/error": done.error})
+        run.tracker.log(run.last, {"eval/reward": done.reward, "eval/error": done.error})
     return done
 
 

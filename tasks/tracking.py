@@ -61,7 +61,7 @@ class RunTracker:
             metrics = {name: x for name, x in commit.metrics.items() if x is not None}
             self.history.append((commit.step, metrics))
             if commit.step > logged:
-                self._tracker.log_step(commit.step, metrics, newest_tags(commit))
+                self._log(self._tracker, commit, metrics)
         self.registered = self._tracker.registered()
         newest = before[0]
         if self._run.snapshot_due(head) and newest.version_out.version not in self.registered:
@@ -71,7 +71,10 @@ class RunTracker:
         """Record a committed step."""
         tracker = self._ready()
         self.history.append((commit.step, metrics))
-        tracker.log_step(commit.step, metrics, newest_tags(commit))
+        self._log(tracker, commit, metrics)
+
+    def _log(self, tracker: Tracker, commit: Commit, metrics: Metrics) -> None:
+        tracker.log_step(commit.step, metrics, at=commit.committed_at, lineage=newest_tags(commit))
 
     def register(self, commit: Commit) -> None:
         """Put the policy version that a step made into the model registry."""
@@ -89,9 +92,9 @@ class RunTracker:
         )
         self.registered[weights.version] = number
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record figures that are not a step's own, such as an evaluation's."""
-        self._ready().log_step(step, metrics)
+    def log(self, commit: Commit, metrics: Metrics) -> None:
+        """Record figures that are not a step's own, such as an evaluation of what it made."""
+        self._ready().log_step(commit.step, metrics, at=commit.committed_at)
 
     def tag(self, name: str, value: str) -> None:
         """Write a tag on the run's page."""

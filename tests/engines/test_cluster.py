@@ -109,12 +109,11 @@ def test_an_engines_own_exception_comes_back(cluster, pair):
 
 def test_control_passes_calls_that_fill_the_worker(cluster, solo):
     build(cluster, solo)
-    first = in_thread(call, cluster, solo, "nap", seconds=2.0)
+    first = in_thread(call, cluster, solo, "nap", seconds=3.0)
     running(cluster, solo, 1)
-    began = time.monotonic()
     assert calls.control(cluster, solo, "role", "environ", {"name": "OMP_NUM_THREADS"}) == "2"
-    assert time.monotonic() - began < 1.5
-    assert first()[1] >= 2.0
+    assert len(calls.status_of(cluster, solo).running) == 1  # still the nap
+    first()
 
 
 def test_the_slots_are_the_calls_at_once(cluster, pair):
@@ -133,7 +132,7 @@ def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(cluste
     died = time.monotonic()
     os.kill(calls.status_of(cluster, pair[0]).pid, signal.SIGKILL)
     error, _ = wait()
-    assert time.monotonic() - died < 2
+    assert time.monotonic() - died < 10  # of the 30 s of the nap
     assert isinstance(error, WorkerLost)
     assert error.worker == "pair-0"
     assert "which ends: the last words" in str(error)
@@ -161,8 +160,8 @@ def test_a_call_past_its_deadline_restarts_the_worker(cluster, pair):
     began = time.monotonic()
     with pytest.raises(CallDeadline, match=r"role.nap on worker pair-1 did not end within 1 s"):
         call(cluster, pair[1], "nap", seconds=60.0, deadline=1.0)
-    assert time.monotonic() - began < 4
-    assert left_after(2, [child]) == []
+    assert time.monotonic() - began < 15  # of 60 s
+    assert left_after(5, [child]) == []
     assert cluster.wait("pair", 2)["pair-1"] != pair[1]
 
 
@@ -173,7 +172,7 @@ def test_a_stopped_worker_is_past_its_deadline_too(cluster, pair):
     os.kill(calls.status_of(cluster, pair[1]).pid, signal.SIGSTOP)
     error, seconds = wait()
     assert isinstance(error, CallDeadline)
-    assert seconds < 8  # the deadline, and the time in which a worker must report its status
+    assert seconds < 20  # the deadline, and the time in which a worker must report its status
     assert cluster.wait("pair", 2)["pair-1"] != pair[1]
 
 
@@ -213,18 +212,17 @@ def test_a_cancel_event_ends_the_wait(cluster, pair):
     build(cluster, pair[0])
     cancel = threading.Event()
     threading.Timer(0.3, cancel.set).start()
-    began = time.monotonic()
     with pytest.raises(CallCancelled):
         call(cluster, pair[0], "nap", seconds=3.0, cancel=cancel)
-    assert time.monotonic() - began < 1.5
-    running(cluster, pair[0], 0)  # the engine itself goes on
+    assert len(calls.status_of(cluster, pair[0]).running) == 1  # the engine itself goes on
+    running(cluster, pair[0], 0)
 
 
 def test_a_pool_without_enough_workers_is_an_error_that_names_it(cluster):
     began = time.monotonic()
     with pytest.raises(NoWorkers, match="pool 'solo' has 1 of 2 live workers"):
         cluster.wait("solo", 2, timeout=0.5)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10  # the default is a minute
     with pytest.raises(ValueError, match="'sole' is no pool"):
         cluster.workers("sole")
 
@@ -286,7 +284,7 @@ def test_a_lost_scheduler_ends_calls_and_workers(number, monkeypatch):
         os.kill(cluster._node.pid, number)
         error, seconds = wait()
         assert isinstance(error, ClusterLost)
-        assert seconds < 12
+        assert seconds < 30
         with pytest.raises(ClusterLost, match="can be resumed"):
             cluster.workers("p")
         began = time.monotonic()

@@ -200,11 +200,7 @@ def test_an_exception_in_the_flow(disturb, undisturbed, fault: Fault) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [*with_actions(STAGES, "kill"), replace(STAGES["rollout"], action="stop")],
-    ids=named,
-)
+@pytest.mark.parametrize("fault", with_actions(STAGES, "kill", "stop"), ids=named)
 def test_the_scheduler(disturb, undisturbed, fault: Fault) -> None:
     """All workers go with it, and the run says so; it is resumed."""
     _, commits, out = disturb([replace(fault, victim="scheduler")])
@@ -214,11 +210,7 @@ def test_the_scheduler(disturb, undisturbed, fault: Fault) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [*with_actions(STAGES, "kill"), replace(STAGES["update"], action="stop")],
-    ids=named,
-)
+@pytest.mark.parametrize("fault", with_actions(STAGES, "kill", "stop"), ids=named)
 def test_the_prefect_server(disturb, undisturbed, fault: Fault) -> None:
     """It is started again, and the run goes on."""
     _, commits, _ = disturb([replace(fault, victim="server")], embedded=True, resumes=0)

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from storage.commits import head
-from tests.flows.conftest import Launch, Launched
+from tests.faults.planted import Faults
+from tests.flows.conftest import AFTER_STEP_3, Launch, Launched
 
 pytestmark = pytest.mark.cluster
 
@@ -146,10 +147,10 @@ def test_a_run_killed_and_resumed_ends_with_the_same_weights(
 ) -> None:
     whole = launch("tiny", "steps=4", "store.uri=file://whole")
     assert whole.end()[0] == 0
-    broken = launch("tiny", "steps=4")
-    wait_for_step(broken, 3)
-    broken.process.kill()
-    broken.process.wait()
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [AFTER_STEP_3])
+    broken = launch("tiny", "steps=4", environment=faults.environment)
+    code, out = broken.end()
+    assert (code, faults.missed) == (-9, []), out
     name = broken.files.run
     resumed = launch("--resume", name)
     code, out = resumed.end()

@@ -12,8 +12,7 @@ from storage.commits import Commit
 from storage.tracking import flatten
 from tests.engines.method_cases import ADVANTAGES, LOSSES, correction_recipes, covering, words
 from tests.faults.planted import Fault, Faults
-from tests.flows.conftest import Launch, Launched
-from tests.flows.test_grpo import wait_for_step
+from tests.flows.conftest import AFTER_STEP_3, Launch, Launched
 
 pytestmark = pytest.mark.cluster
 
@@ -105,12 +104,10 @@ def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
     dies = Fault(
         id="critic", target="engines.critic_update:CriticUpdater.run", action="kill", nth=2
     )
-    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies])
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies, AFTER_STEP_3])
     broken = launch("tiny", "steps=4", module="flows.ppo", environment=faults.environment)
-    wait_for_step(broken, 3)
-    assert faults.missed == []
-    broken.process.kill()
-    broken.process.wait()
+    code, out = broken.end()
+    assert (code, faults.missed) == (-9, []), out
     name = broken.files.run
     code, out = launch("--resume", name).end()
     assert code == 2

@@ -87,7 +87,7 @@ def test_a_run_has_a_page(tracker: Tracker, config: TrackingConfig, folder: Path
 def test_metrics_and_files(tracker: Tracker, config: TrackingConfig) -> None:
     assert tracker.last_step is None
     for step in (1, 2):
-        tracker.log_step(step, {"reward/mean": 0.1 * step, "time/rollout": 3.0})
+        tracker.log_step(step, {"reward/mean": 0.1 * step, "time/rollout": 3.0}, at=1e9 + step)
     tracker.log_file("plots/progress.png", b"one")
     tracker.log_file("plots/progress.png", b"two")
     tracker.log_file("note.md", "text")
@@ -99,10 +99,31 @@ def test_metrics_and_files(tracker: Tracker, config: TrackingConfig) -> None:
     assert place.read_bytes() == b"two"
 
 
+def test_a_step_recorded_again_is_one_point(
+    tracker: Tracker, config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer died between MLflow's write of the metrics and that of the tags."""
+    figures = {"reward/mean": 0.1, "time/rollout": 3.7}
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore._set_tags", dies)
+        with pytest.raises(KeyboardInterrupt):
+            tracker.log_step(1, figures, at=1234567890.123)
+    assert tracker.last_step is None
+    tracker.log_step(1, figures, at=1234567890.123)
+    tracker.log_step(2, figures, at=1234567891.5)
+    for name in figures:
+        history = client(config).get_metric_history(tracker.run_id, name)
+        assert [(m.step, m.timestamp) for m in history] == [(1, 1234567890123), (2, 1234567891500)]
+
+
 def test_resuming_goes_on_with_the_page(config: TrackingConfig) -> None:
     first = Tracker(config)
     first.start(page("resumed"))
-    first.log_step(7, {"kl": 0.5})
+    first.log_step(7, {"kl": 0.5}, at=1e9)
     first.finish("KILLED")
     again = Tracker(config)
     changed: dict[str, JsonValue] = {**SETTINGS, "seed": 4, "new": True}
@@ -174,7 +195,7 @@ def test_an_unstarted_tracker_can_be_left(config: TrackingConfig) -> None:
 
 def test_failures_of_mlflow_are_tracking_errors(tracker: Tracker, config: TrackingConfig) -> None:
     with pytest.raises(TrackingError, match=r"MLflow at sqlite:///.* failed: "):
-        tracker.log_step(1, {"a name with *": 1.0})
+        tracker.log_step(1, {"a name with *": 1.0}, at=1e9)
     deleted = config.model_copy(update={"experiment": "gone"})
     Tracker(deleted).start(page())
     experiment = client(config).get_experiment_by_name("gone").experiment_id
@@ -215,7 +236,7 @@ def test_two_processes_can_make_the_database_at_once_and_quietly(tmp_path: Path)
         tracker = Tracker(TrackingConfig(uri="sqlite:///.refrain/mlflow.db"))
         with tracker:
             tracker.start(page(sys.argv[1]))
-            tracker.log_step(1, {"kl": 0.0})
+            tracker.log_step(1, {"kl": 0.0}, at=1e9)
             tracker.register_version(
                 0, uri="file:///store/" + sys.argv[1], digest="x", step=0, store_uri="file:///store"
             )

@@ -82,7 +82,7 @@ def test_a_killed_vllm_fails_what_is_in_flight_with_the_cause(
     (pid,) = engine.status().pids
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDead, match=f"process {pid} was killed by SIGKILL"):
-        shard.result(5)
+        shard.result(30)
     assert engine.status().state == "dead"
     for call in (
         lambda: engine.generate(world.request(world.prompts(), SHORT)),
