@@ -74,7 +74,9 @@ def world(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> World:
     process = command(folder, "grpo", "tiny", "name=whole", api=prefect_api)
     try:
         parent = RunStore(store, _begun(process, store))
-        seen = json.loads(finished(command(folder, "inspect", parent.run, "--json")))
+        seen: dict[str, Any] = {"state": "running", "tasks": []}
+        while seen["state"] == "running" and not seen["tasks"]:  # between two steps there is none
+            seen = json.loads(finished(command(folder, "inspect", parent.run, "--json")))
         finished(process)
         process = command(
             folder, "grpo", "--fork", f"{parent.run}@1", "name=child", api=prefect_api
