@@ -18,7 +18,7 @@ from distributed.scheduler import KilledWorker, NoValidWorkerError
 
 from engines import on_worker
 from engines.cluster import Cluster, raise_if_set
-from engines.failures import CallDeadline, ClusterLost, WorkerLost, revive
+from engines.failures import CallDeadline, WorkerLost, revive
 from engines.lease import BuildReport, HostStatus, Lease, Outcome, Ticket
 from engines.remote import EngineSpec
 
@@ -134,8 +134,7 @@ class Submission:
         except NoValidWorkerError:
             raise self._lost("it left before the call began") from None
         except CancelledError:
-            self.cluster.check()
-            raise ClusterLost(f"the Dask scheduler dropped {self.label}") from None
+            raise self.cluster.why_lost(f"the Dask scheduler dropped {self.label}") from None
 
     def _fetch(self) -> Any:
         """The result from the worker that holds it; it may die with it."""

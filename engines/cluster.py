@@ -27,6 +27,7 @@ from engines.membership import Member, by_name, kill_worker, list_workers
 ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
 KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
 CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
+AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its sockets have closed
 SCAN_AGE = 1.0  # seconds for which a list of workers is good enough to see that one is gone
 
 
@@ -266,9 +267,7 @@ class Cluster:
             self.check()
             if self._answers():  # then it is a worker that does not
                 raise TimeoutError(f"a worker cannot be reached: {error}") from error
-            raise ClusterLost(
-                f"the Dask scheduler cannot be reached: {error}. The run can be resumed."
-            ) from error
+            raise self.why_lost(f"the Dask scheduler cannot be reached: {error}") from error
 
     def _answers(self) -> bool:
         """Whether the scheduler answers."""
@@ -296,6 +295,20 @@ class Cluster:
                 f"the connection to the Dask scheduler is {self.client.status}. "
                 "The run can be resumed."
             )
+
+    def why_lost(self, seen: str) -> ClusterLost:
+        """What ended the cluster, or what was `seen` of it if nothing says so within seconds.
+
+        The sockets of a process that dies close a moment before the kernel tells its end.
+        """
+        until = time.monotonic() + AFTERMATH
+        while time.monotonic() < until:
+            try:
+                self.check()
+            except ClusterLost as error:
+                return error
+            time.sleep(0.05)
+        return ClusterLost(f"{seen}. The run can be resumed.")
 
     def close(self) -> None:
         """End it all. A local cluster's processes, and what they started, are gone on return.

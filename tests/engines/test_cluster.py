@@ -284,6 +284,9 @@ def test_a_lost_scheduler_ends_calls_and_workers(number, monkeypatch):
         os.kill(cluster._node.pid, number)
         error, seconds = wait()
         assert isinstance(error, ClusterLost)
+        assert "The run can be resumed." in str(error)
+        if number == signal.SIGKILL:
+            assert "ended (exit status -9)" in str(error)
         assert seconds < 30
         with pytest.raises(ClusterLost, match="can be resumed"):
             cluster.workers("p")
