@@ -82,8 +82,8 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
-    if isinstance(value, str):
-        value = _number(value)
+    if value == text:  # and not in quotes
+        value = _number(text)
     if key.startswith("cluster.pools.") and "pools" not in raw.get("cluster", {}):
         raw.setdefault("cluster", {})["pools"] = ClusterConfig().model_dump()["pools"]
     *parents, last = key.split(".")

@@ -60,7 +60,10 @@ class StoreConfig(Settings):
 
 
 def _as_yaml(value: str | int | float | bool) -> str:
-    return yaml.safe_dump(value, width=sys.maxsize).removesuffix("...\n").rstrip()
+    """A value as the value of a word; text that might be taken for a number is in quotes."""
+    quote = "'" if isinstance(value, str) and not value[:1].isalpha() else None
+    dumped = yaml.safe_dump(value, width=sys.maxsize, default_style=quote)
+    return dumped.removesuffix("...\n").rstrip("\n")
 
 
 class TrackingConfig(Settings):

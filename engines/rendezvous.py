@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from engines.bounded import Overdue, bounded
 from engines.failures import InfrastructureError
 
 T = TypeVar("T")
@@ -60,11 +60,11 @@ def meet(
     where = f"rank {rank} of {world} at {host}:{port}"
     if world > 1:
         pin_to_loopback(host)
-    store = _bounded(
+    store = _phase(
         "store", where, timeout, seconds, lambda: _store(rank, world, host, port, timeout)
     )
     layer = "nccl" if device.type == "cuda" else "gloo"
-    group = _bounded(
+    group = _phase(
         layer, where, timeout, seconds, lambda: _group(store, rank, world, device, call_timeout)
     )
     return Meeting(group=group, rank=rank, world=world, device=device, seconds=seconds)
@@ -87,34 +87,22 @@ def pin_to_loopback(host: str) -> bool:
     return True
 
 
-def _bounded(
+def _phase(
     phase: str, where: str, timeout: float, seconds: dict[str, float], run: Callable[[], T]
 ) -> T:
     """Run a phase in a thread of its own, because no library call can be trusted to end."""
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def attempt() -> None:
-        try:
-            results.append(run())
-        except Exception as error:  # handed to the caller below
-            errors.append(error)
-
     began = time.monotonic()
-    thread = threading.Thread(target=attempt, name=f"rendezvous-{phase}", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    seconds[phase] = time.monotonic() - began
-    if errors:
-        raise RendezvousFailed(f"rendezvous failed in phase {phase} ({where}): {errors[0]}") from (
-            errors[0]
-        )
-    if not results:
+    try:
+        return bounded(run, timeout, f"rendezvous-{phase}")
+    except Overdue:
         raise RendezvousFailed(
             f"rendezvous is stuck in phase {phase} ({where}): not done after {timeout:g} s. "
             "Check that every rank was started and can reach that address."
-        )
-    return results[0]
+        ) from None
+    except Exception as error:
+        raise RendezvousFailed(f"rendezvous failed in phase {phase} ({where}): {error}") from error
+    finally:
+        seconds[phase] = time.monotonic() - began
 
 
 def _store(rank: int, world: int, host: str, port: int, timeout: float) -> dist.Store:

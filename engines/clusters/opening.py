@@ -12,8 +12,9 @@ from distributed import Client
 from distributed.utils import get_ip_interface
 
 from configs.cluster import ClusterConfig
+from engines.bounded import bounded
 from engines.certificates import Certificates, certificates_for
-from engines.cluster import Cluster, Fleet
+from engines.cluster import ASK_TIMEOUT, Cluster, Fleet
 from engines.clusters.joined import check_members, check_scheduler
 from engines.failures import ClusterLost
 from engines.host import HOST, EngineHost
@@ -127,7 +128,7 @@ def _connected(
 ) -> Cluster:
     """Connect to the scheduler of a cluster that we started."""
     try:
-        client = _connect(started.address, certificates, config.start_timeout)
+        client = _connect(started.address, certificates, config)
         cluster = Cluster(config, client, started.node, started.logs, started.fleet)
     except BaseException as error:
         if started.fleet is not None:
@@ -149,7 +150,7 @@ def _join(config: ClusterConfig, certificates: Certificates | None) -> Cluster:
     """Join a running cluster, if its scheduler keeps our promises."""
     assert config.address is not None
     try:
-        client = _connect(config.address, certificates, min(config.start_timeout, 30.0))
+        client = _connect(config.address, certificates, config)
     except (OSError, TimeoutError) as error:
         raise ValueError(
             f"cluster.address = {config.address} does not answer ({error}). Start the Dask "
@@ -164,9 +165,17 @@ def _join(config: ClusterConfig, certificates: Certificates | None) -> Cluster:
     return cluster
 
 
-def _connect(address: str, certificates: Certificates | None, timeout: float) -> Client:
+def _connect(address: str, certificates: Certificates | None, config: ClusterConfig) -> Client:
+    """A client of a scheduler that listens; OSError where it does not answer in time."""
     security = certificates.security() if certificates is not None else None
-    return Client(address, timeout=timeout, set_as_default=False, name="refrain", security=security)
+    timeout = min(config.start_timeout, ASK_TIMEOUT)
+
+    def connect() -> Client:  # Dask's timeout is that of each of many things
+        return Client(
+            address, timeout=timeout, set_as_default=False, name="refrain", security=security
+        )
+
+    return bounded(connect, timeout, "dask-client")
 
 
 def listening_address(host: str | None) -> str:

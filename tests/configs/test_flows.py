@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.flows import SETTINGS, command, resume_command
@@ -32,6 +32,7 @@ def test_another_store_is_named(flow: str) -> None:
     )
 
 
+@settings(deadline=None, max_examples=300, derandomize=True)
 @given(name=TEXT, options=st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES))
 def test_the_words_read_as_the_store_that_they_were_made_of(
     name: str, options: dict[str, str | int | float | bool]

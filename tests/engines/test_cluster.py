@@ -262,6 +262,14 @@ def test_an_address_where_nobody_answers_is_refused():
         open_cluster(config)
 
 
+def test_an_address_that_is_taken_by_something_silent_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        config = ClusterConfig(kind="address", address=address, start_timeout=1.0)
+        with pytest.raises(ValueError, match=rf"cluster.address = {address} does not answer"):
+            open_cluster(config)
+
+
 def test_a_plan_that_does_not_fit_is_refused_before_anything_starts():
     config = ClusterConfig(pools={"p": PoolConfig(gpus=64)}, roles=one_pool_roles("p"))
     with pytest.raises(ValueError, match=r"cluster.pools.p wants 1 workers with 64 GPUs"):
