@@ -124,7 +124,7 @@ class EmbeddedServer:
         except httpx.HTTPError:
             return False
 
-    def wait(self, timeout: float = START_TIMEOUT) -> None:
+    def wait(self, timeout: float = 2 * START_TIMEOUT) -> None:  # one that hung is started again
         """Return when the server answers; ServerError with its last words if it ends or hangs."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
