@@ -36,7 +36,12 @@ from pydantic import BaseModel, ConfigDict
 
 from engines import dask_settings
 from engines.certificates import Certificates
-from engines.parent_death import adopt_orphans, descendants, kill_all
+from engines.parent_death import (
+    adopt_orphans,
+    descendants,
+    kill_all,
+    wake_at_parents_death,
+)
 from engines.scratch import keep_temporary_files_in
 
 LOOPBACK = "127.0.0.1"
@@ -197,6 +202,7 @@ def main() -> None:
     scratch = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="refrain-")
     keep_temporary_files_in(scratch)
     adopt_orphans()
+    wake_at_parents_death()  # to see it, and end
     address_fd = os.dup(sys.stdout.fileno())  # not inherited, unlike standard output, which
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # from here on is everybody's, for people
     helpers = start_fork_server()

@@ -38,6 +38,14 @@ def die_with_parent() -> bool:
     return _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def wake_at_parents_death() -> bool:
+    """Have the kernel continue this process, if it is stopped, when the one that started it ends.
+
+    Linux; a process that runs does not notice.
+    """
+    return _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def adopt_orphans() -> bool:
     """Make this process the parent of descendants whose own parent dies (Linux)."""
     return _prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -39,17 +39,18 @@ with open_cluster(ClusterConfig(pools={"p": PoolConfig(slots=2)}, roles=roles)) 
 
 
 @pytest.mark.parametrize(
-    ("number", "forks"),
+    ("number", "how"),
     [
         (signal.SIGKILL, ""),
+        (signal.SIGKILL, "stopped"),
         pytest.param(signal.SIGKILL, "forks", marks=pytest.mark.slow),
         (signal.SIGINT, ""),
         (signal.SIGTERM, ""),
     ],
 )
-def test_nothing_is_left(number, forks):
+def test_nothing_is_left(number, how):
     flow = subprocess.Popen(
-        [sys.executable, "-c", FLOW, forks],
+        [sys.executable, "-c", FLOW, how],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -60,6 +61,8 @@ def test_nothing_is_left(number, forks):
         assert started["child"] in started["pids"]
         assert len(started["pids"]) >= 5  # node, resource tracker, fork server, worker, its child
         time.sleep(0.3)
+        if how == "stopped":
+            os.kill(os.getsid(started["child"]), signal.SIGSTOP)  # the node process
         flow.send_signal(number)
         assert left_after(5, [flow.pid, *started["pids"]]) == []
         assert not Path(started["scratch"]).exists()
