@@ -99,9 +99,9 @@ def run_trl(steps: int, folder: Path) -> None:
 
 def our_steps(steps: int, folder: Path) -> tuple[list[float], list[dict[str, float]]]:
     """Seconds of each of our steps, and all figures of each."""
-    from storage.commits import read_commit
-    from storage.runs import RunStore
-    from storage.store import Store
+    from storage.objects.store import Store
+    from storage.runs.commit_log import read_commit
+    from storage.runs.run_store import RunStore
 
     command = [sys.executable, "-m", "flows.grpo", "smollm2-arithmetic", f"steps={steps}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

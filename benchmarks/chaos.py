@@ -27,10 +27,10 @@ from pathlib import Path
 
 import psutil
 
-from storage.commits import head
-from storage.errors import StoreError
-from storage.runs import RunStore
-from storage.store import Store
+from storage.objects.errors import StoreError
+from storage.objects.store import Store
+from storage.runs.commit_log import head
+from storage.runs.run_store import RunStore
 from tests.faults.ledger import committed, story
 from tests.faults.planted import Faults
 

@@ -21,16 +21,15 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from configs.advantages import Advantage
-from configs.algorithm import AlgorithmConfig
-from engines.advantage_batch import AdvantageBatch
-from engines.advantages import ADVANTAGES
-from engines.aggregation import Normaliser
-from engines.jagged import Rows
-from engines.logprobs import token_statistics
-from engines.losses import POLICY_LOSSES
-from engines.objective import Objective
-from engines.policy_batch import PolicyBatch
+from configs.algorithm.advantages import Advantage
+from configs.algorithm.algorithm import AlgorithmConfig
+from engines.algorithms.advantages import ADVANTAGES
+from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.inputs import AdvantageBatch, PolicyBatch
+from engines.algorithms.jagged import Rows
+from engines.algorithms.losses import POLICY_LOSSES
+from engines.algorithms.objective import Objective
+from engines.train.logprobs import token_statistics
 
 REPEATS = 5
 

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from storage.batches import write_batch
-from storage.refs import BatchRef
-from storage.store import Store
-from storage.weights import WeightsRef, publish, stream
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.runs.weights import WeightsRef, publish, stream
 
 MB = 10**6
 

@@ -43,13 +43,13 @@ def rows(options: argparse.Namespace) -> tuple[list[np.ndarray], list[np.ndarray
 
 def engine_side(options: argparse.Namespace, folder: Path) -> Callable[[int], float]:
     """The train engine, world size 1; returns update(step) -> loss."""
-    from configs.algorithm import AlgorithmConfig
+    from configs.algorithm.algorithm import AlgorithmConfig
     from configs.model import PretrainedModel
     from configs.train import TrainConfig
-    from engines.fsdp import FSDPEngine
-    from engines.train_spec import TrainSpec
-    from storage.batches import write_batch
-    from storage.store import Store
+    from engines.train.fsdp_engine import FSDPEngine
+    from engines.train.spec import TrainSpec
+    from storage.batches.writing import write_batch
+    from storage.objects.store import Store
 
     prompts, responses = rows(options)
     random = np.random.default_rng(1)

@@ -35,11 +35,11 @@ def measure(model: str, repeats: int, only: str | None, folder: Path) -> dict[st
     from configs.model import PretrainedModel
     from configs.rollout import RolloutConfig
     from engines import models
-    from engines.hf import HFEngine
-    from engines.rollout import RolloutSpec
-    from engines.vllm import VllmEngine
-    from storage.store import Store
-    from storage.weights import publish
+    from engines.rollout.contract import RolloutSpec
+    from engines.rollout.hf_engine import HFEngine
+    from engines.rollout.vllm_engine import VllmEngine
+    from storage.objects.store import Store
+    from storage.runs.weights import publish
 
     directory = models.materialize(PretrainedModel(path=model))
     store = Store(f"file://{folder}")
@@ -113,8 +113,8 @@ def _sampling(store: Any, engines: Any, policy: Any, repeats: int) -> Any:
     """Median tokens per second of 8 prompts x 8 samples x 48 new tokens."""
     import numpy as np
 
-    from engines.rollout import RolloutRequest, Sampling
-    from storage.batches import write_batch
+    from engines.rollout.contract import RolloutRequest, Sampling
+    from storage.batches.writing import write_batch
 
     ids = [(np.arange(PROMPT_TOKENS) * (k + 3)) % 5000 + 100 for k in range(PROMPTS)]
     prompts = write_batch(

@@ -4,9 +4,9 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from configs.algorithm import AlgorithmConfig
+from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
-from configs.cluster import ClusterConfig, Role
+from configs.cluster.cluster import ClusterConfig, Role
 from configs.data import DataConfig, ReasoningGymSource
 from configs.model import Model
 from configs.retraining import (

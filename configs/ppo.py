@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from configs.base import Settings
-from configs.cluster import Role
+from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.train import TrainConfig
 

@@ -195,3 +195,11 @@ def import_class(path: str) -> type:
     if not isinstance(found, type):
         raise ValueError(f"{path!r}: module {module} has no class {name}.")
     return found
+
+
+class WeightsMismatch(RuntimeError):
+    """What a sync offered or loaded is not the version that was asked for; names the tensor."""
+
+
+class WeightMismatch(RuntimeError):
+    """A rollout engine does not hold the weights that it was given."""

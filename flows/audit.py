@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tasks import commands
+from tasks.commands import command as commands
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
     words.add_argument("--strict", action="store_true", help="let orphans count as a problem")
 
     def work(request: commands.Request) -> commands.Answer:
-        from tasks.auditing import answer
+        from tasks.commands.audit import answer
 
         return answer(request)
 

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs import recipes
-from configs.cluster_kinds import SlurmConfig
+from configs.cluster.kinds import SlurmConfig
 from configs.flows import SETTINGS
-from configs.recipes import ConfigError
+from configs.overrides import ConfigError
+from configs.recipe import DEMO, load_recipe
 from engines.clusters.slurm_jobs import BusySlurm, Task
-from tasks.submission import Status, Submission, new_submission, submitted
+from tasks.launch.submission import Status, Submission, new_submission, submitted
 
 FOLDER = SlurmConfig().folder
 FAILED = 1
@@ -51,11 +51,11 @@ def main(words: Sequence[str] = ()) -> int:
 
 def _submit(arguments: argparse.Namespace) -> int:
     """Check the settings, then put the flow's job into the queue."""
-    from tasks.preflight import check
+    from tasks.run.preflight import check
 
     words = list(arguments.words)
-    recipe = words.pop(0) if words and "=" not in words[0] else recipes.DEMO
-    config = recipes.load(SETTINGS[arguments.flow], recipe, words)
+    recipe = words.pop(0) if words and "=" not in words[0] else DEMO
+    config = load_recipe(SETTINGS[arguments.flow], recipe, words)
     module = f"flows.{arguments.flow}"
     if config.cluster.kind != "slurm":
         raise ConfigError(

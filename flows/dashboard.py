@@ -9,8 +9,8 @@ import argparse
 import signal
 import sys
 
-from tasks.launch import HOME
-from tasks.server import EmbeddedServer, ServerError
+from tasks.launch.command_line import HOME
+from tasks.launch.server import EmbeddedServer, ServerError
 
 
 def main() -> int:

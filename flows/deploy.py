@@ -14,13 +14,13 @@ import sys
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
 
-from tasks.registration import (
+from tasks.launch.registration import (
     check_server,
     ensure_pools,
     register_automations,
     register_deployments,
 )
-from tasks.server import ServerError
+from tasks.launch.server import ServerError
 
 
 def main() -> int:

@@ -17,17 +17,16 @@ from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
 from tasks.baseline import baseline
 from tasks.commit import commit, snapshot
-from tasks.continuing import NothingNew
 from tasks.draw import draw
-from tasks.flow_run import untagged_tasks
-from tasks.launch import main
+from tasks.launch.command_line import main
 from tasks.logprob import logprob
 from tasks.promotion import judge_policy
+from tasks.reporting.flow_run import untagged_tasks
 from tasks.results import RunSummary, StepSummary, result_of
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run import Run, open_run
-from tasks.skipping import skipped
+from tasks.run.continue_from import NothingNew, skipped
+from tasks.run.run import Run, open_run
 from tasks.start import start_engines
 from tasks.update import update
 from tasks.weight_sync import weight_sync

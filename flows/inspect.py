@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tasks import commands
+from tasks.commands import command as commands
 
 
 def main() -> int:
@@ -20,7 +20,7 @@ def main() -> int:
     words.add_argument("--steps", type=int, default=10, metavar="N", help="steps shown [10]")
 
     def work(request: commands.Request) -> commands.Answer:
-        from tasks.inspecting import answer
+        from tasks.commands.inspect import answer
 
         return answer(request)
 

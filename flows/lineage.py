@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tasks import commands
+from tasks.commands import command as commands
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     words.add_argument("--limit", type=int, default=20, metavar="N", help="rows shown [20]")
 
     def work(request: commands.Request) -> commands.Answer:
-        from tasks.lineage import answer
+        from tasks.commands.lineage import answer
 
         return answer(request)
 

@@ -16,18 +16,17 @@ from prefect import flow, tags
 from configs.ppo import PPOConfig
 from tasks.advantage import advantage
 from tasks.commit import commit, snapshot
-from tasks.critic_update import critic_update
 from tasks.draw import draw
-from tasks.flow_run import untagged_tasks
-from tasks.launch import main
+from tasks.launch.command_line import main
 from tasks.logprob import logprob
 from tasks.promotion import judge_policy
+from tasks.reporting.flow_run import untagged_tasks
 from tasks.results import RunSummary, StepSummary, result_of
 from tasks.reward import reward
 from tasks.rollout import rollout
-from tasks.run import Run, open_run
+from tasks.run.run import Run, open_run
 from tasks.start import start_engines
-from tasks.update import update
+from tasks.update import critic_update, update
 from tasks.values import values
 from tasks.weight_sync import weight_sync
 

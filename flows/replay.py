@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tasks import commands
+from tasks.commands import command as commands
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
     )
 
     def work(request: commands.Request) -> commands.Answer:
-        from tasks.replaying import answer
+        from tasks.commands.replay import answer
 
         return answer(request)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from tasks import commands
+from tasks.commands import command as commands
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     words.add_argument("--steps", metavar="A-B", help="committed steps [all]")
 
     def work(request: commands.Request) -> commands.Answer:
-        from tasks.rescoring import answer
+        from tasks.commands.rescore import answer
 
         return answer(request)
 

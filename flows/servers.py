@@ -29,7 +29,7 @@ from types import FrameType
 import httpx
 
 from configs.environment import mlflow_database
-from engines.parent_death import die_with_parent, kill_all, session
+from engines.processes.parent_death import die_with_parent, kill_all, session
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT = 180.0  # seconds; the first start migrates the databases

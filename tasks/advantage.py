@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from prefect import task
 
-from storage.digests import key_of
-from storage.refs import BatchRef
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
 from tasks.results import Scored, TrainBatch
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 ADDED = ("old_logprobs", "sum_pi_squared", "ref_logprobs", "values")  # by the train engines
 

@@ -7,10 +7,10 @@ import dataclasses
 from prefect import task
 
 from tasks.results import Prompts, Scored
-from tasks.retries import OPTIONS
 from tasks.reward import scored
 from tasks.rollout import sample_shard
-from tasks.run import Run
+from tasks.run.retries import OPTIONS
+from tasks.run.run import Run
 
 
 @task(name="baseline", task_run_name="baseline {shard}/{shards}", **OPTIONS)

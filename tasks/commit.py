@@ -8,18 +8,18 @@ from prefect import task
 from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
-from engines.rewards import code_digest
-from storage.commits import Commit, Ledger
-from storage.commits import commit as write_commit
-from storage.errors import StoreUnavailable
-from storage.refs import BatchRef
-from tasks import events
-from tasks.artifacts import show_step
-from tasks.attempts import Attempt
-from tasks.metrics import step_metrics
+from engines.rewards.runner import code_digest
+from storage.batches.refs import BatchRef
+from storage.objects.errors import StoreUnavailable
+from storage.runs.commit_log import Commit, Ledger
+from storage.runs.commit_log import commit as write_commit
+from tasks.reporting import events
+from tasks.reporting.artifacts import show_step
+from tasks.reporting.attempts import Attempt
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.metrics import step_metrics
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 
 @task(name="snapshot", task_run_name="snapshot", **OPTIONS)

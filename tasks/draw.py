@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prefect import task
 
-from storage.cursor import draw as draw_rows
-from storage.digests import key_of
-from storage.refs import BatchRef
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from storage.prompts.cursor import draw as draw_rows
 from tasks.results import Prompts
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 
 @task(name="draw", task_run_name="draw", **OPTIONS)

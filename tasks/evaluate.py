@@ -13,13 +13,13 @@ import numpy as np
 from prefect import task
 
 from configs.retraining import EvaluationConfig
-from engines.rollout import RolloutRequest, Sampling
-from storage.digests import key_of
-from storage.prompts import open_source
-from storage.refs import BatchRef
+from engines.rollout.contract import RolloutRequest, Sampling
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from storage.prompts.open_source import open_source
 from tasks.results import Prompts, result_of
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,18 +12,18 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from configs.retraining import PromotionConfig
-from storage.registry import (
+from storage.tracking.registry import (
     EVALUATED_ON_TAG,
     EVALUATION_TAG,
     PROMOTION_TAG,
     Registered,
     Registry,
 )
-from tasks import events
-from tasks.artifacts import escaped, key
 from tasks.evaluate import Evaluation, evaluate
-from tasks.retries import OPTIONS
-from tasks.run import Run
+from tasks.reporting import events
+from tasks.reporting.artifacts import escaped, key
+from tasks.run.retries import OPTIONS
+from tasks.run.run import Run
 
 
 class Approval(RunInput):

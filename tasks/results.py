@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from prefect.futures import PrefectFuture
 
-from engines.rewards import RewardCode
-from engines.rollout import ShardStats
-from storage.cursor import Cursor
-from storage.refs import BatchRef
-from storage.weights import WeightsRef
+from engines.rewards.runner import RewardCode
+from engines.rollout.contract import ShardStats
+from storage.batches.refs import BatchRef
+from storage.prompts.cursor import Cursor
+from storage.runs.weights import WeightsRef
 
 Metrics = dict[str, float]  # by name, as MLflow shows them: reward/mean, time/rollout, …
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from prefect import task
 from prefect.logging import get_run_logger
 
-from engines.scoring import SampleFailure
-from storage.digests import key_of
+from engines.data.results import SampleFailure
+from storage.objects.digests import key_of
 from tasks.results import Sampled, Scored
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 
 @task(name="reward", task_run_name="reward {shard}/{shards}", **OPTIONS)

@@ -8,12 +8,12 @@ from typing import Any
 
 from prefect import task
 
-from engines.rollout import RolloutRequest, Sampling, ShardStats
-from storage.digests import key_of
-from storage.refs import BatchRef
+from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
 from tasks.results import Prompts, Sampled
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 
 @task(name="rollout", task_run_name="rollout {shard}/{shards}", **OPTIONS)

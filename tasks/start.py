@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import task
 
 from tasks.results import Synced, result_of
-from tasks.retries import OPTIONS
-from tasks.run import Run
+from tasks.run.retries import OPTIONS
+from tasks.run.run import Run
 from tasks.weight_sync import publish_and_sync
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from prefect import task
 
-from storage.digests import key_of
-from storage.refs import BatchRef
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
 from tasks.results import Sampled
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 
 @task(name="values", task_run_name="values", **OPTIONS)

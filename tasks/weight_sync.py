@@ -6,11 +6,11 @@ import time
 
 from prefect import task
 
-from engines.rollout_pool import Probe
-from storage.weights import WeightsRef
+from engines.rollout.weight_probe import Probe
+from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
-from tasks.retries import OPTIONS, attempted
-from tasks.run import Run
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
 
 
 @task(name="weight_sync", task_run_name="weight_sync", **OPTIONS)

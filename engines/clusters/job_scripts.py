@@ -14,9 +14,9 @@ import warnings
 
 from pydantic import BaseModel, ConfigDict
 
-from configs.cluster import ClusterConfig
-from engines.certificates import Certificates
-from engines.process_memory import MALLOC
+from configs.cluster.cluster import ClusterConfig
+from engines.processes.certificates import Certificates
+from engines.processes.process_setup import MALLOC
 
 DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler
 TIMEOUT = 60.0  # seconds for making the scripts

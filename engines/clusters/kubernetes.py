@@ -7,15 +7,25 @@ DaskCluster, so that nothing outlives a flow that was killed.
 
 from __future__ import annotations
 
+import posixpath
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
-from configs.cluster import ClusterConfig
+from configs.cluster.cluster import ClusterConfig, PoolConfig
+from configs.cluster.kinds import KubernetesPool, TlsFiles
 from configs.environment import own_pod
-from engines.certificates import Certificates
-from engines.cluster import Cluster
 from engines.clusters.opening import Environments, Started
-from engines.clusters.pods import API, Resource, dask_cluster, scheduler_address, worker_group
+from engines.processes.certificates import Certificates
+from engines.processes.process_setup import MALLOC
+from engines.workers.cluster import Cluster
+
+API = "kubernetes.dask.org/v1"
+PORT = 8786  # of the scheduler
+HTTP_PORT = 8787  # of its health page
+IDLE_TIMEOUT = 3600  # seconds without a call after which the operator removes a forgotten cluster
+DEATH_TIMEOUT = 300  # seconds that a worker looks for the scheduler
+Resource = dict[str, Any]  # as Kubernetes' API takes it
 
 KINDS = {"DaskCluster": "daskclusters", "DaskWorkerGroup": "daskworkergroups"}
 
@@ -81,3 +91,168 @@ class Pods:
                 made.delete(propagation_policy="Background")
             except kr8s.NotFoundError:  # its owner is gone already
                 continue
+
+
+def scheduler_address(config: ClusterConfig, name: str) -> str:
+    """Address of the scheduler's service."""
+    protocol = "tls" if isinstance(config.encryption, TlsFiles) else "tcp"
+    return f"{protocol}://{name}-scheduler.{config.kubernetes.namespace}.svc:{PORT}"
+
+
+def dask_cluster(config: ClusterConfig, name: str, owner: Mapping[str, str] | None) -> Resource:
+    """The DaskCluster: its scheduler, and a default group without workers.
+
+    `owner`: name and uid of the pod with whose end the cluster is removed.
+    """
+    container = {
+        "name": "scheduler",
+        "image": config.kubernetes.image,
+        "args": [
+            "python", "-m", "engines.clusters.scheduler", "--host", "0.0.0.0", "--port", str(PORT),
+            "--dashboard-address", f":{HTTP_PORT}", *_tls_options(config),
+        ],
+        "env": [
+            {
+                "name": "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT",
+                "value": f"{config.no_workers_timeout:g}s",
+            }
+        ],
+        "ports": [
+            {"name": "tcp-comm", "containerPort": PORT, "protocol": "TCP"},
+            {"name": "http-dashboard", "containerPort": HTTP_PORT, "protocol": "TCP"},
+        ],
+        "readinessProbe": {"httpGet": {"port": "http-dashboard", "path": "/health"}},
+        "volumeMounts": _tls_mounts(config),
+    }  # fmt: skip
+    service = {
+        "type": "ClusterIP",
+        "selector": {"dask.org/cluster-name": name, "dask.org/component": "scheduler"},
+        "ports": [
+            {"name": "tcp-comm", "port": PORT, "targetPort": "tcp-comm", "protocol": "TCP"},
+            {
+                "name": "http-dashboard",
+                "port": HTTP_PORT,
+                "targetPort": "http-dashboard",
+                "protocol": "TCP",
+            },
+        ],
+    }
+    metadata: Resource = {
+        "name": name,
+        "namespace": config.kubernetes.namespace,
+        "labels": {"app.kubernetes.io/name": "refrain"},
+    }
+    if owner is not None:
+        metadata["ownerReferences"] = [
+            {"apiVersion": "v1", "kind": "Pod", "name": owner["name"], "uid": owner["uid"]}
+        ]
+    empty = {"name": "worker", "image": config.kubernetes.image, "args": ["true"]}
+    return {
+        "apiVersion": API,
+        "kind": "DaskCluster",
+        "metadata": metadata,
+        "spec": {
+            "idleTimeout": IDLE_TIMEOUT,
+            "worker": {"replicas": 0, "spec": {"containers": [empty]}},
+            "scheduler": {
+                "spec": _pod(config, container, volumes=_tls_volumes(config), node_selector={}),
+                "service": service,
+            },
+        },
+    }
+
+
+def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, str]) -> Resource:
+    """The DaskWorkerGroup of a pool."""
+    wanted = config.pools[pool]
+    own = config.kubernetes.pools.get(pool, KubernetesPool())
+    variables = {
+        **MALLOC,
+        "OMP_NUM_THREADS": str(wanted.threads),
+        "MKL_NUM_THREADS": str(wanted.threads),
+        **env,
+    }
+    container = {
+        "name": "worker",
+        "image": config.kubernetes.image,
+        "args": [
+            "python", "-m", "engines.clusters.worker", scheduler_address(config, name),
+            "--name", "$(DASK_WORKER_NAME)", "--nthreads", str(wanted.slots + 1),
+            "--resources", f"{pool}={wanted.slots}", "--death-timeout", str(DEATH_TIMEOUT),
+            "--local-directory", "/tmp", *_tls_options(config),
+        ],
+        "env": [{"name": key, "value": value} for key, value in variables.items()],
+        "resources": _resources(config, wanted),
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *_tls_mounts(config)],
+    }  # fmt: skip
+    if config.kubernetes.secret is not None:
+        container["envFrom"] = [{"secretRef": {"name": config.kubernetes.secret}}]
+    shm = {
+        "name": "shm",  # the default of 64 MiB is too small for engines of several processes
+        "emptyDir": {"medium": "Memory", "sizeLimit": f"{own.shared_memory_gib:g}Gi"},
+    }
+    volumes = [shm, *_tls_volumes(config)]
+    return {
+        "apiVersion": API,
+        "kind": "DaskWorkerGroup",
+        "metadata": {
+            "name": f"{name}-{pool}",
+            "namespace": config.kubernetes.namespace,
+            "labels": {"app.kubernetes.io/name": "refrain", "dask.org/cluster-name": name},
+        },
+        "spec": {
+            "cluster": name,
+            "worker": {
+                "replicas": wanted.workers,
+                "spec": _pod(config, container, volumes, own.node_selector),
+            },
+        },
+    }
+
+
+def _pod(
+    config: ClusterConfig,
+    container: Resource,
+    volumes: list[Resource],
+    node_selector: Mapping[str, str],
+) -> Resource:
+    pod: Resource = {
+        "containers": [container],
+        "volumes": volumes,
+        "automountServiceAccountToken": False,  # model text and reward code run here
+    }
+    if node_selector:
+        pod["nodeSelector"] = dict(node_selector)
+    if config.kubernetes.service_account is not None:
+        pod["serviceAccountName"] = config.kubernetes.service_account
+    return pod
+
+
+def _resources(config: ClusterConfig, wanted: PoolConfig) -> Resource:
+    limits = {config.kubernetes.gpu_resource: str(wanted.gpus)} if wanted.gpus else {}
+    requests = {"cpu": str(wanted.threads), **limits}
+    if wanted.memory_gib is not None:
+        memory = f"{round(wanted.memory_gib * 1024)}Mi"
+        limits["memory"] = requests["memory"] = memory
+    return {"requests": requests, "limits": limits}
+
+
+def _tls_options(config: ClusterConfig) -> list[str]:
+    tls = config.encryption
+    if not isinstance(tls, TlsFiles):
+        return []
+    files = ["--tls-ca-file", tls.ca_file, "--tls-cert", tls.cert, "--tls-key", tls.key]
+    return ["--protocol", "tls", *files]
+
+
+def _tls_mounts(config: ClusterConfig) -> list[Resource]:
+    tls = config.encryption
+    if not isinstance(tls, TlsFiles):
+        return []
+    return [{"name": "tls", "mountPath": posixpath.dirname(tls.ca_file), "readOnly": True}]
+
+
+def _tls_volumes(config: ClusterConfig) -> list[Resource]:
+    if not isinstance(config.encryption, TlsFiles):
+        return []
+    return [{"name": "tls", "secret": {"secretName": config.kubernetes.tls_secret}}]

@@ -7,7 +7,7 @@ import json
 import platform
 from importlib.metadata import version
 
-from engines.placement import this_node
+from engines.workers.placement import this_node
 
 
 def description() -> dict[str, object]:

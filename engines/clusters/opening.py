@@ -11,16 +11,17 @@ from pathlib import Path
 from distributed import Client
 from distributed.utils import get_ip_interface
 
-from configs.cluster import ClusterConfig
-from engines.bounded import bounded
-from engines.certificates import Certificates, certificates_for
-from engines.cluster import ASK_TIMEOUT, Cluster, Fleet
-from engines.clusters.joined import check_members, check_scheduler
+from configs.cluster.cluster import ClusterConfig
 from engines.failures import ClusterLost
-from engines.host import HOST, EngineHost
-from engines.launch import NodeProcess
-from engines.node import NodePlan, WorkerPlan
-from engines.placement import place_local
+from engines.processes.bounded import bounded
+from engines.processes.certificates import Certificates, certificates_for
+from engines.processes.node import NodePlan, WorkerPlan
+from engines.processes.node_process import NodeProcess
+from engines.workers.cluster import ASK_TIMEOUT, Cluster, Fleet
+from engines.workers.host import HOST, EngineHost
+from engines.workers.membership import allowed_failures
+from engines.workers.on_worker import examine
+from engines.workers.placement import check_seated, place_local
 
 Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables of its workers
 
@@ -185,3 +186,38 @@ def listening_address(host: str | None) -> str:
         return str(get_ip_interface(host))
     except ValueError:  # no interface of that name
         return host
+
+
+def check_scheduler(cluster: Cluster) -> None:
+    """Refuse a scheduler that runs a dead worker's calls again."""
+    allowed = cluster.ask(cluster.client.run_on_scheduler, allowed_failures)
+    if allowed:
+        raise ValueError(
+            f"The scheduler at {cluster.config.address} re-runs a dead worker's calls "
+            f"(allowed-failures = {allowed}), so an update could be applied twice. Start it with "
+            "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES=0."
+        )
+
+
+def check_members(cluster: Cluster) -> None:
+    """Refuse workers that others started otherwise than the plan needs them."""
+    members = cluster.members()
+    answers = cluster.ask(
+        cluster.client.run, examine, workers=[one.address for one in members.values()]
+    )
+    for one in members.values():
+        traits = answers[one.address]
+        if not traits.nanny:
+            raise ValueError(
+                f"Worker {one.name} at {one.address} has no nanny, so nobody would start it again. "
+                "Start it without --no-nanny."
+            )
+        if traits.daemonic:
+            raise ValueError(
+                f"Worker {one.name} at {one.address} may not start processes, which vLLM does. "
+                "Start it with DASK_DISTRIBUTED__WORKER__DAEMON=False."
+            )
+    check_seated(
+        cluster.config.pools,
+        {one.name: (one.pool, answers[one.address].node) for one in members.values()},
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from engines import dask_settings
+from engines.processes import dask_settings
 
 dask_settings.apply()  # before Dask reads them
 

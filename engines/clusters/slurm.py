@@ -2,7 +2,7 @@
 
 The scheduler runs in this machine's node process, which cancels the jobs too should the flow
 process be killed. A job that nears its time limit is replaced by a new task of its pool's array;
-engines/cluster.py gives a leaving worker no calls once others have joined.
+engines/workers/cluster.py gives a leaving worker no calls once others have joined.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from configs.cluster import ClusterConfig
-from engines.certificates import Certificates
-from engines.cluster import Cluster
+from configs.cluster.cluster import ClusterConfig
 from engines.clusters.job_scripts import Wanted, job_scripts
 from engines.clusters.opening import Environments, Started, listening_address
 from engines.clusters.slurm_jobs import BusySlurm, Task, listed, slurm_says
 from engines.failures import ClusterLost
-from engines.launch import NodeProcess, python_path
-from engines.node import NodePlan
+from engines.processes.certificates import Certificates
+from engines.processes.node import NodePlan
+from engines.processes.node_process import NodeProcess, python_path
+from engines.workers.cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class JobArrays:
 
     def _let_go(self, cluster: Cluster, task: Task, name: str, replaced: bool) -> None:
         """Cancel a replaced worker's job once it has finished its calls."""
-        from engines.calls import status_of
+        from engines.workers.calls import status_of
 
         member = cluster.members().get(name)
         if not replaced or member is None or status_of(cluster, member.address).running:

@@ -1,8 +1,8 @@
 """Workers on machines that `ssh` reaches: a node process there for each, held by its connection.
 
-Each machine runs engines/node.py without a scheduler of its own. Its plan, credentials included,
-goes through the encrypted connection and into no file; when the connection ends, however it ends,
-the node process ends everything below it. A connection that breaks is made again.
+Each machine runs engines/processes/node.py without a scheduler of its own. Its plan, credentials
+included, goes through the encrypted connection and into no file; when the connection ends, however
+it ends, the node process ends everything below it. A connection that breaks is made again.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from configs.cluster import ClusterConfig
+from configs.cluster.cluster import ClusterConfig
 from configs.environment import given
-from engines.certificates import Certificates
-from engines.cluster import Cluster
 from engines.clusters.machine import versions
 from engines.clusters.opening import Environments, Started, listening_address
 from engines.failures import ClusterLost
-from engines.launch import NodeProcess
-from engines.node import NodePlan, WorkerPlan
-from engines.placement import Node, place
-from engines.process_memory import MALLOC
+from engines.processes.certificates import Certificates
+from engines.processes.node import NodePlan, WorkerPlan
+from engines.processes.node_process import NodeProcess
+from engines.processes.process_setup import MALLOC
+from engines.workers.cluster import Cluster
+from engines.workers.placement import Node, place
 
 CONNECT_TIMEOUT = 60.0  # seconds to log in and start Python
 LOOK_EVERY = 1.0  # seconds between looks at the connections
@@ -159,7 +159,7 @@ class RemoteNodes:
             list(threads.map(self._connect, hosts))
 
     def _connect(self, host: str) -> None:
-        words = command(self._config, host, "engines.node")
+        words = command(self._config, host, "engines.processes.node")
         try:
             self._nodes[host] = NodeProcess(self._plans[host], CONNECT_TIMEOUT, words)
         except ClusterLost as error:

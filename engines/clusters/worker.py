@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from engines import dask_settings
+from engines.processes import dask_settings
 
 dask_settings.apply()  # before Dask reads them
 
@@ -18,7 +18,7 @@ from distributed.cli.dask_worker import main as dask_worker  # noqa: E402
 from distributed.comm import get_address_host  # noqa: E402
 from distributed.utils import get_ip  # noqa: E402
 
-from engines.node import start_fork_server  # noqa: E402
+from engines.processes.node import start_fork_server  # noqa: E402
 
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # where Dask's operator for Kubernetes says it
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from configs.flows import SETTINGS, command, resume_command
 from configs.grpo import GRPOConfig
+from configs.overrides import change
 from configs.ppo import PPOConfig
-from configs.recipes import change, load
+from configs.recipe import load_recipe
 from configs.storage import StoreConfig
 
 TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc"]))
@@ -17,9 +18,9 @@ VALUES = st.one_of(TEXT, st.integers(), st.booleans(), st.floats(allow_nan=False
 
 
 def test_a_run_in_the_default_store_needs_no_more_than_its_name() -> None:
-    config = load(GRPOConfig, "tiny")
+    config = load_recipe(GRPOConfig, "tiny")
     assert resume_command(config, "tiny-1") == "python -m flows.grpo --resume tiny-1"
-    with_critic = load(PPOConfig, "tiny", ["algorithm.advantage.kind=gae"])
+    with_critic = load_recipe(PPOConfig, "tiny", ["algorithm.advantage.kind=gae"])
     assert resume_command(with_critic, "tiny-1") == "python -m flows.ppo --resume tiny-1"
 
 

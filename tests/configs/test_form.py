@@ -9,9 +9,9 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
-from configs import recipes
 from configs.form import title_of
 from configs.grpo import GRPOConfig
+from configs.recipe import load_recipe, recipe_names
 from flows.grpo import grpo
 
 
@@ -38,15 +38,15 @@ def test_every_setting_has_a_title_and_a_meaning(schema: dict[str, Any]) -> None
         assert field.get("description") or target.get("description"), name
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_fits_the_form(schema: dict[str, Any], name: str) -> None:
-    config = recipes.load(GRPOConfig, name).model_dump(mode="json")
+    config = load_recipe(GRPOConfig, name).model_dump(mode="json")
     validate({"config": config}, schema, raise_on_error=True)
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_value_is_shown_in_the_tab_of_its_kind(schema: dict[str, Any], name: str) -> None:
-    config = recipes.load(GRPOConfig, name)
+    config = load_recipe(GRPOConfig, name)
     chosen = {"GRPOConfig.model": config.model, "DataConfig.source": config.data.source}
     for place, value in chosen.items():
         group, field = place.split(".")
@@ -69,7 +69,7 @@ def test_a_value_is_shown_in_the_tab_of_its_kind(schema: dict[str, Any], name: s
 def test_a_refusal_names_the_setting(
     schema: dict[str, Any], change: dict[str, Any], said: str
 ) -> None:
-    config = recipes.load(GRPOConfig, "tiny").model_dump(mode="json")
+    config = load_recipe(GRPOConfig, "tiny").model_dump(mode="json")
     with pytest.raises(ValidationError, match=said):
         validate({"config": {**config, **change}}, schema, raise_on_error=True)
 

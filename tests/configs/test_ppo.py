@@ -3,19 +3,22 @@
 import pytest
 
 from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
-from configs.recipes import ConfigError, load, names
+from configs.recipe import load_recipe, recipe_names
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_one_of_ppo_too(name: str) -> None:
-    assert load(PPOConfig, name).algorithm.advantage.kind == "gae"
+    assert load_recipe(PPOConfig, name).algorithm.advantage.kind == "gae"
 
 
 def test_gae_stands_beside_other_choices() -> None:
-    config = load(PPOConfig, "tiny", ["algorithm.kl.coefficient=0.1", "algorithm.loss.kind=gspo"])
+    config = load_recipe(
+        PPOConfig, "tiny", ["algorithm.kl.coefficient=0.1", "algorithm.loss.kind=gspo"]
+    )
     assert config.algorithm.advantage.kind == "gae"
-    config = load(
+    config = load_recipe(
         PPOConfig, "tiny", ["algorithm.advantage.kind=gae", "algorithm.advantage.lam=0.9"]
     )
     assert config.algorithm.advantage.lam == 0.9
@@ -23,7 +26,7 @@ def test_gae_stands_beside_other_choices() -> None:
 
 
 def test_the_critic_has_its_own_optimizer_and_the_policys_batching() -> None:
-    config = load(
+    config = load_recipe(
         PPOConfig, "tiny", ["critic.learning_rate=0.5", "critic.epochs=3", "train.mini_batches=2"]
     )
     critic, actor = config.train_of("critic"), config.train_of("actor")
@@ -33,12 +36,12 @@ def test_the_critic_has_its_own_optimizer_and_the_policys_batching() -> None:
 
 
 def test_the_critic_lives_with_the_actor_unless_told() -> None:
-    config = load(PPOConfig, "tiny")
+    config = load_recipe(PPOConfig, "tiny")
     assert config.cluster.roles.pool_of("critic") == config.cluster.roles.actor
     assert config.trained_roles == ["actor", "critic"]
     words = ["cluster.pools.critic.workers=1", "cluster.roles.critic=critic"]
-    assert load(PPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu", "critic"}
-    assert load(GRPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu"}
+    assert load_recipe(PPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu", "critic"}
+    assert load_recipe(GRPOConfig, "tiny", words).used_pools == {"train", "rollout", "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -63,5 +66,5 @@ def test_a_wrong_setting_is_one_sentence(
     model: type[GRPOConfig], words: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match="^[^\\n]+$") as error:
-        load(model, "tiny", words)
+        load_recipe(model, "tiny", words)
     assert said in str(error.value)

@@ -5,23 +5,22 @@ import sys
 
 import pytest
 
-from configs import recipes
 from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
-from configs.recipes import ConfigError, fields, load
+from configs.recipe import load_recipe, recipe_names
+from configs.settings_help import fields
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_loads(name: str) -> None:
-    config = load(GRPOConfig, name)
+    config = load_recipe(GRPOConfig, name)
     assert config.name == name
     assert GRPOConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_the_named_recipes_are_there() -> None:
-    assert {"smollm2-arithmetic", "tiny", "gsm8k-qwen2.5", "gsm8k-multinode"} <= set(
-        recipes.names()
-    )
+    assert {"smollm2-arithmetic", "tiny", "gsm8k-qwen2.5", "gsm8k-multinode"} <= set(recipe_names())
 
 
 @pytest.mark.parametrize(
@@ -48,22 +47,22 @@ def test_the_named_recipes_are_there() -> None:
 )  # fmt: skip
 def test_a_wrong_setting_is_one_sentence(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]+$") as error:
-        load(GRPOConfig, "tiny", words)
+        load_recipe(GRPOConfig, "tiny", words)
     assert said in str(error.value)
 
 
 def test_an_unknown_recipe_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="tiny"):
-        load(GRPOConfig, "no-such-recipe")
+        load_recipe(GRPOConfig, "no-such-recipe")
 
 
 def test_a_new_kind_drops_the_old_kinds_settings() -> None:
-    config = load(GRPOConfig, "tiny", ["model.path=org/name", "model.kind=pretrained"])
+    config = load_recipe(GRPOConfig, "tiny", ["model.path=org/name", "model.kind=pretrained"])
     assert config.model.model_dump() == {"kind": "pretrained", "path": "org/name", "revision": None}
 
 
 def test_values_are_read_as_people_mean_them() -> None:
-    config = load(
+    config = load_recipe(
         GRPOConfig,
         "tiny",
         ["train.learning_rate=1e-6", "rollout.stop=[a, b]", "rollout.seed=null", "steps=7"],
@@ -75,7 +74,7 @@ def test_values_are_read_as_people_mean_them() -> None:
 
 
 def test_one_worker_count_changes_and_the_other_pools_stay() -> None:
-    config = load(GRPOConfig, "smollm2-arithmetic", ["cluster.pools.rollout.workers=2"])
+    config = load_recipe(GRPOConfig, "smollm2-arithmetic", ["cluster.pools.rollout.workers=2"])
     assert config.cluster.pools["rollout"].workers == 2
     assert set(config.cluster.pools) == {"train", "rollout", "cpu"}
 
@@ -116,17 +115,17 @@ def test_the_flow_process_imports_no_engine_library(module: str) -> None:
 )  # fmt: skip
 def test_credentials_and_half_a_cluster_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]+$") as error:
-        load(GRPOConfig, "tiny", words)
+        load_recipe(GRPOConfig, "tiny", words)
     assert said in str(error.value)
     assert "hunter2" not in str(error.value)
 
 
 def test_a_kind_of_cluster_keeps_the_pools_and_has_tls_where_others_listen() -> None:
     words = ["cluster.kind=slurm", "cluster.host=ib0", "store.uri=s3://bucket/x"]
-    made = load(GRPOConfig, "tiny", words).cluster
+    made = load_recipe(GRPOConfig, "tiny", words).cluster
     assert made.pools["rollout"].slots == 3
     assert made.encryption.kind == "temporary"
-    assert load(GRPOConfig, "tiny").cluster.encryption.kind == "off"
-    assert load(GRPOConfig, "gsm8k-multinode", words).cluster.address is None
+    assert load_recipe(GRPOConfig, "tiny").cluster.encryption.kind == "off"
+    assert load_recipe(GRPOConfig, "gsm8k-multinode", words).cluster.address is None
     allowed = ["cluster.pools.cpu.env={TOKENIZERS_PARALLELISM: 'false'}"]
-    assert load(GRPOConfig, "tiny", allowed).cluster.pools["cpu"].env
+    assert load_recipe(GRPOConfig, "tiny", allowed).cluster.pools["cpu"].env

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from storage.store import Store
+from storage.objects.store import Store
 
 BUCKET = "refrain-tests"
 KINDS = ("file", "memory", "s3")

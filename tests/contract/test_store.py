@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from storage.store import Conflict, ObjectMissing, Store, StoreError
+from storage.objects.store import Conflict, ObjectMissing, Store, StoreError
 
 
 def test_what_is_written_is_read(store: Store) -> None:

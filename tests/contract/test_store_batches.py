@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 
-from storage.batches import write_batch
-from storage.refs import BatchRef
-from storage.runs import RunStore
-from storage.store import ObjectMissing, Store, StoreError
-from storage.weights import publish, stream
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import ObjectMissing, Store, StoreError
+from storage.runs.run_store import RunStore
+from storage.runs.weights import publish, stream
 
 
 def batch(rows: int = 6) -> TensorDict:

@@ -5,11 +5,11 @@ import threading
 import numpy as np
 import pytest
 
-from storage import retries
-from storage.batches import Jagged, write_batch
-from storage.errors import Conflict, StoreError, StoreUnavailable
-from storage.store import Store
-from storage.usage import COUNTER
+from storage.batches.writing import Jagged, write_batch
+from storage.objects import backoff as retries
+from storage.objects.errors import Conflict, StoreError, StoreUnavailable
+from storage.objects.store import Store
+from storage.objects.usage import COUNTER
 from tests.contract.conftest import Endpoint, Fault
 
 
@@ -51,8 +51,8 @@ def test_a_lost_answer_to_create_is_no_defeat(s3_store: Store, s3: Endpoint) -> 
 def test_large_objects_go_in_parts(
     s3_store: Store, s3: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.s3.PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr("storage.s3.SINGLE_PUT_BYTES", 6 * 2**20)
+    monkeypatch.setattr("storage.objects.s3.PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr("storage.objects.s3.SINGLE_PUT_BYTES", 6 * 2**20)
     data = np.random.default_rng(0).bytes(12 * 2**20)
     s3.faults = [Fault("PUT", "/stream", 1), Fault("POST", "/stream", 1)]
     with s3_store.write_stream("stream") as out:

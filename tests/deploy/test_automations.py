@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.registration import AUTOMATIONS_FILE, register_automations
+from tasks.launch.registration import AUTOMATIONS_FILE, register_automations
 from tests.deploy.conftest import API, Platform
 
 pytestmark = pytest.mark.cluster

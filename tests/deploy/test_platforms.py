@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.commits import head
-from storage.runs import RunStore
-from storage.store import Store
+from storage.objects.store import Store
+from storage.runs.commit_log import head
+from storage.runs.run_store import RunStore
 from tests.contract.conftest import BUCKET, Endpoint, s3_server  # noqa: F401
 from tests.deploy.conftest import API, Make, Platform
 from tests.deploy.test_deployment import wait_for_a_step

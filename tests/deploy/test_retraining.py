@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from configs.grpo import GRPOConfig
-from storage.commits import read_commit
-from storage.origins import origin_of
-from storage.registry import Registry
-from storage.runs import RunStore
-from storage.store import Store
+from storage.objects.store import Store
+from storage.runs.commit_log import read_commit
+from storage.runs.origins import origin_of
+from storage.runs.run_store import RunStore
+from storage.tracking.registry import Registry
 from tests.deploy.conftest import API, Platform
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

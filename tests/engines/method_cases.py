@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from configs import advantages, algorithm, corrections, losses
+from configs.algorithm import advantages, algorithm, corrections, losses
 
 Recipe = dict[str, Any]  # settings below `algorithm`
 

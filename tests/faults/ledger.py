@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from storage.commits import Commit, history
-from storage.leftovers import orphans
-from storage.runs import RunStore
-from storage.weights import stream
+from storage.runs.commit_log import Commit, history
+from storage.runs.orphans import orphans
+from storage.runs.run_store import RunStore
+from storage.runs.weights import stream
 
 
 def committed(files: RunStore) -> list[Commit]:

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import snapshots
-from storage.batches import Jagged, write_batch
-from storage.commits import FORMAT, Commit, Ledger, commit, head, history, read_commit
-from storage.digests import canonical, digest
-from storage.errors import StoreError
-from storage.refs import BatchRef
-from storage.runs import RunStore
-from storage.store import Store
-from storage.weights import publish, stream
+from storage.batches.refs import BatchRef
+from storage.batches.writing import Jagged, write_batch
+from storage.objects.digests import canonical, digest
+from storage.objects.errors import StoreError
+from storage.objects.store import Store
+from storage.runs import snapshots
+from storage.runs.commit_log import FORMAT, Commit, Ledger, commit, head, history, read_commit
+from storage.runs.run_store import RunStore
+from storage.runs.weights import publish, stream
 
 STEPS = 3
 
 
 def made_run(folder: Path) -> RunStore:
     """A run of three steps as the tasks leave it, without engines."""
-    from engines.trainer_state import save_snapshot
+    from engines.train.checkpoint import save_snapshot
 
     run = RunStore(Store(f"file://{folder}/store"), "run")
     run.write_run({"config": {"steps": STEPS}})
@@ -76,7 +76,7 @@ def group() -> dist.ProcessGroup:
 
 def read_all(run: RunStore) -> None:
     """Read everything that a resume, a replay or an audit reads."""
-    from engines.trainer_state import load_snapshot
+    from engines.train.checkpoint import load_snapshot
 
     run.read_run()
     head(run)
@@ -223,7 +223,7 @@ def test_another_format(run: RunStore, key: str) -> None:
 
 @pytest.mark.parametrize("other", [0, 2])
 def test_batches_of_another_format(run: RunStore, other: int, monkeypatch) -> None:
-    monkeypatch.setattr("storage.batch_format.VERSION", other)
+    monkeypatch.setattr("storage.batches.format.VERSION", other)
     ref = write_batch(run.store, "run/other.safetensors", {"reward": np.arange(8, dtype="f4")})
     monkeypatch.undo()
     with pytest.raises(StoreError, match=f"it has format version {other}; this one reads 1"):

@@ -17,72 +17,99 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 # Where a fault strikes: the function at whose beginning (or end) it does, in whichever call.
 ROLLOUT = {
-    "start": Fault(id="start", target="engines.hf:HFEngine.__init__", action="kill"),
+    "start": Fault(id="start", target="engines.rollout.hf_engine:HFEngine.__init__", action="kill"),
     "rollout": Fault(
-        id="rollout", target="engines.hf_decoding:Decoding.step", nth=12, action="kill"
+        id="rollout", target="engines.rollout.hf_decoding:Decoding.step", nth=12, action="kill"
     ),
-    "weight_sync": Fault(id="weight_sync", target="engines.hf:HFEngine.sync", nth=2, action="kill"),
+    "weight_sync": Fault(
+        id="weight_sync", target="engines.rollout.hf_engine:HFEngine.sync", nth=2, action="kill"
+    ),
 }
 CPU = {
-    "start": Fault(id="start", target="engines.scoring:ScoringEngine.__init__", action="kill"),
+    "start": Fault(
+        id="start", target="engines.data.data_engine:ScoringEngine.__init__", action="kill"
+    ),
     "prompts": Fault(
-        id="prompts", target="engines.scoring:ScoringEngine.prompts", nth=2, action="kill"
+        id="prompts", target="engines.data.data_engine:ScoringEngine.prompts", nth=2, action="kill"
     ),
     "reward": Fault(
-        id="reward", target="engines.scoring:ScoringEngine.score", nth=3, action="kill"
+        id="reward", target="engines.data.data_engine:ScoringEngine.score", nth=3, action="kill"
     ),
     "advantage": Fault(
-        id="advantage", target="engines.scoring:ScoringEngine.advantages", nth=2, action="kill"
+        id="advantage",
+        target="engines.data.data_engine:ScoringEngine.advantages",
+        nth=2,
+        action="kill",
     ),
 }
 TRAIN = {
-    "start": Fault(id="start", target="engines.fsdp:FSDPEngine.join", action="kill"),
+    "start": Fault(id="start", target="engines.train.fsdp_engine:FSDPEngine.join", action="kill"),
     # Of the reference in step 2, while the actor shares its processes.
-    "logprob": Fault(id="logprob", target="engines.fsdp:FSDPEngine.logprobs", nth=2, action="kill"),
+    "logprob": Fault(
+        id="logprob", target="engines.train.fsdp_engine:FSDPEngine.logprobs", nth=2, action="kill"
+    ),
     # The weights have moved, and nobody knows it yet.
     "update": Fault(
-        id="update", target="engines.optimizer:Optimizer.step", nth=3, when="after", action="kill"
+        id="update",
+        target="engines.train.optimizer:Optimizer.step",
+        nth=3,
+        when="after",
+        action="kill",
     ),
     "weight_sync": Fault(
-        id="weight_sync", target="engines.fsdp:FSDPEngine.export_weights", nth=3, action="kill"
+        id="weight_sync",
+        target="engines.train.fsdp_engine:FSDPEngine.export_weights",
+        nth=3,
+        action="kill",
     ),
     "snapshot": Fault(
-        id="snapshot", target="engines.trainer_state:_Writer.write_data", nth=1, action="kill"
+        id="snapshot", target="engines.train.checkpoint:_Writer.write_data", nth=1, action="kill"
     ),
 }
 RANK_0 = {
-    "weight_sync": Fault(id="weight_sync", target="storage.weights:_finish", nth=3, action="kill"),
+    "weight_sync": Fault(
+        id="weight_sync", target="storage.runs.weights:_finish", nth=3, action="kill"
+    ),
     "snapshot": Fault(
-        id="snapshot", target="storage.snapshots:mark", nth=1, when="after", action="kill"
+        id="snapshot", target="storage.runs.snapshots:mark", nth=1, when="after", action="kill"
     ),
 }
 FLOW = {
     "start": Fault(
-        id="start", target="engines.launch:NodeProcess.__init__", when="after", action="kill"
+        id="start",
+        target="engines.processes.node_process:NodeProcess.__init__",
+        when="after",
+        action="kill",
     ),
-    "prompts": Fault(id="prompts", target="storage.cursor:draw", nth=2, action="kill"),
-    "rollout": Fault(id="rollout", target="storage.runs:RunStore.finish", nth=3, action="kill"),
+    "prompts": Fault(id="prompts", target="storage.prompts.cursor:draw", nth=2, action="kill"),
+    "rollout": Fault(
+        id="rollout", target="storage.runs.run_store:RunStore.finish", nth=3, action="kill"
+    ),
     "advantage": Fault(
-        id="advantage", target="engines.trainer:Trainer.update", nth=2, action="kill"
+        id="advantage", target="engines.train.trainer:Trainer.update", nth=2, action="kill"
     ),
     "update": Fault(
-        id="update", target="engines.trainer:Trainer.update", nth=2, when="after", action="kill"
+        id="update",
+        target="engines.train.trainer:Trainer.update",
+        nth=2,
+        when="after",
+        action="kill",
     ),
     "weight_sync": Fault(
         id="weight_sync",
-        target="engines.trainer:Trainer.export",
+        target="engines.train.trainer:Trainer.export",
         nth=3,
         when="after",
         action="kill",
     ),
     "snapshot": Fault(
-        id="snapshot", target="engines.trainer:Trainer.snapshot", when="after", action="kill"
+        id="snapshot", target="engines.train.trainer:Trainer.snapshot", when="after", action="kill"
     ),
-    "commit": Fault(id="commit", target="storage.commits:commit", nth=2, action="kill"),
+    "commit": Fault(id="commit", target="storage.runs.commit_log:commit", nth=2, action="kill"),
     # commit.json is written, HEAD still names the step before.
-    "HEAD": Fault(id="HEAD", target="storage.commits:_advance", nth=2, action="kill"),
+    "HEAD": Fault(id="HEAD", target="storage.runs.commit_log:_advance", nth=2, action="kill"),
     "committed": Fault(
-        id="committed", target="storage.commits:commit", nth=2, when="after", action="kill"
+        id="committed", target="storage.runs.commit_log:commit", nth=2, when="after", action="kill"
     ),
 }
 STAGES = {  # anchors for faults of other processes than the one at work
@@ -177,7 +204,9 @@ def test_the_rank_that_writes(disturb, undisturbed, fault: Fault) -> None:
 
 @pytest.mark.slow
 def test_a_rank_dies_again_while_its_gang_is_brought_back(disturb, undisturbed) -> None:
-    again = Fault(id="again", target="engines.fsdp:FSDPEngine.load_state", action="kill")
+    again = Fault(
+        id="again", target="engines.train.fsdp_engine:FSDPEngine.load_state", action="kill"
+    )
     late = replace(TRAIN["update"], nth=4)
     _, commits, out = disturb([late, again], resumes=0)
     assert story(commits) == story(undisturbed())

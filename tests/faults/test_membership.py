@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.commits import Commit, head
+from storage.runs.commit_log import Commit, head
 from tests.faults.conftest import WORDS
 from tests.faults.ledger import committed
 from tests.flows.conftest import ROOT, Launch, Launched

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from storage.columns import Status
+from storage.batches.columns import Status
 from tests.faults.conftest import WORDS
 from tests.faults.ledger import committed
 from tests.flows.conftest import Launch

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from storage.commits import head
+from storage.runs.commit_log import head
 from tests.faults.conftest import WORDS
 from tests.faults.ledger import committed, story
 from tests.faults.planted import Fault, Faults
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WITHIN = 5.0  # seconds
 MOMENTS = {
-    "workers start": Fault(id="x", target="engines.host:EngineHost.setup", action="hang"),
+    "workers start": Fault(id="x", target="engines.workers.host:EngineHost.setup", action="hang"),
     "engines start": ROLLOUT["start"],
     "rollout": ROLLOUT["rollout"],
     "reward": CPU["reward"],
     "update": TRAIN["update"],
     "weight_sync": RANK_0["weight_sync"],
-    "trainer": Fault(id="x", target="engines.trainer:Trainer.update", action="hang"),
-    "commit": Fault(id="x", target="storage.commits:commit", action="hang"),
+    "trainer": Fault(id="x", target="engines.train.trainer:Trainer.update", action="hang"),
+    "commit": Fault(id="x", target="storage.runs.commit_log:commit", action="hang"),
 }
 OWN_THREADS = ("trainer", "commit")  # of the flow, which nobody can wake
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage import retries
-from storage.batches import write_batch
-from storage.commits import Commit, head
-from storage.errors import StoreUnavailable
-from storage.runs import RunStore
-from storage.store import Store
+from storage.batches.writing import write_batch
+from storage.objects import backoff as retries
+from storage.objects.errors import StoreUnavailable
+from storage.objects.store import Store
+from storage.runs.commit_log import Commit, head
+from storage.runs.run_store import RunStore
 from tests.contract.conftest import BUCKET, Endpoint, s3, s3_server
 from tests.faults.conftest import WORDS
 from tests.faults.ledger import committed, story
@@ -197,7 +197,9 @@ def test_a_write_that_fails_in_the_flow(
     launch: Launch, tmp_path: Path, undisturbed: Callable[..., list[Commit]]
 ) -> None:
     """The commit's own write finds no room: the step does not count, and is taken up again."""
-    full = Fault(id="full", target="storage.commits:commit", nth=2, action="raise", error="OSError")
+    full = Fault(
+        id="full", target="storage.runs.commit_log:commit", nth=2, action="raise", error="OSError"
+    )
     faults = Faults(tmp_path / "faults", [full])
     run = launch(*WORDS, environment=faults.environment)
     code, out = run.end()

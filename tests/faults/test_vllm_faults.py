@@ -22,7 +22,9 @@ pytestmark = [
 ]
 WORDS = ("rollout.engine=vllm", "steps=3", "rollout.deadline=30", "cluster.start_timeout=240")
 # The third shard of the run: the first of step 2.
-SHARD = Fault(id="shard", target="engines.vllm:VllmEngine.generate", nth=3, action="kill")
+SHARD = Fault(
+    id="shard", target="engines.rollout.vllm_engine:VllmEngine.generate", nth=3, action="kill"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +58,11 @@ def test_vllm_raises_in_a_shard(disturb, undisturbed) -> None:
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_the_core_while_it_loads_weights(disturb, undisturbed, action: str) -> None:
     fault = Fault(
-        id="sync", target="engines.vllm:VllmEngine.sync", nth=2, action=action, victim="core"
+        id="sync",
+        target="engines.rollout.vllm_engine:VllmEngine.sync",
+        nth=2,
+        action=action,
+        victim="core",
     )
     _, commits, out = disturb([fault], *WORDS, resumes=0, timeout=600)
     assert causes(commits, "weight_sync") or causes(commits, "rollout"), out

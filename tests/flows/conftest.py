@@ -13,16 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.commits import Commit, head, read_commit
-from storage.runs import RunStore
-from storage.store import Store
-from tasks.server import EmbeddedServer
+from storage.objects.store import Store
+from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.run_store import RunStore
+from tasks.launch.server import EmbeddedServer
 from tests.faults.planted import Fault
 
 ROOT = Path(__file__).parents[2]
 
 # Kills the flow once its third step is committed, before MLflow is told.
-AFTER_STEP_3 = Fault(id="told", target="storage.tracking:Tracker.log_step", action="kill", nth=3)
+AFTER_STEP_3 = Fault(
+    id="told", target="storage.tracking.tracker:Tracker.log_step", action="kill", nth=3
+)
 
 
 @pytest.fixture(scope="session")

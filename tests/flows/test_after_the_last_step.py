@@ -12,7 +12,7 @@ import httpx
 import pytest
 from mlflow import MlflowClient
 
-from storage.registry import EVALUATION_TAG, PROMOTION_TAG
+from storage.tracking.registry import EVALUATION_TAG, PROMOTION_TAG
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched
 
@@ -20,12 +20,14 @@ pytestmark = pytest.mark.cluster
 
 MOMENTS = {
     "tested": Fault(id="x", target="tasks.evaluate:manner", action="kill"),
-    "decided": Fault(id="x", target="storage.registry:Registry.give", action="kill"),
+    "decided": Fault(id="x", target="storage.tracking.registry:Registry.give", action="kill"),
     "alias moved": Fault(
-        id="x", target="storage.registry:Registry.give", when="after", action="kill"
+        id="x", target="storage.tracking.registry:Registry.give", when="after", action="kill"
     ),
-    "promoted": Fault(id="x", target="storage.registry:Registry.tag", when="after", action="kill"),
-    "told": Fault(id="x", target="storage.ends:write_end", action="kill"),
+    "promoted": Fault(
+        id="x", target="storage.tracking.registry:Registry.tag", when="after", action="kill"
+    ),
+    "told": Fault(id="x", target="storage.runs.live:write_end", action="kill"),
 }
 IN_DEFAULT_SUITE = ("alias moved",)
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from configs.recipes import ConfigError
+from configs.overrides import ConfigError
 from flows import audit, inspect, lineage, replay, rescore
-from storage import documents
-from storage.commits import head, read_commit
-from storage.origins import origin_of
-from storage.runs import RUN_FORMAT, RunStore
-from storage.store import Store
-from tasks.forking import origin_of_fork, settings_of
+from storage.objects import documents
+from storage.objects.store import Store
+from storage.runs.commit_log import head, read_commit
+from storage.runs.origins import origin_of
+from storage.runs.run_store import RUN_FORMAT, RunStore
+from tasks.run.forking import origin_of_fork, settings_of
 from tests.flows.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -192,7 +192,7 @@ def test_lineage(world: World, ask: Ask) -> None:
         (world.parent.run, 1),
     ]
     (functions,) = record["reward_code"].values()
-    assert functions[0]["settings"]["path"] == "engines.scorers:share_of_digits"
+    assert functions[0]["settings"]["path"] == "engines.rewards.builtin:share_of_digits"
     assert functions[0]["source"].startswith("sha256:")
     sample = record["samples"][3]
     assert sample["weights_digest"] == read_commit(world.parent, 1).version_out.digest

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.runs import RunStore
-from storage.store import Store
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
 from tests.contract.conftest import BUCKET, Endpoint, s3_server  # noqa: F401
 from tests.faults.ledger import committed
 from tests.faults.planted import Faults

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from storage.commits import head
+from storage.runs.commit_log import head
 from tests.faults.planted import Faults
 from tests.flows.conftest import AFTER_STEP_3, Launch, Launched
 

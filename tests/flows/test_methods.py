@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.algorithm import AlgorithmConfig
-from storage.commits import Commit
-from storage.tracking import flatten
+from configs.algorithm.algorithm import AlgorithmConfig
+from storage.runs.commit_log import Commit
+from storage.tracking.tracker import flatten
 from tests.engines.method_cases import ADVANTAGES, LOSSES, correction_recipes, covering, words
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import AFTER_STEP_3, Launch, Launched
@@ -102,7 +102,7 @@ def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
     }
     # Policy and critic live on this worker; the policy may have had its update already.
     dies = Fault(
-        id="critic", target="engines.critic_update:CriticUpdater.run", action="kill", nth=2
+        id="critic", target="engines.train.critic_update:CriticUpdater.run", action="kill", nth=2
     )
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies, AFTER_STEP_3])
     broken = launch("tiny", "steps=4", module="flows.ppo", environment=faults.environment)

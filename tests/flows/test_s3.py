@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from storage.store import Store
+from storage.objects.store import Store
 from tests.contract.conftest import BUCKET, Endpoint, s3_server  # noqa: F401
 from tests.flows.conftest import Launch
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.commits import head, read_commit
-from storage.runs import RunStore
-from storage.store import Store
+from storage.objects.store import Store
+from storage.runs.commit_log import head, read_commit
+from storage.runs.run_store import RunStore
 from tests.flows.conftest import ROOT
 from tests.slurm import Slurm
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.live import read_live
+from storage.runs.live import read_live
 from tests.flows.conftest import Launch
 from tests.flows.test_grpo import wait_for_step
 

@@ -28,7 +28,7 @@ def adapters() -> dict[str, Adapter]:
     for module in (primitives, advantages, policy, values_kl, corrections, shaping, trl):
         found |= module.ADAPTERS
     found["gpg"] = gpg
-    if (Path(__file__).parents[2] / "engines" / "packing.py").exists():
+    if (Path(__file__).parents[2] / "engines" / "train" / "packing.py").exists():
         from tests.parity import balancing
 
         found |= balancing.ADAPTERS

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from configs import advantages as settings
-from configs.methods import Method
-from engines.advantage_batch import AdvantageBatch
-from engines.advantages import ADVANTAGES
+from configs.algorithm import advantages as settings
+from configs.algorithm.methods import Method
+from engines.algorithms.advantages import ADVANTAGES
+from engines.algorithms.inputs import AdvantageBatch
 from tests.parity.answers import Adapter, Answer, group_numbers, shaped
 from tests.parity.vectors import Case
 

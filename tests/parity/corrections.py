@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.corrections import BandCorrection, RejectCorrection, TruncateCorrection
-from engines.correction_metrics import (
+from configs.algorithm.corrections import BandCorrection, RejectCorrection, TruncateCorrection
+from engines.algorithms.jagged import Rows
+from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, correct
+from engines.algorithms.rollout_correction_metrics import (
     kept_metrics,
     mismatch_metrics,
     rejection_metrics,
     weight_metrics,
 )
-from engines.corrections import CORRECTIONS, Mismatch, correct
-from engines.jagged import Rows
 from tests.parity.answers import Adapter, Answer, shaped
 from tests.parity.vectors import Case
 

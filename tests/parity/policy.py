@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from configs import losses as settings
-from configs.methods import Method
-from engines.aggregation import aggregate
-from engines.losses import POLICY_LOSSES
-from engines.policy_batch import PolicyBatch
+from configs.algorithm import losses as settings
+from configs.algorithm.methods import Method
+from engines.algorithms.aggregation import aggregate
+from engines.algorithms.inputs import PolicyBatch
+from engines.algorithms.losses import POLICY_LOSSES
 from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.corrections import rollout_corrected
 from tests.parity.vectors import Case

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.aggregation import aggregate
-from engines.jagged import Rows
-from engines.logprobs import TokenStatistics, token_statistics
-from engines.moments import masked_mean, masked_variance, whitened
-from engines.shaping import mask_through_end
+from engines.algorithms.aggregation import aggregate
+from engines.algorithms.jagged import Rows
+from engines.algorithms.reward_shaping import mask_through_end
+from engines.algorithms.token_advantages import masked_mean, masked_variance, whitened
+from engines.train.logprobs import TokenStatistics, token_statistics
 from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from configs.corrections import OverlongPenalty
-from engines.jagged import Rows
-from engines.selection import informative_groups
-from engines.shaping import overlong_penalty, repetition_penalty
+from configs.algorithm.corrections import OverlongPenalty
+from engines.algorithms.jagged import Rows
+from engines.algorithms.reward_shaping import overlong_penalty, repetition_penalty
+from engines.algorithms.sample_selection import informative_groups
 from tests.parity.answers import Adapter, Answer
 from tests.parity.vectors import Case
 

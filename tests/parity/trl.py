@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs import advantages as settings
-from engines.advantage_batch import AdvantageBatch
-from engines.advantages import ADVANTAGES
-from engines.aggregation import Normaliser, aggregate
-from engines.corrections import CORRECTIONS, Mismatch, off_policy_sequence
-from engines.jagged import Rows
-from engines.kl import KL_ESTIMATORS
-from engines.objective import high_entropy
-from engines.policy_batch import PolicyBatch, TokenLoss
-from engines.ratio_losses import cispo, clipped, sapo
-from engines.reward_metrics import reward_metrics
-from engines.sequence_losses import luspo, vespo
+from configs.algorithm import advantages as settings
+from engines.algorithms.advantages import ADVANTAGES
+from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.inputs import AdvantageBatch, PolicyBatch, TokenLoss
+from engines.algorithms.jagged import Rows
+from engines.algorithms.kl import KL_ESTIMATORS
+from engines.algorithms.objective import high_entropy
+from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, off_policy_sequence
+from engines.algorithms.sequence_losses import luspo, vespo
+from engines.algorithms.token_losses import cispo, clipped, sapo
+from engines.data.sample_metrics import reward_metrics
 from tests.parity.answers import Adapter, Answer, leaf, shaped
 from tests.parity.vectors import Case
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from configs.algorithm import KLConfig
-from engines.advantage_batch import AdvantageBatch
-from engines.kl import KL_ESTIMATORS, penalised_rewards
-from engines.kl_control import adapted_coefficient
-from engines.value_loss import value_loss
+from configs.algorithm.algorithm import KLConfig
+from engines.algorithms.inputs import AdvantageBatch
+from engines.algorithms.kl import KL_ESTIMATORS, penalised_rewards
+from engines.algorithms.kl_controller import adapted_coefficient
+from engines.algorithms.value_loss import value_loss
 from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case
 

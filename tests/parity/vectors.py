@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.jagged import Rows
+from engines.algorithms.jagged import Rows
 
 Json = Any  # a value read from JSON
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.runs import RunStore
-from storage.store import Store
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from storage.errors import StoreUnavailable
+from storage.objects.errors import StoreUnavailable
 from tasks import commit
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from configs.retraining import PromotionConfig
-from storage.registry import Registered
+from storage.tracking.registry import Registered
 from tasks.evaluate import Evaluation
 from tasks.promotion import judge
 

@@ -1,4 +1,4 @@
-"""The contract of engines.rollout, on both engines; vLLM is the real one, started once."""
+"""The contract of engines.rollout.contract, on both engines; vLLM is the real one, started once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from engines.rollout import (
+from engines.failures import WeightsMismatch
+from engines.rollout.contract import (
     EngineDead,
     NoWeights,
     RolloutCancelled,
     RolloutEngine,
     Sampling,
-    WeightsMismatch,
 )
-from storage.columns import Status
-from storage.errors import ObjectDamaged
-from storage.weights import open_manifest, publish
+from storage.batches.columns import Status
+from storage.objects.errors import ObjectDamaged
+from storage.runs.weights import open_manifest, publish
 from tests.contract.rollout.world import LONG, MAX_MODEL_LEN, RUN, SHORT, World, begun, until
 
 KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]

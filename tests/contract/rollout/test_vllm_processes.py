@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from engines.parent_death import kill_all, session
-from engines.rollout import EngineDead, RolloutEngine
-from engines.vllm_process import exit_code
+from engines.processes.parent_death import kill_all, session
+from engines.rollout.contract import EngineDead, RolloutEngine
+from engines.rollout.vllm_process import exit_code
 from tests.contract.rollout.world import LONG, SHORT, World, begun, until
 
 pytestmark = pytest.mark.vllm

@@ -19,7 +19,7 @@ from configs.model import RandomModel
 from configs.rollout import RolloutConfig
 from engines import models
 from engines.failures import import_class
-from engines.rollout import (
+from engines.rollout.contract import (
     RolloutEngine,
     RolloutRequest,
     RolloutResult,
@@ -27,10 +27,10 @@ from engines.rollout import (
     Sampling,
     engine_class,
 )
-from storage.batches import write_batch
-from storage.refs import BatchRef
-from storage.store import Store
-from storage.weights import WeightsRef, publish
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.runs.weights import WeightsRef, publish
 
 MODEL = RandomModel(seed=3)
 MAX_MODEL_LEN = 256

@@ -25,14 +25,14 @@ from typing import Any
 
 FOLDER = os.environ.get("REFRAIN_TEST_FAULTS", "")
 ROLES = {  # part of a command line -> name of the process
-    "engines.node": "scheduler",
+    "engines.processes.node": "scheduler",
     "flows.grpo": "flow",
     "prefect.server.api.server": "server",
-    "engines.reward_child": "reward",
+    "engines.rewards.child": "reward",
 }
 # Where a process learns its name late: function -> how to tell.
 BORN = {
-    "engines.host:EngineHost.setup": lambda **given: str(given["worker"].name),
+    "engines.workers.host:EngineHost.setup": lambda **given: str(given["worker"].name),
     "vllm.v1.engine.core:EngineCoreProc.__init__": lambda **_: "core",
 }
 _name = "?"

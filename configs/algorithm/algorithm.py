@@ -1,0 +1,163 @@
+"""The algorithm: advantages, policy loss, KL, entropy, correction, shaping and selection.
+
+A choice is a model with the method's name as its `kind` and the method's parameters as its fields;
+the functions of the same names are in engines/, their equations in docs/algorithms.md.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.algorithm.advantages import Advantage, GRPOAdvantage
+from configs.algorithm.corrections import (
+    CorrectionStep,
+    SelectionStep,
+    ShapingConfig,
+    WeightCorrection,
+)
+from configs.algorithm.losses import ClippedLoss, Loss
+from configs.base import Settings
+
+Aggregation = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "row-mean-token-mean",
+    "row-mean-token-sum",
+]
+
+
+class KLConfig(Settings):
+    """The penalty for leaving the reference policy."""
+
+    coefficient: float = Field(
+        0.0, ge=0, description="Weight of the KL term; 0 needs no reference."
+    )
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = Field(
+        "k3", description="Estimator per token; a + form has its value and the gradient of k2."
+    )
+    placement: Literal["loss", "reward"] = Field(
+        "loss", description="Added to the loss, or taken off the token rewards."
+    )
+    unbiased: bool = Field(
+        False, description="In the loss: multiply by the ratio to the old policy (DeepSeek-V3.2)."
+    )
+    controller: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="Whether the coefficient follows the measured KL (arXiv:1909.08593)."
+    )
+    target: float = Field(6.0, gt=0, description="KL the adaptive controller aims at, in nats.")
+    horizon: int = Field(10000, gt=0, description="Adaptive controller's time scale, in samples.")
+
+    @model_validator(mode="after")
+    def _reward_has_no_gradient(self) -> "KLConfig":
+        if self.placement == "reward" and self.estimator.endswith("+"):
+            raise ValueError(
+                f"kl.estimator = {self.estimator} changes only gradients, and a KL in the reward "
+                f"has none. Set kl.estimator = {self.estimator.removesuffix('+')}."
+            )
+        return self
+
+
+class EntropyConfig(Settings):
+    """The bonus for keeping the policy undecided."""
+
+    coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    floor: float | None = Field(
+        None,
+        gt=0,
+        description="Only tokens whose entropy is below this, in nats, get the bonus; none: all.",
+    )
+    top_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the tokens, by entropy, whose policy loss counts (arXiv:2506.01939).",
+    )
+
+
+class CriticConfig(Settings):
+    """The critic's loss, for advantages that need a critic."""
+
+    clip: float | None = Field(
+        0.2, gt=0, description="Bound on a value's change per step; none is off."
+    )
+    aggregation: Aggregation = Field(
+        "token-mean", description="How the losses of tokens become one number."
+    )
+
+
+class AlgorithmConfig(Settings):
+    """What is optimised. How (optimizer, precision, batching) is in `train`."""
+
+    advantage: Advantage = Field(GRPOAdvantage(), description="How rewards become advantages.")
+    loss: Loss = Field(ClippedLoss(), description="The policy loss.")
+    aggregation: Aggregation = Field(
+        "token-mean", description="How the losses of tokens become one number."
+    )
+    ratio_against: Literal["old_logprobs", "rollout_logprobs"] = Field(
+        "old_logprobs",
+        description="Policy in the ratio's denominator: the trainer's at the start of the step, or "
+        "the rollout engine's (bypass: the ratio itself corrects, weights are not applied).",
+    )
+    kl: KLConfig = Field(KLConfig(), description="KL to the reference policy.")
+    entropy: EntropyConfig = Field(EntropyConfig(), description="Entropy bonus.")
+    critic: CriticConfig = Field(CriticConfig(), description="Loss of the critic, where one is.")
+    correction: tuple[CorrectionStep, ...] = Field(
+        (), description="Corrections for the gap between rollout engine and trainer, in order."
+    )
+    shaping: ShapingConfig = Field(ShapingConfig(), description="Changes to the rewards.")
+    selection: tuple[SelectionStep, ...] = Field(
+        (), description="Which samples are trained on, by their rewards; applied in order."
+    )
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages need a critic's values."""
+        return self.advantage.kind == "gae"
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether each prompt's greedy completion must be sampled and scored too."""
+        return self.advantage.kind == "remax"
+
+    @property
+    def needs_squares(self) -> bool:
+        """Whether sum_pi_squared must be a column before the advantages."""
+        return self.advantage.kind.endswith("optimal_token_baseline")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether ref_logprobs are needed."""
+        return self.kl.coefficient > 0
+
+    @property
+    def needs_stored_logprobs(self) -> bool:
+        """Whether old_logprobs must be a column before the advantages, not those of the update."""
+        in_reward = self.needs_reference and self.kl.placement == "reward"
+        return self.needs_squares or self._normalizes or in_reward
+
+    @property
+    def _normalizes(self) -> bool:
+        """Whether a correction is divided by its mean over the batch."""
+        return any(isinstance(s, WeightCorrection) and s.normalize for s in self.correction)
+
+    @model_validator(mode="after")
+    def _mean_weight_exists(self) -> "AlgorithmConfig":
+        if self._normalizes and self.ratio_against == "rollout_logprobs":
+            raise ValueError(
+                "algorithm.correction with normalize = true needs weights that are known before the "
+                "update, but with algorithm.ratio_against = rollout_logprobs they change with every "
+                "optimizer step. Set normalize = false, or ratio_against = old_logprobs."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _penalties_reach_the_advantages(self) -> "AlgorithmConfig":
+        if self.advantage.kind == "gdpo" and self.needs_reference and self.kl.placement == "reward":
+            raise ValueError(
+                "algorithm.advantage.kind = gdpo compares the reward functions one by one, and a KL "
+                "in the reward belongs to none of them. Set algorithm.kl.placement = loss."
+            )
+        return self

@@ -1,0 +1,180 @@
+"""Workers: pools, the roles that live on them, and the check that a plan fits the nodes."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.base import Settings
+from configs.cluster.kinds import (
+    KubernetesConfig,
+    NoTls,
+    SlurmConfig,
+    SshConfig,
+    TemporaryTls,
+    Tls,
+    TlsFiles,
+)
+from configs.secrets import refuse_secrets
+
+Role = Literal["actor", "ref", "critic", "rollout", "reward"]
+POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
+
+GIVEN_TO_WORKERS = (
+    "workers get credentials from their own environment (docs/security.md says how, for each kind "
+    "of cluster)."
+)
+
+
+class PoolConfig(Settings):
+    """A set of identical workers."""
+
+    workers: int = Field(1, ge=1, description="Worker processes; for a train pool, FSDP ranks.")
+    gpus: int = Field(0, ge=0, description="GPUs of each worker.")
+    threads: int = Field(
+        1, ge=1, description="Compute threads of each worker's engine (OMP_NUM_THREADS)."
+    )
+    slots: int = Field(2, ge=1, description="Calls that a worker runs at once.")
+    memory_gib: float | None = Field(
+        None, gt=0, description="Memory of each worker's job or pod, in GiB; none: its default."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of the workers; no credentials."
+    )
+
+    @model_validator(mode="after")
+    def _no_credentials(self) -> "PoolConfig":
+        refuse_secrets("cluster.pools.NAME.env", self.env, GIVEN_TO_WORKERS)
+        return self
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _numbers_as_text(cls, env: object) -> object:
+        """A recipe's and a command line's numbers are text in an environment."""
+        if not isinstance(env, dict):
+            return env
+        return {name: str(x) if type(x) in (int, float) else x for name, x in env.items()}
+
+
+class RolesConfig(Settings):
+    """Which pool each role lives on; two roles on one pool are colocated and take turns."""
+
+    actor: str = Field("train", description="Pool of the policy that is trained.")
+    ref: str = Field("train", description="Pool of the frozen reference policy.")
+    critic: str | None = Field(None, description="Pool of the critic; none: that of the actor.")
+    rollout: str = Field("rollout", description="Pool of the engines that sample.")
+    reward: str = Field("cpu", description="Pool that scores completions and makes advantages.")
+
+    def pool_of(self, role: Role) -> str:
+        """The pool on which a role lives."""
+        pools: dict[str, str | None] = dict(self)
+        return pools[role] or self.actor
+
+
+class ClusterConfig(Settings):
+    """The Dask cluster."""
+
+    kind: Kind = Field(
+        "local",
+        description="local: workers on this machine; address: join a running cluster; slurm: "
+        "workers as jobs; kubernetes: workers as pods; ssh: workers on machines that ssh reaches.",
+    )
+    address: str | None = Field(
+        None, description="Address of the Dask scheduler (kind = address), tcp://HOST:PORT."
+    )
+    host: str | None = Field(
+        None,
+        description="Address or network interface of this machine at which workers on others "
+        "reach the scheduler (kind = slurm or ssh). Nothing else is opened to the network.",
+    )
+    tls: Tls | None = Field(
+        None,
+        description="Encryption and mutual authentication of flow, scheduler and workers; none: "
+        "temporary for slurm and ssh, off for the rest.",
+    )
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="Slurm (kind = slurm).")
+    ssh: SshConfig = Field(default_factory=SshConfig, description="SSH (kind = ssh).")
+    kubernetes: KubernetesConfig = Field(
+        default_factory=KubernetesConfig, description="Kubernetes (kind = kubernetes)."
+    )
+    pools: dict[str, PoolConfig] = Field(
+        default_factory=lambda: {
+            "train": PoolConfig(threads=2),
+            "rollout": PoolConfig(threads=2, slots=9),
+            "cpu": PoolConfig(slots=8),
+        },
+        description="Pools by name.",
+    )
+    roles: RolesConfig = Field(default=RolesConfig(), description="The pool of each role.")
+    start_timeout: float = Field(
+        300.0, gt=0, description="Longest wait for workers and engines to start, in seconds."
+    )
+    no_workers_timeout: float = Field(
+        60.0, gt=0, description="Longest wait for a live worker of a pool, in seconds."
+    )
+
+    @property
+    def encryption(self) -> Tls:
+        """The TLS that is used."""
+        if self.tls is not None:
+            return self.tls
+        return TemporaryTls() if self.kind in ("slurm", "ssh") else NoTls()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ClusterConfig":
+        if (self.kind == "address") != (self.address is not None):
+            raise ValueError(
+                f"cluster.kind = {self.kind} and cluster.address = {self.address} contradict each "
+                "other. Set cluster.kind = address together with cluster.address = tcp://HOST:PORT."
+            )
+        needed = self._missing()
+        if needed is not None:
+            raise ValueError(f"cluster.kind = {self.kind} needs {needed}")
+        for role, pool in self.roles:
+            if pool is not None and pool not in self.pools:
+                raise ValueError(
+                    f"cluster.roles.{role} = {pool} is no pool. "
+                    f"Set it to one of {sorted(self.pools)}, or add cluster.pools.{pool}."
+                )
+        return self
+
+    def _missing(self) -> str | None:
+        """What the kind of cluster needs and the settings do not give, and how to give it."""
+        if self.kind in ("slurm", "ssh") and self.host is None:
+            return (
+                "cluster.host. Set it to the address or network interface of this machine that the "
+                "workers' machines reach, such as ib0; 127.0.0.1 if they are this machine."
+            )
+        if self.kind == "ssh" and not self.ssh.hosts:
+            return "machines. Set cluster.ssh.hosts=[HOST, …]."
+        if isinstance(self.encryption, TemporaryTls) and self.kind in ("address", "kubernetes"):
+            return (
+                "certificates that its processes have already. Set cluster.tls.kind = files with "
+                "cluster.tls.ca_file, cert and key."
+            )
+        if self.kind == "kubernetes":
+            return self._missing_for_pods()
+        if self.kind == "address":
+            secured = str(self.address).startswith("tls://")
+            if secured != isinstance(self.encryption, TlsFiles):
+                return (
+                    f"cluster.address = {self.address} to agree with cluster.tls.kind = "
+                    f"{self.encryption.kind}. Use tls://HOST:PORT together with "
+                    "cluster.tls.kind = files."
+                )
+        return None
+
+    def _missing_for_pods(self) -> str | None:
+        """As `_missing`, for pods."""
+        if self.kubernetes.image is None:
+            return "an image with Refrain installed. Set cluster.kubernetes.image."
+        if isinstance(self.tls, TlsFiles) and self.kubernetes.tls_secret is None:
+            return "the certificates in its pods. Set cluster.kubernetes.tls_secret."
+        for pool in self.pools:
+            if not POD_NAME.fullmatch(pool):
+                return (
+                    f"another name for cluster.pools.{pool}: names of pods have lower-case "
+                    "letters, digits and hyphens only."
+                )
+        return None

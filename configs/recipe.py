@@ -1,0 +1,48 @@
+"""Recipes: YAML files of settings in configs/recipes, found by name or path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from configs.overrides import (
+    Config,
+    ConfigError,
+    change,
+)
+
+FOLDER = Path(__file__).parent / "recipes"
+DEMO = "smollm2-arithmetic"
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with Refrain."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a recipe given by name or path; ConfigError if there is none."""
+    for path in (Path(recipe), FOLDER / f"{recipe}.yaml"):
+        if path.is_file():
+            return path
+    raise ConfigError(
+        f"There is no recipe {recipe}. Give the path of a YAML file, or one of: "
+        f"{', '.join(recipe_names())}."
+    )
+
+
+def load_recipe(model: type[Config], recipe: str = DEMO, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe, apply key=value overrides in order, and check the whole.
+
+    Values are read as YAML, so steps=5, train.learning_rate=1e-6 and rollout.stop=[a,b] work.
+    """
+    path = find_recipe(recipe)
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
+    return change(model, raw, overrides)

@@ -1,0 +1,142 @@
+"""What estimators (AdvantageBatch) and policy losses (PolicyBatch) are given and return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.jagged import Kept, Rows
+from engines.algorithms.metric_sums import MetricSums, largest_of, mean_over
+
+LOG_RATIO_BOUND = 20.0  # nats; beyond it a ratio is constant, so that exp cannot overflow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageBatch:
+    """A whole batch (all groups complete), response tokens only, on one device.
+
+    What stands under mask 0 is never used.
+    """
+
+    rows: Rows
+    mask: Tensor  # bool [T]; True where the policy wrote the token
+    rewards: Tensor  # float [N], one per sample; NaN: the sample has none and gets advantage 0
+    groups: Tensor  # int64 [N]; samples of one prompt share a number, in any order
+    token_rewards: Tensor | None = None  # [T]; the rewards of the tokens, instead of `rewards`
+    values: Tensor | None = None  # [T] of the critic
+    logprobs: Tensor | None = None  # [T] of the policy before the update (old_logprobs)
+    ref_logprobs: Tensor | None = None  # [T]
+    sum_pi_squared: Tensor | None = None  # [T] sum over the vocabulary of pi^2
+    correction_weights: Tensor | None = None  # [T] behaviour-policy weights
+    baselines: Tensor | None = None  # [N] reward of the greedy completion of the sample's prompt
+    steps: Tensor | None = None  # int64 [T]; number of the turn of each token, ascending in a row
+    states: Tensor | None = None  # int64 [T]; equal where the token's turn began in equal states
+    components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] partial rewards
+
+    def totals(self) -> Tensor:
+        """Reward of each sample [N]: the sum of its token rewards, where there are such."""
+        if self.token_rewards is None:
+            return self.rewards
+        return self.rows.masked_sum(self.token_rewards, self.mask)
+
+    def dense(self) -> Tensor:
+        """Reward of each token [T]: `rewards` stands on the last token with mask 1."""
+        if self.token_rewards is not None:
+            return self.token_rewards.where(self.mask, 0.0)
+        kept = self.rows.kept(self.mask)
+        return kept.put(self.dense_kept(kept))
+
+    def dense_kept(self, kept: Kept) -> Tensor:
+        """As dense, of the tokens with mask 1 only; kept: rows.kept(mask)."""
+        if self.token_rewards is not None:
+            return kept.take(self.token_rewards)
+        dense = self.rewards.new_zeros(kept.rows.ids.numel())
+        filled, last = kept.rows.ends()
+        dense[last] = self.rewards[filled]
+        return dense
+
+    def at_tokens(self, per_row: Tensor) -> Tensor:
+        """A number per sample [N] at each of its tokens [T], 0 where masked, in rewards' dtype."""
+        return torch.where(self.mask, self.rows.spread(per_row.to(self.rewards.dtype)), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """An estimator's result, detached."""
+
+    advantages: Tensor  # [T], 0 where masked
+    returns: Tensor | None = None  # [T], targets of a critic; None: the method has none
+    metrics: MetricSums = field(default_factory=MetricSums)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyBatch:
+    """One micro-batch of whole rows, response tokens only; every [T] tensor in the order of rows.
+
+    Only `logprobs` and `entropy` carry gradients. What stands under mask 0 is never used.
+    """
+
+    rows: Rows
+    mask: Tensor  # bool [T]; True where the policy wrote the token and it counts in the loss
+    logprobs: Tensor  # [T] of the policy that trains, nats, under the sampling temperature
+    advantages: Tensor  # [T]
+    old_logprobs: Tensor | None = None  # [T] proximal policy; None: equal to logprobs, detached
+    rollout_logprobs: Tensor | None = None  # [T] behaviour policy, from the rollout engine
+    ref_logprobs: Tensor | None = None  # [T] frozen reference
+    entropy: Tensor | None = None  # [T] of the policy that trains, nats
+    weights: Tensor | None = (
+        None  # [T] factors on the loss; None: made by the objective's correction
+    )
+    kept: Tensor | None = None  # bool [T] the correction's verdicts that belong to `weights`
+    # Chosen over the whole mini-batch by Objective.select; None: over this batch, where it is whole.
+    selected: Tensor | None = None  # bool [T] tokens that the method treats apart
+    counted: Tensor | None = None  # bool [T] tokens whose entropy is high enough to count
+
+    @property
+    def proximal(self) -> Tensor:
+        """Log-probs of the policy at the start of the step [T], detached."""
+        source = self.logprobs if self.old_logprobs is None else self.old_logprobs
+        return source.detach()
+
+    def under_mask(self, values: Tensor) -> Tensor:
+        """values [T] with 0 where masked, in value and gradient."""
+        return torch.where(self.mask, values, 0.0)
+
+    def log_ratio(self, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
+        """log pi / pi_old [T], 0 where masked; kept within the bound (no gradient beyond it)."""
+        ratio = self.under_mask(self.logprobs) - self.under_mask(self.proximal)
+        return ratio if bound is None else ratio.clamp(-bound, bound)
+
+    def log_ratio_at(self, level: str) -> Tensor:
+        """log ratio [T] of each token ("token"), or the mean of its row's ("sequence", as GSPO)."""
+        if level == "token":
+            return self.log_ratio()
+        row_mean = self.rows.masked_mean(self.log_ratio(bound=None), self.mask)
+        return self.under_mask(self.rows.spread(row_mean))
+
+    def signal(self) -> Tensor:
+        """Advantages [T], detached, 0 where masked."""
+        return self.under_mask(self.advantages.detach())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLoss:
+    """A method's result before aggregation."""
+
+    values: Tensor  # [T], with gradient; finite everywhere
+    metrics: MetricSums = field(default_factory=MetricSums)
+
+
+def ratio_metrics(batch: PolicyBatch, log_ratio: Tensor, **shares: Tensor) -> MetricSums:
+    """KL of the old policy from the new by k1 (mean of -log ratio), the largest ratio, and shares.
+
+    A share is the mean of a bool [T] over the tokens with mask 1.
+    """
+    return MetricSums(
+        means={"kl_old": mean_over(-log_ratio, batch.mask)}
+        | {name: mean_over(chosen, batch.mask) for name, chosen in shares.items()},
+        maxima={"ratio_max": largest_of(log_ratio.detach().exp(), batch.mask)},
+    )

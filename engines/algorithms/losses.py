@@ -1,0 +1,75 @@
+"""Policy losses by name: how each is called and what it needs.
+
+A method maps a micro-batch to the loss of every token (`loss(batch, **params) -> TokenLoss`); what
+becomes of the tokens is in aggregation.py, the sum of all terms in objective.py. The methods:
+ratio_losses.py (one ratio per token), sequence_losses.py (one per row), covariance_losses.py and
+second_moment.py (tokens chosen over the whole mini-batch).
+
+A new method is one function and one line in POLICY_LOSSES, or a user's import path to either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engines.algorithms.inputs import TokenLoss
+from engines.algorithms.sequence_losses import geo_mean, gspo, luspo, vespo
+from engines.algorithms.token_losses import (
+    cispo,
+    clipped,
+    cpgd,
+    decoupled,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    reinforce,
+    sapo,
+)
+from engines.algorithms.token_selection_losses import (
+    clip_cov,
+    kl_cov,
+    m2po,
+    select_clip_cov,
+    select_kl_cov,
+    select_m2po,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLoss:
+    """A method: how to call it and what it needs."""
+
+    loss: Callable[..., TokenLoss]  # loss(batch, **params) -> TokenLoss
+    aggregation: str | None = None  # the only aggregation that the method has; None: any
+    needs: tuple[str, ...] = ()  # columns of PolicyBatch beyond logprobs, advantages, old_logprobs
+    # select(mini_batch, **params) -> bool [T]: for methods whose choice of tokens is made over the
+    # whole mini-batch; its result is handed to the loss as PolicyBatch.selected.
+    select: Callable[..., Tensor] | None = None
+    ratio: bool = (
+        True  # the loss has pi / pi_old in it, so a correction against the old policy fits
+    )
+    own_weights: bool = False  # the method applies PolicyBatch.weights itself
+
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = {
+    "clipped": PolicyLoss(loss=clipped),
+    "gspo": PolicyLoss(loss=gspo),
+    "cispo": PolicyLoss(loss=cispo),
+    "sapo": PolicyLoss(loss=sapo, aggregation="seq-mean-token-mean"),
+    "gmpo": PolicyLoss(loss=geo_mean, aggregation="row-mean-token-mean", own_weights=True),
+    "luspo": PolicyLoss(loss=luspo, aggregation="row-mean-token-sum"),
+    "vespo": PolicyLoss(loss=vespo, own_weights=True),
+    "clip_cov": PolicyLoss(loss=clip_cov, select=select_clip_cov),
+    "kl_cov": PolicyLoss(loss=kl_cov, select=select_kl_cov),
+    "dppo_tv": PolicyLoss(loss=dppo_tv),
+    "dppo_kl": PolicyLoss(loss=dppo_kl),
+    "dro": PolicyLoss(loss=dro),
+    "cpgd": PolicyLoss(loss=cpgd),
+    "m2po": PolicyLoss(loss=m2po, select=select_m2po),
+    "decoupled": PolicyLoss(loss=decoupled, needs=("rollout_logprobs",)),
+    "gpg": PolicyLoss(loss=reinforce, ratio=False),
+    "reinforce": PolicyLoss(loss=reinforce, ratio=False),
+}

@@ -1,0 +1,209 @@
+"""The number to call backward on: policy loss + KL + entropy of one micro-batch.
+
+Built once from the recipe (`Objective.of`); it holds functions and numbers only. What the terms are
+is in losses.py, kl.py and corrections.py; here they are put together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.inputs import PolicyBatch
+from engines.algorithms.kl import KL_ESTIMATORS
+from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from engines.algorithms.metric_sums import MetricSums, mean_over
+from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, Step, correct
+from engines.algorithms.rollout_correction_metrics import correction_sums, gap_sums
+from engines.imports import imported
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Objective:
+    """loss, metrics = objective(batch, normaliser); then loss.backward()."""
+
+    method: PolicyLoss
+    params: Mapping[str, Any]  # keyword arguments of the method's functions
+    aggregation: str
+    against_rollout: bool  # the ratio's denominator is the rollout policy
+    corrections: tuple[Step, ...]  # applied here unless the batch brings its weights
+    kl: Callable[[Tensor, Tensor], Tensor] | None  # in the loss; None: not there
+    kl_coefficient: float
+    kl_unbiased: bool
+    entropy_coefficient: float
+    entropy_floor: float | None  # nats
+    entropy_top_share: float  # of the tokens whose policy loss counts
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> Objective:
+        """Resolve names and import paths."""
+        method = resolved_loss(algorithm)
+        in_loss = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+        return cls(
+            method=method,
+            params=algorithm.loss.arguments(),
+            aggregation=method.aggregation or algorithm.aggregation,
+            against_rollout=algorithm.ratio_against == "rollout_logprobs",
+            corrections=resolved_corrections(algorithm),
+            kl=KL_ESTIMATORS[algorithm.kl.estimator] if in_loss else None,
+            kl_coefficient=algorithm.kl.coefficient,
+            kl_unbiased=algorithm.kl.unbiased,
+            entropy_coefficient=algorithm.entropy.coefficient,
+            entropy_floor=algorithm.entropy.floor,
+            entropy_top_share=algorithm.entropy.top_share,
+        )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Columns that a batch must have beside logprobs, advantages, old_logprobs."""
+        needs = set(self.method.needs)
+        needs |= {"ref_logprobs"} if self.kl is not None else set()
+        needs |= {"entropy"} if self.entropy_gradient or self.entropy_top_share < 1 else set()
+        needs |= {"rollout_logprobs"} if self.against_rollout or self.corrections else set()
+        # A mean over the batch is not that of a micro-batch, so it is taken before the update.
+        normalized = any(params.get("normalize") for _, params in self.corrections)
+        needs |= {"correction_weights"} if normalized else set()
+        return frozenset(needs)
+
+    @property
+    def entropy_gradient(self) -> bool:
+        """Whether `entropy` must carry a gradient."""
+        return self.entropy_coefficient > 0
+
+    @property
+    def selects(self) -> bool:
+        """Whether tokens are chosen over the whole mini-batch (`select`)."""
+        return self.method.select is not None or self.entropy_top_share < 1
+
+    def select(self, mini_batch: PolicyBatch) -> Tensor:
+        """bool [2, T]: PolicyBatch.selected and .counted, from a whole mini-batch, of all ranks."""
+        selected = counted = mini_batch.mask
+        with torch.no_grad():
+            if self.method.select is not None:
+                selected = self.method.select(self._against(mini_batch), **self.params)
+            if self.entropy_top_share < 1:
+                counted = self._uncertain(mini_batch)
+        return torch.stack([selected, counted])
+
+    def __call__(
+        self, batch: PolicyBatch, normaliser: Normaliser, kl_coefficient: float | None = None
+    ) -> tuple[Tensor, MetricSums]:
+        """Loss (scalar with gradient) and metrics of one micro-batch.
+
+        kl_coefficient replaces the recipe's, for an adaptive controller.
+        """
+        batch = self._against(batch)
+        batch, metrics = self._corrected(batch)
+        loss, policy_metrics = self._policy_term(batch, normaliser)
+        metrics += policy_metrics
+        if self.kl is not None:
+            coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
+            divergence = self._divergence(batch)
+            loss = loss + coefficient * self._aggregated(divergence, batch, normaliser)
+            metrics += MetricSums(means={"kl_ref": mean_over(divergence, batch.mask)})
+        if batch.entropy is not None:
+            entropy = batch.under_mask(batch.entropy)
+            metrics += MetricSums(means={"entropy": mean_over(entropy, batch.mask)})
+            if self.entropy_coefficient:
+                low = entropy.clamp(max=self.entropy_floor) if self.entropy_floor else entropy
+                loss = loss - self.entropy_coefficient * self._aggregated(low, batch, normaliser)
+        return loss, metrics + MetricSums(sums={"loss": loss.detach() / normaliser.ranks})
+
+    def _against(self, batch: PolicyBatch) -> PolicyBatch:
+        if not self.against_rollout:
+            return batch
+        return dataclasses.replace(batch, old_logprobs=batch.rollout_logprobs)
+
+    def _corrected(self, batch: PolicyBatch) -> tuple[PolicyBatch, MetricSums]:
+        """The batch with weights and without the tokens that the corrections leave out."""
+        if batch.rollout_logprobs is None:
+            assert batch.weights is not None or not self.corrections, "they need rollout_logprobs"
+            return self._weighted(batch, batch.weights, batch.kept), MetricSums()
+        mismatch = Mismatch(
+            rows=batch.rows,
+            mask=batch.mask,
+            logprobs=batch.logprobs.detach() if self.against_rollout else batch.proximal,
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+        )
+        metrics = gap_sums(mismatch)
+        weights, kept = batch.weights, batch.kept
+        if weights is None and self.corrections:
+            weights, kept = correct(mismatch, self.corrections)
+        if weights is not None:
+            metrics += correction_sums(mismatch, weights, kept, self.corrections)
+        return self._weighted(batch, weights, kept), metrics
+
+    def _weighted(
+        self, batch: PolicyBatch, weights: Tensor | None, kept: Tensor | None
+    ) -> PolicyBatch:
+        mask = batch.mask if kept is None else batch.mask & kept
+        if self.against_rollout and self.method.ratio:  # the ratio itself corrects
+            weights = batch.weights
+        return dataclasses.replace(batch, weights=weights, mask=mask)
+
+    def _policy_term(self, batch: PolicyBatch, normaliser: Normaliser) -> tuple[Tensor, MetricSums]:
+        result = self.method.loss(batch, **self.params)
+        values = result.values
+        if batch.weights is not None and not self.method.own_weights:
+            values = values * batch.under_mask(batch.weights.detach())
+        if self.entropy_top_share < 1:
+            counted = self._uncertain(batch) if batch.counted is None else batch.counted
+            values = torch.where(counted, values, 0.0)
+        loss = self._aggregated(values, batch, normaliser)
+        total = MetricSums(sums={"policy_loss": loss.detach() / normaliser.ranks})
+        return loss, result.metrics + total
+
+    def _uncertain(self, batch: PolicyBatch) -> Tensor:
+        assert batch.entropy is not None, "entropy.top_share needs the entropy"
+        return high_entropy(batch.entropy.detach(), batch.mask, self.entropy_top_share)
+
+    def _divergence(self, batch: PolicyBatch) -> Tensor:
+        assert self.kl is not None and batch.ref_logprobs is not None, "the KL needs ref_logprobs"
+        reference = batch.under_mask(batch.ref_logprobs.detach())
+        divergence = self.kl(batch.under_mask(batch.logprobs), reference)
+        return divergence * batch.log_ratio().exp() if self.kl_unbiased else divergence
+
+    def _aggregated(self, values: Tensor, batch: PolicyBatch, normaliser: Normaliser) -> Tensor:
+        return aggregate(values, batch.mask, batch.rows, normaliser, self.aggregation)
+
+
+def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """bool [T]: the tokens whose entropy is in the upper `share` of those with mask 1.
+
+    The bound is the (1 - share) quantile, interpolated. "Beyond the 80/20 Rule", arXiv:2506.01939.
+    """
+    ordered = entropy[mask].sort().values
+    if ordered.numel() == 0:
+        return mask
+    place = (1 - share) * (ordered.numel() - 1)
+    low = int(place)
+    high = min(low + 1, ordered.numel() - 1)
+    bound = torch.lerp(ordered[low], ordered[high], place - low)
+    return mask & (entropy >= bound)
+
+
+def resolved_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
+    """The method of a recipe, from the table or from a user's import path.
+
+    A path leads to a function loss(batch, **params) -> TokenLoss or to a PolicyLoss.
+    """
+    if algorithm.loss.kind != "function":
+        return POLICY_LOSSES[algorithm.loss.kind]
+    found = imported(algorithm.loss.path)
+    return found if isinstance(found, PolicyLoss) else PolicyLoss(loss=found)
+
+
+def resolved_corrections(algorithm: AlgorithmConfig) -> tuple[Step, ...]:
+    """The corrections of a recipe with their parameters, in order."""
+    return tuple(
+        (imported(s.path) if s.kind == "function" else CORRECTIONS[s.kind], s.arguments())
+        for s in algorithm.correction
+    )

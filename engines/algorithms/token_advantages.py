@@ -1,0 +1,242 @@
+"""Advantages that differ from token to token: with a critic, with discounting, with turns.
+
+Tokens with mask 0 (tool output) are skipped: they neither receive a return nor discount it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.group_advantages import grpo
+from engines.algorithms.groups import Groups
+from engines.algorithms.inputs import AdvantageBatch, Advantages
+from engines.algorithms.jagged import Rows, cumulative_sums, discounted_sums, divide
+
+
+def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Advantages:
+    """Generalised advantage estimation: A_t = sum_j (gamma lam)^j delta_{t+j}.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after the last token; returns = A + V before
+    whitening. whiten scales A over all tokens to mean 0, variance 1. arXiv:1506.02438.
+    """
+    assert batch.values is not None, "gae needs the critic's values"
+    kept = batch.rows.kept(batch.mask)
+    values = kept.take(batch.values)
+    delta = batch.dense_kept(kept) - values
+    delta[:-1] += gamma * _inside(values[1:], kept.rows)
+    advantages = discounted_sums(delta, kept.rows, gamma * lam)
+    returns = advantages + values
+    if whiten:
+        advantages = whitened(advantages)
+    return Advantages(advantages=kept.put(advantages), returns=kept.put(returns))
+
+
+def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
+    """REINFORCE++: discounted returns, whitened over all tokens. arXiv:2501.03262.
+
+    R_t = r_t + gamma R_{t+1}; A = whiten(R).
+    """
+    kept = batch.rows.kept(batch.mask)
+    returns = discounted_sums(batch.dense_kept(kept), kept.rows, gamma)
+    return Advantages(advantages=kept.put(whitened(returns)), returns=kept.put(returns))
+
+
+def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:
+    """No baseline: A_t = R_t = r_t + gamma R_{t+1}. Williams 1992, doi:10.1007/BF00992696."""
+    kept = batch.rows.kept(batch.mask)
+    returns = kept.put(discounted_sums(batch.dense_kept(kept), kept.rows, gamma))
+    return Advantages(advantages=returns, returns=returns)
+
+
+def remax(batch: AdvantageBatch) -> Advantages:
+    """ReMax: A_t = R_t - b, b the reward of the greedy completion of the prompt, R_t undiscounted.
+
+    arXiv:2310.10505.
+    """
+    assert batch.baselines is not None, "remax needs baselines"
+    returns = rewards_to_go(batch)
+    advantages = torch.where(batch.mask, returns - batch.rows.spread(batch.baselines), 0.0)
+    return Advantages(advantages=advantages, returns=returns)
+
+
+def gigpo(
+    batch: AdvantageBatch,
+    *,
+    gamma: float,
+    step_weight: float,
+    normalize: bool,
+    epsilon: float,
+    among: str,
+) -> Advantages:
+    """GiGPO: the advantage of the episode in its group plus that of the turn among equal states.
+
+    A = A_E + w A_S. A_E: GRPO's advantage of the sample. A_S: GRPO's advantage of the turn's
+    discounted return R_k = sum_j gamma^j r_{k+j} (r_k the sum of the turn's token rewards), among
+    the turns of the group that began in the same state (among = "group"), or of the whole batch
+    ("batch"); a turn is the run of a row's tokens (mask 1) with the same number. normalize = false
+    divides by nothing; a state that was met once gives 0. arXiv:2505.10978.
+    """
+    assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
+    kept = batch.rows.kept(batch.mask)
+    rows = kept.rows
+    turns, first = _turns(rows, kept.take(batch.steps))
+    rewards = turns.sum(batch.dense_kept(kept))
+    row = rows.ids[first]
+    episode = Rows.of_lengths(torch.bincount(row, minlength=rows.count))
+    returns = discounted_sums(rewards, episode, gamma)
+    state = torch.unique(torch.masked_select(batch.states, batch.mask)[first], return_inverse=True)[
+        1
+    ]
+    same = state
+    if among == "group":
+        same = Groups.of(batch.groups).member[row] * (state.numel() + 1) + state
+    of_turns = AdvantageBatch(
+        rows=turns,
+        mask=torch.ones_like(rows.ids, dtype=torch.bool),
+        rewards=returns,
+        groups=same,
+    )
+    kind = "group" if normalize else "none"
+    options = {"baseline": "group", "leave_one_out": False, "epsilon": epsilon}
+    per_turn = grpo(of_turns, normalize=kind, lone="zero", **options)  # type: ignore[arg-type]
+    per_episode = grpo(batch, normalize=kind, lone="reward", **options)  # type: ignore[arg-type]
+    total = per_episode.advantages + step_weight * kept.put(per_turn.advantages)
+    return Advantages(advantages=total, returns=total)
+
+
+def _turns(rows: Rows, steps: Tensor) -> tuple[Rows, Tensor]:
+    """The turns as rows of their own, and the position of the first token of each [turns]."""
+    begins = torch.ones_like(steps, dtype=torch.bool)
+    begins[1:] = (steps[1:] != steps[:-1]) | (rows.ids[1:] != rows.ids[:-1])
+    first = begins.nonzero().squeeze(-1)
+    return Rows.of_offsets(torch.cat([first, first.new_full((1,), steps.numel())])), first
+
+
+def rewards_to_go(batch: AdvantageBatch) -> Tensor:
+    """Sum of the rewards from each token on [T]; token rewards: at masked tokens too."""
+    if batch.token_rewards is None:
+        return batch.at_tokens(batch.rewards)
+    return discounted_sums(batch.dense(), batch.rows, 1.0)
+
+
+def _inside(following: Tensor, rows: Rows) -> Tensor:
+    """following [T - 1], the value after each token but the last; 0 where that is another row's."""
+    following = following.clone()
+    last = rows.ends()[1]
+    following[last[last < following.numel()]] = 0.0
+    return following
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of values under mask 1 (scalar); 0 without any."""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_variance(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance of values under mask 1 (scalar), over n - 1 or n; 0 for fewer than two values."""
+    count = mask.sum()
+    centred = torch.where(mask, values - masked_mean(values, mask), 0.0)
+    return centred.square().sum() / (count - int(unbiased)).clamp(min=1)
+
+
+def whitened(
+    values: Tensor, mask: Tensor | None = None, *, shift: bool = True, epsilon: float = 1e-8
+) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon), divisor n - 1: [T] -> [T]; no mask: of all values.
+
+    shift = false adds the mean again. What stands under mask 0 is transformed too.
+    """
+    if mask is None:
+        mean = values.mean() if values.numel() else values.new_zeros(())
+        variance = values.var() if values.numel() > 1 else values.new_zeros(())
+    else:
+        mean, variance = masked_mean(values, mask), masked_variance(values, mask)
+    scale = divide(torch.ones_like(variance), (variance + epsilon).sqrt())
+    scaled = (values - mean).mul_(scale)
+    return scaled if shift else scaled + mean
+
+
+def optimal_token_baseline(batch: AdvantageBatch, *, zero_tail: bool, epsilon: float) -> Advantages:
+    """A_t = R_t - B_t with B_t = sum_g R_t W_t / (sum_g W_t + epsilon) at the same position t.
+
+    W_t = sum_{j<=t} (1 - 2 pi_j + sum_v pi_j(v)^2) rho_j^2, rho the correction weight (or 1): the
+    squared norm of the gradient of the path so far. A group of one has B = 0; with zero_tail so has
+    the part of the longest response beyond the second longest. arXiv:2602.07078.
+    Positions count all tokens of the response; with tool output inside, use the multi-turn form.
+    """
+    returns = rewards_to_go(batch)
+    baseline = _baseline(batch, Groups.of(batch.groups), returns, zero_tail, epsilon)
+    advantages = torch.where(batch.mask, returns - baseline, 0.0)
+    return Advantages(advantages=advantages, returns=returns)
+
+
+def multi_turn_optimal_token_baseline(
+    batch: AdvantageBatch, *, zero_tail: bool, epsilon: float
+) -> Advantages:
+    """As optimal_token_baseline, with positions that count only the tokens with mask 1.
+
+    An empty response is no member of its group. arXiv:2602.07078.
+    """
+    returns = rewards_to_go(batch)
+    groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
+
+    kept = batch.rows.kept(batch.mask)
+    weights = batch.correction_weights
+    packed = dataclasses.replace(
+        batch,
+        rows=kept.rows,
+        mask=kept.take(batch.mask),
+        logprobs=None if batch.logprobs is None else kept.take(batch.logprobs),
+        sum_pi_squared=None if batch.sum_pi_squared is None else kept.take(batch.sum_pi_squared),
+        correction_weights=None if weights is None else kept.take(weights),
+    )
+    own = kept.take(returns)
+    baseline = _baseline(packed, groups, own, zero_tail, epsilon)
+    return Advantages(advantages=kept.put(own - baseline), returns=returns)
+
+
+def _baseline(
+    batch: AdvantageBatch, groups: Groups, returns: Tensor, zero_tail: bool, epsilon: float
+) -> Tensor:
+    """B_t [T]."""
+    rows = batch.rows
+    weight = cumulative_sums(_energy(batch), rows).mul_(batch.mask)
+    width = int(rows.lengths.max()) if rows.count else 0
+    # One slot for each position of each group: the row's first, and on from there.
+    slots = groups.sizes.numel() * width
+    small = torch.int32 if max(slots, rows.ids.numel()) < 2**31 else torch.int64
+    first = groups.member * width
+    slot = (first - rows.offsets[:-1]).to(small).index_select(0, rows.ids)
+    slot += torch.arange(slot.numel(), device=slot.device, dtype=small)
+    denominator = returns.new_zeros(slots)
+    numerator = torch.zeros_like(denominator).index_add_(0, slot, weight * returns)
+    denominator.index_add_(0, slot, weight)
+    baseline = divide(numerator, denominator + epsilon).index_select(0, slot)
+    start = _tail_start(groups, rows.tokens(batch.mask, torch.float64), zero_tail)
+    limit = (first + start.clamp(max=width).long()).to(small)
+    return baseline.mul_(slot < limit.index_select(0, rows.ids))
+
+
+def _energy(batch: AdvantageBatch) -> Tensor:
+    """What each token adds to W [T], 0 where masked."""
+    assert batch.logprobs is not None, "the optimal token baseline needs logprobs"
+    assert batch.sum_pi_squared is not None, "the optimal token baseline needs sum_pi_squared"
+    energy = batch.logprobs.exp().mul_(-2).add_(batch.sum_pi_squared).add_(1)
+    if batch.correction_weights is not None:
+        energy *= batch.correction_weights.square()
+    return torch.where(batch.mask, energy, 0.0)
+
+
+def _tail_start(groups: Groups, lengths: Tensor, zero_tail: bool) -> Tensor:
+    """float64 [N]: position from which a row has no baseline; inf where it always has one."""
+    start = torch.full_like(lengths, float("inf"))
+    if zero_tail:
+        longest = groups.largest(lengths)[groups.member]
+        is_longest = groups.present & (lengths == longest)
+        single = groups.sum(is_longest.double()) == 1
+        second = groups.largest(torch.where(is_longest, float("-inf"), lengths))
+        start = torch.where(is_longest & single[groups.member], second[groups.member], start)
+    return torch.where((groups.sizes < 2)[groups.member], 0.0, start)

@@ -1,0 +1,158 @@
+"""How a data row becomes prompt tokens, and what reward functions see as its prompt.
+
+The tokenizer is the caller's: this module loads none. Which rows are drawn is in
+storage/prompts/cursor.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from configs.data import DataConfig
+from storage.objects.json_values import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message: TypeAlias = dict[str, str]  # role, content
+Prompt: TypeAlias = "str | list[Message]"
+
+TOO_LONG = "prompt_too_long"
+EMPTY = "prompt_empty"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedPrompts:
+    """Prompts ready for sampling. `kept` and `dropped` hold positions in the rows given."""
+
+    prompt_ids: list[list[int]]  # one list of token ids per kept row
+    kept: list[int]  # positions of the kept rows, ascending
+    dropped: list[tuple[int, str]]  # position and reason (TOO_LONG or EMPTY) of each other row
+
+
+def prompt_of(row: Row, config: DataConfig) -> Prompt:
+    """What the model is asked, before any template: a string, or a list of chat messages.
+
+    The suffix is appended to the string, or to the last user message. A system prompt is put before
+    messages that bring none; a string has no place for it. ValueError for another kind of value.
+    """
+    value = row.get(config.prompt_column)
+    if isinstance(value, str):
+        return value + config.prompt_suffix
+    messages = _messages(value, config.prompt_column)
+    if config.prompt_suffix:
+        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if asked:
+            last = messages[asked[-1]]
+            messages[asked[-1]] = {**last, "content": last["content"] + config.prompt_suffix}
+    return _with_system_prompt(messages, config)
+
+
+def _messages(value: object, column: str) -> list[Message]:
+    """A copy of a list of chat messages; ValueError when `value` is none."""
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return [dict(cast(Message, message)) for message in value]
+    raise ValueError(
+        f"Column '{column}' holds {str(value)[:80]!r}: a prompt is a string, or a list of messages "
+        "that each have a role and a content in text. Set data.prompt_column to another column."
+    )
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(part), str) for part in ("role", "content")
+    )
+
+
+def _with_system_prompt(messages: list[Message], config: DataConfig) -> list[Message]:
+    if config.system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
+def prompts_of(rows: Sequence[Row], config: DataConfig) -> list[Prompt]:
+    """`prompt_of` each row; ValueError naming the position of a row that holds no prompt."""
+    prompts = []
+    for position, row in enumerate(rows):
+        try:
+            prompts.append(prompt_of(row, config))
+        except ValueError as error:
+            raise ValueError(f"Prompt {position} of the batch: {error}") from None
+    return prompts
+
+
+def tokenize(
+    rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> TokenizedPrompts:
+    """Token ids of each row's prompt under the template of the settings.
+
+    A prompt longer than data.max_prompt_tokens, or without any token, is dropped with its reason.
+    ValueError when the prompts do not fit the template, or the tokenizer has none.
+    """
+    prompts = prompts_of(rows, config)
+    if config.template == "chat":
+        encoded = _encode_chats(prompts, config, tokenizer)
+    else:
+        encoded = _encode_texts(prompts, config, tokenizer)
+    kept, dropped, prompt_ids = [], [], []
+    for position, ids in enumerate(encoded):
+        if not ids:
+            dropped.append((position, EMPTY))
+        elif len(ids) > config.max_prompt_tokens:
+            dropped.append((position, TOO_LONG))
+        else:
+            kept.append(position)
+            prompt_ids.append(list(ids))
+    return TokenizedPrompts(prompt_ids=prompt_ids, kept=kept, dropped=dropped)
+
+
+def _encode_chats(
+    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "data.template is chat, and this model's tokenizer has no chat template. "
+            "Set data.template = plain, or use a model with a chat template."
+        )
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            chat = _with_system_prompt([{"role": "user", "content": prompt}], config)
+        else:
+            chat = prompt
+        answering = chat[-1]["role"] == "assistant"  # the model goes on with a message begun for it
+        ids = tokenizer.apply_chat_template(
+            chat,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=not answering,
+            continue_final_message=answering,
+        )
+        encoded.append(cast(list[int], ids))
+    return encoded
+
+
+def _encode_texts(
+    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    if any(not isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(
+            f"data.template is plain, and column '{config.prompt_column}' holds chat messages. "
+            "Set data.template = chat."
+        )
+    return tokenizer(list(prompts))["input_ids"] if prompts else []
+
+
+def state_number(value: object) -> int:
+    """A number for a row's state, in [0, 2**63): equal for equal values, whatever run or worker."""
+    text = json.dumps(value, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def decode(response_ids: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Completions as text for reward functions, without special tokens (as TRL gives them)."""
+    return tokenizer.batch_decode([list(ids) for ids in response_ids], skip_special_tokens=True)

@@ -1,0 +1,178 @@
+"""The work of a cpu worker: rows to prompts, completions to rewards, rewards to advantages.
+
+Whole batches, no device. The reward functions themselves run in child processes
+(engines/rewards/runner.py), so that one that hangs or crashes fails its samples and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, cast
+
+import numpy as np
+from pydantic import Field
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.base import Settings
+from configs.data import DataConfig, Source
+from configs.model import Model
+from configs.rewards import RewardsConfig
+from engines.data.chat_template import prompts_of, state_number, tokenize
+from engines.data.results import MadePrompts, SampleFailure, Scored, TrainingBatch
+from engines.rewards.runner import RewardRunner, code_digest
+from engines.workers.engine import Call, Engine
+from storage.batches.columns import Status
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.json_values import Row
+from storage.objects.store import Store
+from storage.prompts.open_source import open_source
+
+PROBE_ROWS = 2
+PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
+
+
+class ScoringSpec(Settings):
+    """From what the engine is built."""
+
+    model: Model = Field(description="The model, for its tokenizer.")
+    model_cache: str = Field(description="Directory for models that are converted or drawn.")
+    data: DataConfig = Field(description="Rows and their template.")
+    rewards: RewardsConfig = Field(description="Reward functions.")
+    max_new_tokens: int = Field(description="Longest completion, in tokens.")
+    store_uri: str = Field(description="Store of batches.")
+    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
+
+
+class ScoringEngine(Engine):
+    """Prompts, rewards and advantages; see the module's docstring."""
+
+    REMOTE: ClassVar[Mapping[str, Call]] = {
+        "prompts": Call(),
+        "probe": Call(),
+        "score": Call(),
+        "advantages": Call(),
+    }
+
+    def __init__(self, spec: ScoringSpec) -> None:
+        from engines.models import materialize, tokenizer
+
+        self._spec = spec
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._tokenizer = tokenizer(materialize(spec.model, Path(spec.model_cache)))
+        self._source = open_source(spec.data.source)
+        self._rewards = RewardRunner(spec.rewards, spec.data)
+        self._rewards.start()
+
+    def prompts(
+        self, rows: list[int], first_group: int, out_key: str, source: Source | None = None
+    ) -> MadePrompts:
+        """Write the prompts of rows, of the data set or of another source with the same columns.
+
+        Groups are numbered on from `first_group`.
+        """
+        opened = self._source if source is None else open_source(source)
+        found = opened.rows(rows)
+        made = tokenize(found, self._spec.data, self._tokenizer)
+        dropped = tuple((rows[position], reason) for position, reason in made.dropped)
+        if not made.kept:
+            return MadePrompts(ref=None, dropped=dropped)
+        count = len(made.kept)
+        columns: dict[str, object] = {
+            "prompt_ids": made.prompt_ids,
+            "group_id": np.arange(first_group, first_group + count, dtype=np.int64),
+            "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
+            "row": [found[p] for p in made.kept],
+        }
+        state = self._spec.data.state_column
+        if state is not None:
+            columns["state_id"] = np.asarray(
+                [state_number(found[p][state]) for p in made.kept], dtype=np.int64
+            )
+        return MadePrompts(ref=write_batch(self._store, out_key, columns), dropped=dropped)
+
+    def probe(self) -> tuple[list[list[int]], list[int]]:
+        """A few short sequences of the dataset, and how many tokens of each stand for the prompt."""
+        rows = list(range(min(PROBE_ROWS, len(self._source))))
+        made = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
+        tokens = [ids[:PROBE_TOKENS] for ids in made.prompt_ids if len(ids) > 1]
+        if not tokens:
+            raise ValueError(
+                f"The first {len(rows)} rows of {self._source.name} give no prompt that fits "
+                f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
+            )
+        return tokens, [len(ids) // 2 for ids in tokens]
+
+    def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> Scored:
+        """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
+        repeat = len(samples) // len(prompts)
+        found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
+        rows = [row for row in found for _ in range(repeat)]
+        ids, offsets = samples.fetch_numpy(self._store, "response_ids")
+        assert offsets is not None
+        completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+        began = time.monotonic()
+        scores = self._rewards.score(
+            prompts_of(rows, self._spec.data),
+            self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+            rows,
+            completion_ids,
+        )
+        seconds = time.monotonic() - began
+        code = self._rewards.code()
+        status, _ = samples.fetch_numpy(self._store, "status")
+        columns: dict[str, object] = {
+            # A failed sample's reward is not a number, so that no mistake can make it count as 0.
+            "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
+            "status": np.where(scores.failed, np.int64(Status.FAILED), status),
+            "reward_code": [code_digest(code)] * len(samples),
+        }
+        for position, name in enumerate(scores.names):
+            given = scores.applied[:, position] & ~scores.failed
+            columns[f"score/{name}"] = np.where(
+                given, scores.components[:, position], np.float32("nan")
+            )
+        sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
+        return Scored(
+            ref=write_batch(self._store, out_key, columns),
+            failures=tuple(
+                SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
+                for f in scores.failures
+            ),
+            tracebacks=scores.tracebacks,
+            failed=int(scores.failed.sum()),
+            code=code,
+            seconds=seconds,
+        )
+
+    def advantages(
+        self,
+        samples: BatchRef,
+        algorithm: AlgorithmConfig,
+        out_key: str,
+        baselines: BatchRef | None = None,
+    ) -> TrainingBatch:
+        """Choose the samples that train, and write their advantages.
+
+        baselines: scored greedy completions of the prompts. Raises RewardsFailed
+        (rewards.on_failure = abort) or NothingToTrain.
+        """
+        from engines.data.training_batch import training_batch
+
+        return training_batch(
+            self._store,
+            samples,
+            baselines,
+            algorithm,
+            self._spec.rewards,
+            self._spec.max_new_tokens,
+            out_key,
+        )
+
+    def close(self) -> None:
+        """End the reward functions' processes."""
+        self._rewards.close()

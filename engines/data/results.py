@@ -1,0 +1,55 @@
+"""What the data engine's calls return; made on a worker, read in the flow process.
+
+Free of torch, as all that the flow process imports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engines.rewards.runner import RewardCode
+from storage.batches.refs import BatchRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBatch:
+    """The samples of a step that train."""
+
+    ref: BatchRef  # the kept samples with advantages
+    trained: int  # groups of which a sample is kept
+    filtered: int  # groups left out by the algorithm's selection
+    dropped: dict[str, int]  # groups left out for a failure, by reason
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class NothingToTrain(RuntimeError):
+    """No sample of a step is left for the update."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadePrompts:
+    """Rows that became prompts."""
+
+    ref: BatchRef | None  # prompt_ids, group_id, prompt_row, row; None when all were dropped
+    dropped: tuple[tuple[int, str], ...]  # (row number, reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleFailure:
+    """A sample whose scoring failed."""
+
+    sample: int  # sample_id
+    function: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """A scored shard."""
+
+    ref: BatchRef  # reward, score/<function>, status, reward_code
+    failures: tuple[SampleFailure, ...]
+    tracebacks: dict[str, str]  # of the functions' exceptions, by the failures' error
+    failed: int  # samples
+    code: tuple[RewardCode, ...]  # what the functions were
+    seconds: float  # in the reward functions

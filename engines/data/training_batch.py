@@ -1,0 +1,169 @@
+"""From scored samples to the batch that trains: failures, shaping, selection, advantages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.rewards import RewardsConfig
+from engines.algorithms.jagged import Rows
+from engines.algorithms.reward_shaping import shape
+from engines.algorithms.sample_selection import Selected, select
+from engines.data.advantage_columns import (
+    Chosen,
+    components,
+    dense,
+    jagged,
+    numbers,
+    write_advantages,
+)
+from engines.data.results import NothingToTrain, TrainingBatch
+from engines.data.sample_metrics import sample_metrics
+from engines.rewards.failure_policy import resolve_failures
+from storage.batches.columns import Status
+from storage.batches.refs import BatchRef
+from storage.objects.store import Store
+
+
+def training_batch(
+    store: Store,
+    samples: BatchRef,
+    baselines: BatchRef | None,
+    algorithm: AlgorithmConfig,
+    on_failure: RewardsConfig,
+    max_new_tokens: int,
+    out_key: str,
+) -> TrainingBatch:
+    """Choose the samples that train and write their advantages.
+
+    baselines: group_id and reward of each prompt's greedy completion, where the method wants them.
+    Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+    """
+    groups, status = dense(store, samples, "group_id"), dense(store, samples, "status")
+    per_sample = None if baselines is None else baseline_rewards(store, baselines, groups)
+    failed = status == Status.FAILED
+    if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
+        failed = failed | np.isnan(per_sample)
+    whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure).keep)
+    metrics = figures(store, samples, groups, status)
+    if per_sample is not None:
+        metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
+    dropped = len(np.unique(groups)) - len(np.unique(groups[whole]))
+    shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
+    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), algorithm.selection)
+    kept = np.flatnonzero(selected.keep.numpy())
+    if not len(kept):
+        raise NothingToTrain(
+            f"Of {len(groups)} samples, scoring failed for {int(failed.sum())}, and "
+            "algorithm.selection leaves none of the others. Look at the log of the reward tasks, "
+            "or set algorithm.selection = []."
+        )
+    index = whole[kept]
+    chosen = Chosen(
+        samples=samples.take(index),
+        rewards=shaped.rewards[selected.keep],
+        mask=shaped.mask[selected.keep[shaped.rows.ids]],
+        components={name: part[selected.keep] for name, part in shaped.components.items()},
+        baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
+    )
+    ref, advantages = write_advantages(store, chosen, algorithm, out_key)
+    trained = len(np.unique(groups[index]))
+    filtered = len(np.unique(groups[whole])) - trained
+    return TrainingBatch(
+        ref=ref,
+        trained=trained,
+        filtered=filtered,
+        dropped={"reward_failed": dropped} if dropped else {},
+        metrics=metrics | shaped.metrics | selection_metrics(selected, filtered) | advantages,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapedSamples:
+    """Samples after shaping, response tokens only."""
+
+    rows: Rows
+    rewards: Tensor  # [N]
+    mask: Tensor  # bool [T]
+    components: dict[str, Tensor]  # name -> [N]: the reward functions' parts, and the shaping's
+    metrics: dict[str, float]
+
+
+def shaped_samples(
+    store: Store, samples: BatchRef, algorithm: AlgorithmConfig, max_new_tokens: int
+) -> ShapedSamples:
+    """Apply the recipe's penalties and its rule for truncated samples."""
+    mask, offsets = jagged(store, samples, "response_mask")
+    ids, _ = jagged(store, samples, "response_ids")
+    rows = Rows.of_offsets(torch.from_numpy(np.array(offsets)))
+    rewards = numbers(store, samples, "reward")
+    truncated = torch.from_numpy(dense(store, samples, "status") == Status.TRUNCATED)
+    shaped = shape(
+        rewards,
+        numbers(store, samples, "group_id"),
+        torch.from_numpy(np.array(ids)),
+        rows,
+        torch.from_numpy(mask.astype(bool)),
+        truncated,
+        algorithm.shaping,
+        max_new_tokens,
+    )
+    parts = components(store, samples)
+    given = rewards
+    if algorithm.shaping.truncated == "zero":
+        parts = {name: torch.where(truncated, 0.0, part) for name, part in parts.items()}
+        given = torch.where(truncated, 0.0, given)
+    penalties = shaped.rewards - given
+    if penalties.any():  # a component of its own for a method that compares them one by one
+        parts["shaping"] = penalties
+    return ShapedSamples(
+        rows=rows,
+        rewards=shaped.rewards,
+        mask=shaped.mask,
+        components=parts,
+        metrics={f"shaping/{name}": value for name, value in shaped.metrics.values().items()},
+    )
+
+
+def baseline_rewards(
+    store: Store, baselines: BatchRef, groups: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Reward of the greedy completion of each sample's prompt [N]; NaN where it has none."""
+    known = dict(
+        zip(
+            dense(store, baselines, "group_id").tolist(),
+            dense(store, baselines, "reward").tolist(),
+            strict=True,
+        )
+    )
+    return np.array([known.get(group, np.nan) for group in groups.tolist()], dtype=np.float32)
+
+
+def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
+    """Samples kept, and left out by each step of the recipe's selection; groups left out."""
+    kept = float(selected.keep.sum())
+    return {
+        "selection/samples_kept": kept,
+        "selection/samples_left_out": float(selected.keep.numel()) - kept,
+        "selection/groups_left_out": float(filtered),
+        **{f"selection/{name}": count for name, count in selected.metrics.items()},
+    }
+
+
+def figures(
+    store: Store, samples: BatchRef, groups: NDArray[np.int64], status: NDArray[np.int64]
+) -> dict[str, float]:
+    """Reward and length figures of all samples, before anything is left out but failures."""
+    return sample_metrics(
+        rewards=dense(store, samples, "reward"),
+        components={name: part.numpy() for name, part in components(store, samples).items()},
+        failed=status == Status.FAILED,
+        truncated=status == Status.TRUNCATED,
+        lengths=samples.lengths(store, "response_ids"),
+        groups=groups,
+    )

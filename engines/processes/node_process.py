@@ -1,0 +1,115 @@
+"""Starting and ending the node process of a local cluster (engines/processes/node.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from engines.failures import ClusterLost
+from engines.processes.certificates import Certificates
+from engines.processes.node import AT_END_TIMEOUT, NodePlan
+from engines.processes.parent_death import kill_all, session
+from engines.processes.process_setup import MALLOC
+
+END_TIMEOUT = 3.0  # seconds in which the node process ends all below it and itself
+# Python's helper reports what killed workers left to it as leaks, after it has cleaned up.
+NO_LEAK_WARNING = "ignore::UserWarning:multiprocessing.resource_tracker"
+
+
+class NodeProcess:
+    """The node process of this flow process."""
+
+    def __init__(
+        self, plan: NodePlan, start_timeout: float, command: Sequence[str] | None = None
+    ) -> None:
+        """Start it and wait (at most `start_timeout` seconds) until its scheduler listens.
+
+        The workers follow. `command` starts it on another machine, and passes its streams on.
+        """
+        self._scratch = tempfile.mkdtemp(prefix="refrain-")
+        self._certificates = plan.certificates
+        if command is None:
+            module = ["-m", "engines.processes.node", self._scratch]
+            command = [sys.executable, "-W", NO_LEAK_WARNING, *module]
+        self._end_timeout = END_TIMEOUT + AT_END_TIMEOUT * len(plan.at_end)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
+            env={
+                **MALLOC,
+                **os.environ,
+                # What can be imported here can be imported on the workers.
+                "PYTHONPATH": python_path(),
+                # The image that workers are forked from must have no thread pools.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            },
+        )
+        try:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it died at once; said below
+                self._process.stdin.write(json.dumps(plan.model_dump()).encode() + b"\n")
+                self._process.stdin.flush()
+            self.address = self._read_address(start_timeout)
+        except BaseException:
+            self.end()
+            raise
+
+    def _read_address(self, timeout: float) -> str:
+        """The line that the node process writes when its scheduler listens."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                raise ClusterLost(f"the Dask scheduler did not start within {timeout:g} s")
+        line = self._process.stdout.readline().decode().strip()
+        if not line:
+            status = self._process.wait(END_TIMEOUT)
+            raise ClusterLost(f"the Dask scheduler did not start (exit status {status})")
+        return line
+
+    @property
+    def pid(self) -> int:
+        """Process id; also that of the session which all workers belong to."""
+        return self._process.pid
+
+    def certificate_files(self) -> Certificates | None:
+        """The certificates of its cluster as files of this user, which go when it ends."""
+        if self._certificates is None:
+            return None
+        return self._certificates.as_files(Path(self._scratch, "tls"))
+
+    def exit_status(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """End it: it kills all below it when its input closes. Make sure of that."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._end_timeout)
+        if self._process.returncode != 0:  # it hangs, or was killed itself and could not clean up
+            kill_all(session(self._process.pid))
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def python_path() -> str:
+    """The folders that modules are imported from here."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

@@ -1,0 +1,49 @@
+"""Temporary files of a cluster's processes: in a folder that goes when the cluster does.
+
+A process that is killed cannot remove its own, and vLLM leaves some even at a proper end.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+HELD = 2**30  # bytes of free memory at the heap's end that a process keeps
+MAPPED = (
+    2**25
+)  # bytes from which an allocation is a mapping of its own, given back when it is freed
+MALLOC = {
+    # glibc keeps a heap per thread; a worker's calls change threads, so that each of its heaps would
+    # grow to the size of a whole update.
+    "MALLOC_ARENA_MAX": "1",
+    # Every tensor of some MiB would be mapped, and its pages zeroed by the kernel, at each use: an
+    # eighth of an update's time on two cores (docs/benchmarks.md).
+    "GLIBC_TUNABLES": ":".join(
+        (
+            "glibc.malloc.hugetlb=1",
+            f"glibc.malloc.mmap_threshold={MAPPED}",
+            f"glibc.malloc.trim_threshold={HELD}",
+        )
+    ),
+}
+
+LONGEST = 64  # characters of the folder; the path of a socket, vLLM's too, has room for 107
+LASTING = "REFRAIN_LASTING"  # environment variable: where temporary files would be otherwise
+
+
+def keep_temporary_files_in(folder: str) -> None:
+    """Have this process and all below it make their temporary files in a folder.
+
+    What torch has compiled stays where the next run finds it.
+    """
+    lasting = tempfile.gettempdir()
+    os.environ[LASTING] = lasting
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{lasting}/torchinductor_{os.getuid()}")
+    if len(folder) <= LONGEST:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+def lasting_folder() -> Path:
+    """Where a file is put that must outlast the cluster, for people to read."""
+    return Path(os.environ.get(LASTING) or tempfile.gettempdir())

@@ -1,0 +1,153 @@
+"""Scoring a batch by one function such that only the samples at fault are failed.
+
+The whole batch is one call. When that call raises or returns nonsense, the batch is halved, again
+and again, until the guilty samples stand alone: calls are cheap. When it hangs or the process dies,
+samples are called one by one, because each guilty call costs a process: first with an eighth of
+the deadline each, then those that hung or crashed once more with the whole of it, so that a few
+hanging samples cannot use up the time of the many good ones, and a process that was killed by
+somebody from outside is no sample's fault.
+
+All this has to fit into ISOLATION_BUDGET deadlines, counted in the time of calls; a lost process
+counts as an eighth of a deadline at least, however quickly it crashed. A sample that could not be
+reached by then is failed and says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engines.rewards.process import CallTimedOut, ProcessDied, RewardProcess
+from engines.rewards.protocol import Call, Reply
+
+ISOLATION_BUDGET = 4  # deadlines that finding the guilty samples of one batch may take
+FIRST_LOOK = 1 / 8  # of the deadline: what a sample gets at first when samples are called singly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One function's view of a batch of N samples. Filled while the batch is scored."""
+
+    values: np.ndarray  # float64 [N]; 0 where there is no value
+    applied: np.ndarray  # bool [N]; where the function gave a value
+    errors: dict[int, str] = field(default_factory=dict)  # sample without a valid value, and why
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # values given to log_metric
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # columns given to log_extra, N each
+    tracebacks: dict[str, str] = field(default_factory=dict)  # of errors, by the error
+
+
+def score_column(process: RewardProcess, batch: Call, seconds: float) -> Column:
+    """Score all samples of `batch` by one function, with `seconds` as the deadline of a call.
+
+    RuntimeError when the function's process cannot be started again: no sample is to blame.
+    """
+    size = len(batch.completions)
+    column = Column(values=np.zeros(size), applied=np.zeros(size, dtype=bool))
+    if size:
+        _Scoring(process, batch, seconds, column).run()
+    return column
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    error: str
+    costly: bool  # the process was lost: the call hung or crashed
+
+
+class _Scoring:
+    def __init__(self, process: RewardProcess, batch: Call, seconds: float, column: Column) -> None:
+        self._process = process
+        self._batch = batch
+        self._seconds = seconds
+        self._column = column
+        self._budget = seconds  # seconds of calls that are left
+
+    def run(self) -> None:
+        everything = range(len(self._batch.completions))
+        fault = self._attempt(everything, self._seconds)
+        if fault is not None:
+            self._budget = ISOLATION_BUDGET * self._seconds
+            self._isolate(everything, fault)
+
+    def _isolate(self, samples: Sequence[int], fault: _Fault) -> None:
+        pending = deque([(samples, fault)])
+        while pending:
+            samples, fault = pending.popleft()
+            if len(samples) == 1:
+                self._column.errors[samples[0]] = fault.error
+            elif fault.costly:
+                self._one_by_one(samples)
+            else:
+                middle = len(samples) // 2
+                for half in (samples[:middle], samples[middle:]):
+                    half_fault = self._attempt(half, self._seconds)
+                    if half_fault is not None:
+                        pending.append((half, half_fault))
+
+    def _one_by_one(self, samples: Sequence[int]) -> None:
+        for allowed in (self._seconds * FIRST_LOOK, self._seconds):
+            again = []
+            for sample in samples:
+                fault = self._attempt([sample], allowed)
+                if fault is not None:
+                    self._column.errors[sample] = fault.error
+                    if fault.costly:  # too slow, or killed by somebody from outside
+                        again.append(sample)
+            samples = again
+
+    def _attempt(self, samples: Sequence[int], seconds: float) -> _Fault | None:
+        """One call; its result goes into the column, or its fault is returned."""
+        if self._budget <= 0:
+            limit = ISOLATION_BUDGET * self._seconds
+            for sample in samples:
+                self._column.errors.setdefault(
+                    sample, f"not scored: finding the samples at fault took more than {limit:g} s"
+                )
+            return None
+        self._process.start()  # starting anew after a loss is not the samples' time
+        started, least = time.monotonic(), 0.0
+        try:
+            reply = self._process.call(_part(self._batch, samples), min(seconds, self._budget))
+        except (CallTimedOut, ProcessDied) as error:
+            least = self._seconds * FIRST_LOOK
+            if error.stacks:
+                self._column.tracebacks[str(error)] = error.stacks
+            return _Fault(str(error), costly=True)
+        finally:
+            self._budget -= max(time.monotonic() - started, least)
+        self._column.tracebacks.update(reply.tracebacks)
+        if reply.error is not None:
+            return _Fault(reply.error, costly=False)
+        self._record(samples, reply)
+        return None
+
+    def _record(self, samples: Sequence[int], reply: Reply) -> None:
+        column = self._column
+        for position, sample in enumerate(samples):
+            column.errors.pop(sample, None)
+            value = reply.values[position]
+            if position in reply.errors:
+                column.errors[sample] = reply.errors[position]
+            elif value is not None:
+                column.values[sample], column.applied[sample] = value, True
+        for name, logged in reply.metrics.items():
+            column.metrics.setdefault(name, []).extend(logged)
+        for name, entries in reply.extras.items():
+            whole = column.extras.setdefault(name, [None] * len(column.values))
+            for sample, entry in zip(samples, entries, strict=True):
+                whole[sample] = entry
+
+
+def _part(batch: Call, samples: Sequence[int]) -> Call:
+    return Call(
+        prompts=[batch.prompts[i] for i in samples],
+        completions=[batch.completions[i] for i in samples],
+        completion_ids=[batch.completion_ids[i] for i in samples],
+        rows=[batch.rows[i] for i in samples],
+        trainer_state=batch.trainer_state,
+    )

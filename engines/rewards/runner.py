@@ -1,0 +1,302 @@
+"""Scores of completions by the reward functions of the settings, and what a failed score means.
+
+Every function runs in a process of its own (engines/rewards/process.py). A sample that one of them
+could not score is failed: it has no reward, not the reward 0. The built-in scorers are
+engines/rewards/builtin.py; a user's function is called as TRL calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from configs.data import DataConfig, ReasoningGymSource
+from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
+from engines.rewards.failing_samples import Column, score_column
+from engines.rewards.process import RewardProcess
+from engines.rewards.protocol import Call, Prompt, Start, TrainerState
+from storage.objects.digests import key_of
+from storage.objects.json_values import Row
+from storage.prompts.source import PromptSource
+
+_SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
+
+NO_FUNCTION = "no reward function applies to this sample: each returned None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFailure:
+    """Why a sample has no reward."""
+
+    index: int  # position of the sample in the batch
+    function: str  # name of the reward function
+    error: str  # one line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Rewards of N samples by F functions. Where `failed` is set a reward means nothing."""
+
+    names: tuple[str, ...]  # of the functions, [F]
+    rewards: np.ndarray  # float32 [N]: weighted sum over the functions that apply; 0 where failed
+    failed: np.ndarray  # bool [N]
+    components: np.ndarray  # float32 [N, F]: unweighted scores; 0 where `applied` is not set
+    applied: np.ndarray  # bool [N, F]: where a function gave a score
+    failures: tuple[RewardFailure, ...]  # at least one for each failed sample
+    metrics: dict[str, float]  # means of what functions passed to log_metric
+    extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra, as function/column
+    seconds: dict[str, float]  # time that each function took
+    tracebacks: dict[str, str]  # of the errors among the failures, by the error
+
+    def means(self) -> dict[str, float]:
+        """Mean score of each function over the samples that it scored; absent where none."""
+        return {
+            name: float(self.components[self.applied[:, f], f].mean())
+            for f, name in enumerate(self.names)
+            if self.applied[:, f].any()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCode:
+    """A reward function as it was loaded: enough to tell whether another is the same."""
+
+    name: str
+    settings: dict[str, Any]  # of the recipe: kind, import path, weight, params
+    source: str  # sha256 of the function's own lines; empty where they cannot be read
+    module: str  # sha256 of its file
+    packages: dict[str, str]  # versions, of its own package and of libraries that judge
+
+
+def code_digest(code: Sequence[RewardCode]) -> str:
+    """Names all functions of a run together: 16 hex digits."""
+    return key_of([asdict(one) for one in code])
+
+
+class RewardRunner:
+    """The reward functions of one run, each in its process. Close it, or use it as a context."""
+
+    def __init__(self, rewards: RewardsConfig, data: DataConfig) -> None:
+        self._rewards = rewards
+        self._processes = [
+            RewardProcess(_start_message(reward, rewards, data)) for reward in rewards.functions
+        ]
+        self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="reward")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the functions, in the order of the settings."""
+        return tuple(reward.label for reward in self._rewards.functions)
+
+    def start(self) -> tuple[tuple[str, ...], ...]:
+        """Load every function now, all at once: some take seconds. Done by `score` otherwise.
+
+        For each function the columns that it cannot be called without. ValueError when one cannot
+        be loaded, RuntimeError when its process fails.
+        """
+        ready = self._threads.map(RewardProcess.start, self._processes)
+        return tuple(answer.columns for answer in ready)
+
+    def code(self) -> tuple[RewardCode, ...]:
+        """What the functions are, as they are loaded now."""
+        return tuple(
+            RewardCode(
+                name=reward.label,
+                settings=reward.model_dump(mode="json"),
+                source=ready.code.source,
+                module=ready.code.module,
+                packages=dict(ready.code.packages),
+            )
+            for reward, ready in zip(
+                self._rewards.functions,
+                self._threads.map(RewardProcess.start, self._processes),
+                strict=True,
+            )
+        )
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[str],
+        rows: Sequence[Row],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: TrainerState | None = None,
+    ) -> Scores:
+        """Score N samples; each argument has one entry per sample.
+
+        Failures of samples are part of the result. RuntimeError only when a function's process
+        cannot be started, ValueError when a function cannot be loaded.
+        """
+        batch = Call(
+            prompts=prompts,
+            completions=completions,
+            completion_ids=completion_ids or [()] * len(completions),
+            rows=rows,
+            trainer_state=trainer_state or TrainerState(),
+        )
+        lengths = {len(batch.prompts), len(batch.completions), len(batch.completion_ids), len(rows)}
+        assert len(lengths) == 1, f"arguments of different lengths: {lengths}"
+
+        def timed(process: RewardProcess) -> tuple[Column, float]:
+            started = time.perf_counter()
+            column = score_column(process, batch, self._rewards.timeout)
+            return column, time.perf_counter() - started
+
+        results = list(self._threads.map(timed, self._processes))
+        return self._gather([column for column, _ in results], [took for _, took in results])
+
+    def _gather(self, columns: list[Column], seconds: list[float]) -> Scores:
+        names = self.names
+        values = np.stack([column.values for column in columns], axis=1)
+        applied = np.stack([column.applied for column in columns], axis=1)
+        weights = np.array([reward.weight for reward in self._rewards.functions])
+        with np.errstate(over="ignore"):
+            rewards = (values * weights).sum(axis=1).astype(np.float32)
+        failures = _failures(names, columns, applied, rewards)
+        failed = np.zeros(len(values), dtype=bool)
+        for failure in failures:
+            failed[failure.index] = True
+        rewards[failed] = 0.0
+        logged_metrics: dict[str, list[float]] = {}
+        for column in columns:
+            for name, logged in column.metrics.items():
+                logged_metrics.setdefault(name, []).extend(logged)
+        return Scores(
+            names=names,
+            rewards=rewards,
+            failed=failed,
+            components=values.astype(np.float32),
+            applied=applied,
+            failures=failures,
+            metrics={name: float(np.mean(values)) for name, values in logged_metrics.items()},
+            extras={
+                f"{name}/{logged}": values
+                for name, column in zip(names, columns, strict=True)
+                for logged, values in column.extras.items()
+            },
+            seconds=dict(zip(names, seconds, strict=True)),
+            tracebacks={
+                failure.error: column.tracebacks[failure.error]
+                for column in columns
+                for failure in failures
+                if failure.error in column.tracebacks
+            },
+        )
+
+    def close(self) -> None:
+        """Kill the functions' processes; a `score` under way fails."""
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> Start:
+    params: dict[str, Any]
+    packages: tuple[str, ...]
+    match reward:
+        case FunctionReward():
+            path, params = reward.path, dict(reward.params)
+            packages = (path.partition(":")[0].partition(".")[0],)
+        case MathReward():
+            path, params = "engines.rewards.builtin:math_scorer", {"reward": reward}
+            packages = ("refrain", "math-verify")
+        case ReasoningGymReward():
+            path = "engines.rewards.builtin:reasoning_gym_scorer"
+            packages = ("refrain", "reasoning-gym")
+            params = {"reward": reward, "source": data.source}
+    return Start(
+        name=reward.path if isinstance(reward, FunctionReward) else reward.label,
+        path=path,
+        built_in=not isinstance(reward, FunctionReward),
+        params=params,
+        sample_seconds=rewards.timeout * _SAMPLE_SHARE,
+        packages=packages,
+    )
+
+
+def _failures(
+    names: Sequence[str], columns: Sequence[Column], applied: np.ndarray, rewards: np.ndarray
+) -> tuple[RewardFailure, ...]:
+    """Why samples have no reward, in their order; `applied` is [N, F], `rewards` [N]."""
+    failures = [
+        RewardFailure(index=index, function=name, error=error)
+        for name, column in zip(names, columns, strict=True)
+        for index, error in column.errors.items()
+    ]
+    blamed = {failure.index for failure in failures}
+    for unusable, error in (
+        (~applied.any(axis=1), NO_FUNCTION),
+        (~np.isfinite(rewards), "the weighted sum of its scores is not a finite float32"),
+    ):
+        for index in np.flatnonzero(unusable).tolist():
+            if index not in blamed:
+                everyone = ", ".join(names)
+                failures.append(RewardFailure(index=index, function=everyone, error=error))
+    return tuple(sorted(failures, key=lambda failure: failure.index))
+
+
+_runners: dict[str, RewardRunner] = {}
+_runners_lock = Lock()
+
+
+def load_rewards(rewards: RewardsConfig, data: DataConfig) -> RewardRunner:
+    """The runner of these settings in this process, with its functions loaded.
+
+    One per process: a worker's later calls return the same runner, whose functions are warm. Their
+    processes die with this one. Raises as `RewardRunner.start` does.
+    """
+    key = rewards.model_dump_json() + data.source.model_dump_json()
+    with _runners_lock:
+        runner = _runners.setdefault(key, RewardRunner(rewards, data))
+    runner.start()
+    return runner
+
+
+def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource) -> None:
+    """Prove before a run that rows hold prompts and what the rewards need; ValueError, one sentence.
+
+    Users' functions and reasoning-gym are loaded in processes of their own, so nothing that they
+    import comes into this one.
+    """
+    gym_source = isinstance(data.source, ReasoningGymSource)
+    for reward in rewards.functions:
+        if isinstance(reward, ReasoningGymReward) and not gym_source:
+            raise ValueError(
+                f"The reward {reward.label} scores reasoning-gym problems, and data.source.kind is "
+                f"{data.source.kind}. Set data.source.kind = reasoning_gym, or another reward."
+            )
+    needed = [data.prompt_column]
+    needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
+    source.check_columns(dict.fromkeys(needed))
+    loaded = [r for r in rewards.functions if not isinstance(r, MathReward)]
+    if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
+        loaded.append(ReasoningGymReward())  # its process proves the task and its parameters
+    if not loaded:
+        return
+    with RewardRunner(rewards.model_copy(update={"functions": tuple(loaded)}), data) as runner:
+        for reward, columns in zip(loaded, runner.start(), strict=True):
+            for column in columns:
+                if column not in source.columns:
+                    raise ValueError(
+                        f"The reward {reward.label} needs a column '{column}'; the columns of "
+                        f"{source.name} are: {', '.join(source.columns)}. Add the column, or set "
+                        f"{column} among the params of this reward."
+                    )

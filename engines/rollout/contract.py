@@ -1,0 +1,255 @@
+"""What every rollout engine takes, gives and promises: carriers, errors and the contract.
+
+No torch, no vLLM, no transformers here: the flow process imports this module. The engines are
+`engines.rollout.vllm_engine:VllmEngine` and `engines.rollout.hf_engine:HFEngine`;
+`tests/contract/test_rollout_engine.py` holds both to the same promises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pydantic import Field
+
+from configs.base import Settings
+from configs.model import Model
+from configs.rollout import RolloutConfig
+from engines.failures import InfrastructureError
+from engines.workers.engine import Call
+from storage.batches.refs import BatchRef
+from storage.runs.weights import WeightsRef
+
+# idle: running shards finish under the old weights first. keep: they pause, keep their cached keys
+# and values of the old policy, and go on under the new one. recompute: they pause, and their keys
+# and values are computed again under the new policy.
+SyncMode = Literal["idle", "keep", "recompute"]
+EngineState = Literal["ready", "paused", "no weights", "dead", "closed"]
+
+
+class EngineDead(InfrastructureError):
+    """The engine's process is gone; says why. The engine must be built anew."""
+
+
+class RolloutCancelled(RuntimeError):
+    """A shard was in flight when `cancel` or `close` was called."""
+
+
+class NoWeights(InfrastructureError):
+    """The engine holds no complete policy version: none was synced yet, or the last sync failed."""
+
+
+class RolloutSpec(Settings):
+    """Everything from which a rollout engine is built; picklable and JSON-able."""
+
+    name: str = Field("rollout", description="Name of the engine in results, logs and errors.")
+    model: Model = Field(description="The model; the engine takes its weights from a sync only.")
+    model_cache: str = Field(
+        ".refrain/models", description="Directory for models that are converted or drawn."
+    )
+    rollout: RolloutConfig = Field(description="Engine settings.")
+    store_uri: str = Field(description="Store of batches and policy versions.")
+    store_options: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="Arguments of the store's file system."
+    )
+    max_model_len: int = Field(
+        ge=2, description="Longest sequence, prompt and completion together, in tokens."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How completions are drawn; part of a shard's identity."""
+
+    n: int  # completions of each prompt
+    max_new_tokens: int  # longest completion, in tokens
+    temperature: float = 1.0
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
+    stop: tuple[str, ...] = ()  # end a completion, kept in it; special tokens are no text
+    ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
+    seed: int | None = None  # None: not reproducible
+
+    @classmethod
+    def of(cls, config: RolloutConfig, n: int) -> Sampling:
+        """The sampling that `config` asks for, with `n` completions of each prompt."""
+        return cls(
+            n=n,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop=config.stop,
+            ignore_eos=config.ignore_eos,
+            seed=config.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutRequest:
+    """One shard: prompts to complete, and where the samples go."""
+
+    prompts: BatchRef  # columns prompt_ids, group_id, prompt_row
+    sampling: Sampling
+    out_key: str  # store key of the object that is written
+    step: int
+    shard: int
+    attempt: int = 0
+    worker: str = ""  # name of the worker, for the column `worker`; empty takes the engine's name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardStats:
+    """What a shard cost and under which weights it was drawn."""
+
+    rows: int
+    prompt_tokens: int
+    tokens: int  # response tokens
+    truncated: int  # rows ended by the limit of new tokens
+    seconds: float
+    worker: str
+    attempt: int
+    version: int  # policy version at the shard's end
+    digest: str  # digest of that version's weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutResult:
+    """The samples of a shard; row i belongs to row i // n of its prompts."""
+
+    ref: BatchRef  # the columns listed in engines.rollout.samples
+    stats: ShardStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncReport:
+    """What an engine holds after a sync, as it found it, not as it was told."""
+
+    version: int
+    digest: str  # of the bytes that were loaded
+    tensors: int
+    nbytes: int
+    seconds: float  # the whole sync, running shards included
+    load_seconds: float  # reading and loading alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutStatus:
+    """A look at an engine; costs no more than a lock."""
+
+    name: str
+    state: EngineState
+    cause: str  # why it is dead, else empty
+    version: int | None
+    digest: str
+    running: int  # sequences being decoded
+    waiting: int  # sequences in flight that wait for their turn
+    tokens: int  # response tokens drawn since the engine was built
+    pids: tuple[int, ...]  # processes that the engine started
+
+
+class RolloutEngine(Protocol):
+    """The contract. Every method may be called from any thread.
+
+    `version` is the policy version held, None before the first sync and after a failed one.
+
+    After the engine's process has died each raises EngineDead with the cause, within seconds, calls
+    already waiting included. The engine must then be closed and built anew.
+    """
+
+    version: int | None
+
+    def generate(self, request: RolloutRequest) -> RolloutResult:
+        """Sample a shard, write it, return its ref. Several shards may be in flight.
+
+        Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
+        """
+        ...
+
+    def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
+        """Load a policy version from the store.
+
+        Raises WeightsMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
+        engine then refuses to sample until a sync succeeds, and shards in flight fail.
+        """
+        ...
+
+    def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
+        """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
+        ...
+
+    def pause(self) -> None:
+        """Stop decoding; shards in flight keep their place. Waits for a running sync."""
+        ...
+
+    def resume(self) -> None:
+        """Go on decoding."""
+        ...
+
+    def cancel(self) -> int:
+        """End the shards in flight with RolloutCancelled; returns how many."""
+        ...
+
+    def status(self) -> RolloutStatus:
+        """What the engine is doing; never raises."""
+        ...
+
+    def close(self) -> None:
+        """End the engine and every process that it started; may be called again."""
+        ...
+
+
+REMOTE: Mapping[str, Call] = {
+    "generate": Call(split="none", collect="first"),
+    "sync": Call(split="none", collect="all"),
+    "score": Call(split="none", collect="first"),
+    "pause": Call(split="none", collect="all"),
+    "resume": Call(split="none", collect="all"),
+    "cancel": Call(split="none", collect="all"),
+    "status": Call(split="none", collect="all"),
+    "close": Call(split="none", collect="all"),
+}
+
+
+def engine_class(config: RolloutConfig) -> str:
+    """Import path of the engine that `config` names, for an EngineSpec."""
+    return {
+        "vllm": "engines.rollout.vllm_engine:VllmEngine",
+        "transformers": "engines.rollout.hf_engine:HFEngine",
+    }[config.engine]
+
+
+def sample_seed(seed: int, step: int, sample_id: int) -> int:
+    """Seed of one sample, in [0, 2**63): the same wherever and beside whatever it is drawn."""
+    text = f"{seed}/{step}/{sample_id}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def worker_environment(config: RolloutConfig) -> dict[str, str]:
+    """Environment variables of a worker process that will hold a rollout engine.
+
+    They must stand before the process imports vllm. The number of compute threads
+    (OMP_NUM_THREADS) is the pool's affair.
+    """
+    if config.engine != "vllm":
+        return {"TOKENIZERS_PARALLELISM": "false"}
+    # Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which
+    # takes seconds and a C++ compiler when the first shard comes.
+    eager = {"TORCHDYNAMO_DISABLE": "1"} if config.enforce_eager else {}
+    return {
+        **eager,
+        "TOKENIZERS_PARALLELISM": "false",
+        # Several workers share the cores: no pinning of threads to cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # An engine's processes write their log to a file (engines/rollout/vllm_plugin.py).
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # The model runs in vLLM's core process, not in one more below it: half the start-up time.
+        # On CPU vLLM wants that one to pin threads, which is off.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # A forked child of a Dask worker would inherit its locks and sockets.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }

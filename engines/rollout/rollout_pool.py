@@ -1,0 +1,159 @@
+"""The rollout engines of a run, and which policy version each of them really holds.
+
+Weights are set for the pool; an engine loads them when it is next used, or at once in `sync`. After
+each load the engine is checked, not believed: the version and digest that it reports, and its
+log-probs on a probe against the trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from engines.failures import InfrastructureError, WeightMismatch
+from engines.rollout.contract import RolloutRequest, RolloutResult, SyncReport
+from engines.rollout.weight_probe import Loaded, Probe
+from engines.workers.calls import control
+from engines.workers.cluster import Cluster
+from engines.workers.engine import EngineSpec
+from engines.workers.messages import Lease
+from engines.workers.pool import Assignment, EnginePool
+from storage.runs.weights import WeightsRef
+
+
+class RolloutPool(EnginePool):
+    """Engines that sample, each at the current policy version before it gets a shard."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        pool: str,
+        spec: EngineSpec,
+        *,
+        run: str,
+        epoch: int,
+        deadline: float,
+        start_timeout: float,
+        tolerance: float,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        super().__init__(
+            cluster,
+            pool,
+            "rollout",
+            spec,
+            deadline=deadline,
+            start_timeout=start_timeout,
+            cancel=cancel,
+        )
+        self.run = run
+        self.epoch = epoch
+        self.tolerance = tolerance  # nats per token
+        self._weights: WeightsRef | None = None
+        self._probe: Probe | None = None
+        self._loaded: dict[str, str] = {}  # address -> digest of the weights it holds
+
+    @property
+    def weights(self) -> WeightsRef:
+        """The policy version that samples now."""
+        assert self._weights is not None, "no weights were synced"
+        return self._weights
+
+    def forget(self, address: str) -> None:
+        """As in EnginePool; the weights are loaded anew too."""
+        super().forget(address)
+        self._loaded.pop(address, None)
+
+    def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult:
+        """Sample a shard on one of the engines."""
+        lease = self._lease(request.step, f"generate-{request.shard}-{request.attempt}")
+        with self.picked(assignment) as (name, address):
+            named = dataclasses.replace(request, worker=name)
+            return self.submit(address, "generate", lease, {"request": named})
+
+    def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, Loaded]:
+        """Load a version into every live engine; returns worker name -> report.
+
+        A worker that fails for infrastructure's sake loads the version when it is next used. If all
+        fail, the last failure is raised.
+        """
+        self._weights, self._probe = weights, probe
+        workers = self.live()
+        reports: dict[str, Loaded] = {}
+        failures: list[InfrastructureError] = []
+
+        def one(name: str, address: str) -> None:
+            try:
+                super(RolloutPool, self).ready(name, address)
+                reports[name] = self._load(name, address)
+            except InfrastructureError as error:
+                failures.append(error)
+
+        with ThreadPoolExecutor(len(workers)) as threads:
+            list(threads.map(one, workers.keys(), workers.values()))
+        if not reports:
+            raise failures[-1]
+        return reports
+
+    def ready(self, name: str, address: str) -> None:
+        """Build the worker's engine unless it is there, and bring it to the current weights."""
+        super().ready(name, address)
+        if self._weights is not None and self._loaded.get(address) != self.weights.digest:
+            with self._locks[address]:
+                if self._loaded.get(address) != self.weights.digest:
+                    self._load(name, address)
+
+    def tokens(self, timeout: float = 1.0) -> dict[str, int]:
+        """Worker -> tokens that its engine has drawn since it was built, those in flight among them.
+
+        For a look from outside: a worker that does not answer within `timeout` seconds is left out.
+        """
+        drawn = {}
+        for address, name in list(self._ready.items()):
+            with contextlib.suppress(InfrastructureError, TimeoutError):
+                drawn[name] = control(
+                    self.cluster, address, "rollout", "status", timeout=timeout
+                ).tokens
+        return drawn
+
+    def _load(self, name: str, address: str) -> Loaded:
+        weights, probe = self.weights, self._probe
+        assert probe is not None
+        version = weights.version
+        report: SyncReport = self.submit(
+            address, "sync", self._lease(version, "sync"), {"weights": weights}
+        )
+        if report.version != version or report.digest != weights.digest:
+            raise WeightMismatch(
+                f"{name} reports version {report.version} with digest {report.digest} after a sync "
+                f"to version {version} with digest {weights.digest}."
+            )
+        scores = self.submit(
+            address,
+            "score",
+            self._lease(version, "score"),
+            {"token_ids": probe.tokens, "prompt_lengths": probe.prompt_lengths},
+        )
+        error = self._check(name, version, scores, probe)
+        self._loaded[address] = weights.digest
+        return Loaded(report=report, logprob_error=error)
+
+    def _check(self, name: str, version: int, scores: list[list[float]], probe: Probe) -> float:
+        pairs = [
+            (mine, theirs)
+            for row, wanted in zip(scores, probe.logprobs, strict=True)
+            for mine, theirs in zip(row, wanted, strict=True)
+        ]
+        error = sum(abs(mine - theirs) for mine, theirs in pairs) / len(pairs)
+        if not error <= self.tolerance:
+            raise WeightMismatch(
+                f"After the sync to version {version}, {name}'s log-probs differ from the trainer's "
+                f"by {error:.4f} nats a token on average, more than rollout.probe_tolerance = "
+                f"{self.tolerance}."
+            )
+        return error
+
+    def _lease(self, step: int, call: str) -> Lease:
+        return Lease(run=self.run, epoch=self.epoch, step=step, call=f"rollout-{call}")

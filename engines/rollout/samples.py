@@ -1,0 +1,111 @@
+"""From a shard's prompts to its stored samples: the part that is the same for every engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
+from storage.batches.columns import Status
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+
+# Columns that a sample shares with its prompt; they are referred to, not written again.
+PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row", "state_id")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """The prompts of a shard, read."""
+
+    tokens: list[list[int]]  # [P] token ids of each
+    groups: list[int]  # [P] group ids
+
+    def sample_id(self, row: int, k: int, n: int) -> int:
+        """Number, in the run, of the k-th of n completions of prompt `row`."""
+        return self.groups[row] * n + k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled completion."""
+
+    tokens: list[int]  # [T]
+    logprobs: list[float]  # [T] of each token, in the distribution that it was drawn from
+    spans: list[tuple[int, int, int]]  # policy version, start, stop; together [0, T)
+    finish_reason: str  # stop: an end token or stop string; length: the limit
+
+
+def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> Prompts:
+    """The token ids of `prompts`; ValueError naming a row that leaves no room for a completion."""
+    values, offsets = prompts.fetch_numpy(store, "prompt_ids")
+    assert offsets is not None
+    groups, _ = prompts.fetch_numpy(store, "group_id")
+    for row, length in enumerate(np.diff(offsets)):
+        if not 0 < length < max_model_len:
+            raise ValueError(
+                f"The prompt of group {groups[row]} has {length} tokens, the engine takes 1 to "
+                f"{max_model_len - 1}. Set data.max_prompt_tokens, or max_model_len of the engine."
+            )
+    ids = values.tolist()
+    rows = [ids[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+    return Prompts(tokens=rows, groups=groups.tolist())
+
+
+def write_samples(
+    store: Store,
+    request: RolloutRequest,
+    prompts: Prompts,
+    completions: Sequence[Completion],
+    *,
+    engine: str,
+    digests: Mapping[int, str],
+    started: float,
+) -> RolloutResult:
+    """Store a shard's completions (row i of prompt i // n) under `request.out_key`.
+
+    The ref has the written columns and those of the prompt. `digests` are those of the versions in
+    the spans; `started` is the reading of time.monotonic() when the shard began.
+    """
+    n, rows = request.sampling.n, len(completions)
+    worker = request.worker or engine
+    lengths = np.array([len(c.tokens) for c in completions], np.int64)
+    last = [c.spans[-1][0] for c in completions]
+    truncated = [c.finish_reason == "length" for c in completions]
+    written = write_batch(
+        store,
+        request.out_key,
+        {
+            "response_ids": [np.array(c.tokens, np.int64) for c in completions],
+            "rollout_logprobs": [np.array(c.logprobs, np.float32) for c in completions],
+            "weight_spans": [np.array(c.spans, np.int64).reshape(-1) for c in completions],
+            "response_mask": [np.ones(length, np.uint8) for length in lengths],
+            "sample_id": np.array(
+                [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
+            ),
+            "status": np.where(truncated, Status.TRUNCATED, Status.OK).astype(np.int64),
+            "finish_reason": [c.finish_reason for c in completions],
+            "weights_digest": [digests[version] for version in last],
+            "worker": [worker] * rows,
+            "attempt": np.full(rows, request.attempt, np.int64),
+        },
+    )
+    present = [name for name in PROMPT_COLUMNS if name in request.prompts.names]
+    repeated = request.prompts[present].take(np.repeat(np.arange(len(prompts.tokens)), n))
+    version = max(last)
+    stats = ShardStats(
+        rows=rows,
+        prompt_tokens=sum(len(tokens) for tokens in prompts.tokens),
+        tokens=int(lengths.sum()),
+        truncated=sum(truncated),
+        seconds=time.monotonic() - started,
+        worker=worker,
+        attempt=request.attempt,
+        version=version,
+        digest=digests[version],
+    )
+    return RolloutResult(ref=repeated.with_columns(written), stats=stats)

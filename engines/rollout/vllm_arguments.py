@@ -1,0 +1,124 @@
+"""Refrain's carriers in vLLM's terms and back: settings, sampling parameters, outputs.
+
+Nothing here talks to an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.rollout.contract import RolloutSpec, Sampling
+from engines.rollout.samples import Completion
+from engines.rollout.vllm_plugin import TRANSFER_BACKEND
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.outputs import RequestOutput
+
+# Tokens that one step of vLLM takes at most on CPU, where a prompt is not prefilled in parts.
+_STEP_TOKENS = 4096
+
+
+def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
+    """vLLM's settings for the model in `directory`."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.platforms import current_platform
+
+    from engines.rollout.vllm_cpu_kernels import OPERATIONS, PROVIDER
+
+    config, on_cpu = spec.rollout, current_platform.is_cpu()
+    return AsyncEngineArgs(
+        model=str(directory),
+        dtype=config.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=config.max_sequences,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enforce_eager=config.enforce_eager,
+        ir_op_priority=IrOpPriorityConfig(
+            **{name: [PROVIDER] for name in OPERATIONS if on_cpu},
+        ),
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
+        # A tied head can stay stale after a sync: it is a weight of its own, and every weight
+        # arrives by a sync.
+        load_format="dummy",
+        hf_overrides={"tie_word_embeddings": False},
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
+        worker_extension_cls="engines.rollout.vllm_weight_loading.WeightsReporter",
+        # Log-probs of the distribution that is sampled from.
+        logprobs_mode="processed_logprobs",
+        # Nothing that a request does not ask for.
+        generation_config="vllm",
+        # A seeded request whose prompt is prefilled in parts ends vLLM 0.32's process on CPU
+        # ("CPU Generator does not use offset").
+        enable_chunked_prefill=not on_cpu,
+        max_num_batched_tokens=max(spec.max_model_len, _STEP_TOKENS) if on_cpu else None,
+        # Engines must not all draw the same noise; a sample's own seed comes with its request.
+        seed=int.from_bytes(os.urandom(4), "big") >> 1,
+        disable_log_stats=True,
+    )
+
+
+def sampling_params(sampling: Sampling, ends: Sequence[int], seed: int | None) -> SamplingParams:
+    """What one completion is drawn with; `ends` are the model's end-of-sequence tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        stop_token_ids=[] if sampling.ignore_eos else list(ends),
+        ignore_eos=sampling.ignore_eos,
+        seed=seed,
+        logprobs=0,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_params() -> SamplingParams:
+    """A request that wants only the log-probs of its prompt, at temperature 1."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion(output: RequestOutput) -> Completion:
+    """The one completion of a finished request."""
+    (drawn,) = output.outputs
+    tokens = list(drawn.token_ids)
+    places, spans, reason = drawn.logprobs, drawn.weight_versions, drawn.finish_reason
+    assert places is not None, "log-probs were asked for"
+    assert spans is not None, "every version is set by a sync"
+    assert reason is not None, "only finished requests are handed on"
+    drawn_at = [place[token].logprob for place, token in zip(places, tokens, strict=True) if place]
+    return Completion(
+        tokens=tokens,
+        logprobs=drawn_at,
+        spans=[(int(span.version), span.start, span.end) for span in spans],
+        finish_reason=reason,
+    )
+
+
+def scores(output: RequestOutput, start: int) -> list[float]:
+    """Log-probs of a request's prompt tokens from `start` on."""
+    tokens, places = output.prompt_token_ids, output.prompt_logprobs
+    assert tokens is not None, "requests are made of tokens"
+    assert places is not None, "prompt log-probs were asked for"
+    pairs = list(zip(places, tokens, strict=True))[start:]
+    return [place[token].logprob for place, token in pairs if place]

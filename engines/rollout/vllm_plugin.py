@@ -1,0 +1,79 @@
+"""What Refrain adds to every process of vLLM, through the entry point `vllm.general_plugins`.
+
+Everywhere: the weight-transfer engine named `fsspec`. In the processes that a VllmEngine started,
+besides: they die with their parent, what they print goes to the engine's log file, and on a CPU the
+norm is a fused kernel (engines/rollout/vllm_cpu_kernels.py). Nothing else changes for a vLLM that
+merely lives in the same environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+
+from engines.processes.parent_death import die_with_parent
+
+# Set by VllmEngine while it starts its processes, "PID:LOG FILE": an environment variable because
+# vLLM hands its children nothing else that a plugin could read.
+OWNER_VARIABLE = "REFRAIN_VLLM_OWNER"
+TRANSFER_BACKEND = "fsspec"
+
+_registered = False
+
+
+def register() -> None:
+    """Called by vLLM in the starting process, in its engine process and in its workers."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    WeightTransferEngineFactory.register_engine(
+        TRANSFER_BACKEND, "engines.rollout.vllm_weight_loading", "StoreTransferEngine"
+    )
+    owner, _, log = os.environ.get(OWNER_VARIABLE, "").partition(":")
+    if owner:
+        _register_cpu_kernels()
+    if owner and int(owner) != os.getpid():
+        _die_with_parent()
+        _write_to(log)
+
+
+def _register_cpu_kernels() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from engines.rollout import vllm_cpu_kernels as vllm_cpu
+
+        vllm_cpu.register()
+
+
+def _die_with_parent() -> None:
+    """Have this process killed when the thread that started it ends.
+
+    vLLM's engine loop waits for requests, not for its parent: without this it outlives a killed
+    Dask worker and keeps its memory. The signal follows the parent's *thread*, so VllmProcess
+    starts vLLM on a thread that lives as long as the engine.
+    """
+    die_with_parent()
+    # The parent may have died before the signal was set; then this process has another one now.
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
+
+
+def _write_to(log: str) -> None:
+    """Send standard output and error, C++ libraries' included, to the end of the file `log`."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    vllm = logging.getLogger("vllm")
+    vllm.setLevel(logging.INFO)
+    for handler in vllm.handlers:
+        handler.setLevel(logging.INFO)

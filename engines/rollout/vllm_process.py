@@ -1,0 +1,240 @@
+"""How vLLM lives and dies inside a worker: its thread, its child processes, its log.
+
+vLLM runs its model in child processes. They are started from the thread kept here, which lives
+until `close`, because they die with the thread that started them (engines/rollout/vllm_plugin.py).
+Every coroutine runs beside a watch on those processes, so that a dead engine is an error and not a
+hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from engines.processes.parent_death import descendants, kill_all
+from engines.processes.process_setup import lasting_folder
+from engines.rollout.contract import EngineDead
+from engines.rollout.vllm_plugin import OWNER_VARIABLE
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
+
+T = TypeVar("T")
+
+# vLLM is given so long to end its processes itself, in seconds; then they are killed.
+CLOSE_GRACE = 1.0
+
+# The owner's name travels to the children in an environment variable: one start at a time.
+_starting = threading.Lock()
+_LOG_PREFIX = re.compile(r"^(\([^)]*\) )?(ERROR|INFO|WARNING) \S+ \S+ \[[^\]]*\] ?")
+_ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b(:|$)")
+
+
+class VllmProcess:
+    """An AsyncLLM on a thread and event loop of its own."""
+
+    def __init__(self, name: str, arguments: Callable[[], AsyncEngineArgs]) -> None:
+        """Start vLLM; `arguments` is called on the engine's thread, after vLLM's import.
+
+        Raises EngineDead with vLLM's own cause if it does not start.
+        """
+        self.name = name
+        self.cause = ""
+        self.closed = False
+        self._llm: AsyncLLM | None = None
+        self.log = Path(tempfile.mkdtemp(prefix="refrain-vllm-")) / f"{name}.log"
+        self._children: list[psutil.Process] = []
+        self._closing = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-vllm", daemon=True)
+        self._died = asyncio.Event()
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            self._submit(self._start(arguments))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM; EngineDead if it is closed or did not start."""
+        if self._llm is None:
+            raise self.dead()
+        return self._llm
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes that were started for this engine and live."""
+        return tuple(child.pid for child in self._children if _alive(child))
+
+    @property
+    def requests(self) -> Mapping[str, RequestState]:
+        """Requests in flight, as vLLM's output side sees them."""
+        return {} if self._llm is None else dict(self._llm.output_processor.request_states)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work` on the engine's loop; EngineDead if vLLM dies first."""
+        if self.closed or self.cause:
+            work.close()
+            raise self.dead()
+        return self._submit(self._watched(work))
+
+    def dead(self) -> EngineDead:
+        """The error that says why this engine cannot be used."""
+        return EngineDead(f"rollout engine {self.name} {self.cause or 'is closed'}")
+
+    def close(self) -> None:
+        """End vLLM and every process that it started, within seconds. May be called again."""
+        with self._closing:
+            if self.closed:
+                return
+            self.closed = True
+            atexit.unregister(self.close)
+            below = [one for child in self._children for one in descendants(child.pid)]
+            self._children = list({*self._children, *below})
+            if self._llm is not None:
+                self._llm.shutdown(timeout=CLOSE_GRACE)
+                self._llm = None
+            kill_all(self._children)
+            psutil.wait_procs(self._children, timeout=CLOSE_GRACE)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(CLOSE_GRACE)
+            shutil.rmtree(self.log.parent, ignore_errors=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except CancelledError:
+            raise self.dead() from None
+
+    async def _start(self, arguments: Callable[[], AsyncEngineArgs]) -> None:
+        """Start vLLM's processes from this thread and watch the engine's core."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.utils import CoreEngineProcManager
+
+        with _starting:
+            os.environ[OWNER_VARIABLE] = f"{os.getpid()}:{self.log}"
+            try:
+                self._llm = AsyncLLM.from_engine_args(arguments())
+            except RuntimeError as error:
+                self.cause = f"did not start: {self._last_error() or error}"
+                self._keep_log()
+                raise self.dead() from error
+            finally:
+                del os.environ[OWNER_VARIABLE]
+        # The children log to a file, and what goes wrong here is raised: no word of vLLM's besides.
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
+        manager = self.llm.engine_core.resources.engine_manager
+        assert isinstance(manager, CoreEngineProcManager), "the core is a process of this machine"
+        for process in manager.processes:
+            child = psutil.Process(process.pid)
+            self._children += [child, *descendants(child.pid)]
+            self._loop.add_reader(process.sentinel, self._on_death, process)
+
+    def _on_death(self, process: Any) -> None:
+        """vLLM's core ended: say why, and end every wait."""
+        self._loop.remove_reader(process.sentinel)
+        if self.closed or self.cause:
+            return
+        code = exit_code(process)
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended"
+        said = self._last_error()
+        self.cause = f"is dead: its process {process.pid} {how}" + (f" ({said})" if said else "")
+        self._keep_log()
+        self._died.set()
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, abandoned with EngineDead when the engine's core dies."""
+        task = asyncio.ensure_future(work)
+        died = asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait({task, died}, return_when=asyncio.FIRST_COMPLETED)
+            failed = task.done() and not task.cancelled() and task.exception()
+            if failed and self.llm.errored:
+                # vLLM may learn of its death before the watch does.
+                await asyncio.wait({died}, timeout=2.0)
+                self.cause = self.cause or f"is dead: {failed}"
+            if failed and self.cause:
+                raise self.dead() from failed
+            if task.done():
+                return task.result()
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
+            raise self.dead()
+        finally:
+            died.cancel()
+
+    def _keep_log(self) -> None:
+        """Put what vLLM's processes wrote where it stays, and say so in the cause."""
+        if self.log.exists():
+            kept = lasting_folder() / f"refrain-{self.name}-{os.getpid()}.log"
+            shutil.copyfile(self.log, kept)
+            self.cause += f"; its log is {kept}"
+
+    def _last_error(self) -> str:
+        """The root error in the engine's log, where vLLM's processes write their tracebacks."""
+        if not self.log.exists():
+            return ""
+        lines = self.log.read_text(errors="replace").splitlines()
+        plain = [_LOG_PREFIX.sub("", line) for line in lines]
+        errors = [line for line in plain if _ERROR_LINE.match(line)]
+        return _root_cause(errors)
+
+
+def exit_code(process: BaseProcess, within: float = 1.0) -> int | None:
+    """How a child that has ended did so, in at most `within` seconds; None if that is not known.
+
+    Two threads that ask at once (vLLM watches its core as well) race: one takes the code from the
+    kernel, and the other reads None until the first has written it down.
+    """
+    process.join(within)
+    until = time.monotonic() + within
+    while (code := process.exitcode) is None and time.monotonic() < until:
+        time.sleep(0.005)
+    return code
+
+
+def _root_cause(errors: list[str]) -> str:
+    """The first error of a log that is not vLLM's report of an earlier one."""
+    echoes = ("EngineDeadError", "See stack trace", "Worker failed with error", "root cause above")
+    for line in errors:
+        if not any(echo in line for echo in echoes):
+            return line
+    return errors[0] if errors else ""
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

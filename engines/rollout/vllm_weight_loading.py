@@ -1,0 +1,119 @@
+"""The weight-transfer engine `fsspec`: a vLLM worker reads a policy version from the store.
+
+Runs inside vLLM's worker processes (engines/rollout/vllm_plugin.py registers it there). vLLM drives
+it: start_weight_update, update_weights, finish_weight_update; `WeightsReporter` lets the owner of
+the engine ask what was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from engines.rollout.weight_reader import LoadedWeights
+from storage.objects.store import Store
+from storage.runs.weights import WeightsRef
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class StoreAddress(WeightTransferInitInfo):
+    """Where policy versions are; given once."""
+
+    uri: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class VersionToLoad(WeightTransferUpdateInfo):
+    """The policy version of one update."""
+
+    weights: dict[str, Any]  # WeightsRef as JSON
+
+
+class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
+    """Streams a version's tensors, each one verified, into the model, layer by layer.
+
+    Loading goes through vLLM's layerwise reload: on CPU the weights of a running model are
+    repacked, and plain loading into them fails.
+    """
+
+    init_info_cls = StoreAddress
+    update_info_cls = VersionToLoad
+
+    def init_transfer_engine(self, init_info: StoreAddress) -> None:
+        self.store = Store(init_info.uri, init_info.options)
+        self.report: dict[str, Any] = {}
+
+    def start_weight_update(self) -> None:
+        self.report = {}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class's method synchronises torch.accelerator, which a CPU build does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            import torch
+
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: VersionToLoad) -> None:
+        """Load the version; on failure leave the model whole in form, though not in content."""
+        ref = WeightsRef.model_validate(update_info.weights)
+        try:
+            self._load(ref)
+        except Exception as error:
+            # vLLM keeps half-loaded layers for the next update otherwise, which then fails too.
+            finalize_layerwise_reload(self.model, self.model_config)
+            self.report = {"failure": type(error).__name__, "message": str(error)}
+            raise
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing stays open between updates."""
+
+    def _load(self, ref: WeightsRef) -> None:
+        wanted = {name for name, _ in self.model.named_parameters()}
+        offered = LoadedWeights(self.store, ref)
+        loaded = cast(_LoadsWeights, self.model).load_weights(iter(offered))
+        missing = sorted(wanted - loaded) if loaded is not None else []
+        if missing:
+            raise ValueError(f"policy version {ref.version} left {missing[0]} as it was")
+        held = offered.held()
+        self.report = {
+            "version": held.version,
+            "digest": held.digest,
+            "tensors": offered.tensors,
+            "nbytes": offered.nbytes,
+        }
+
+
+class _LoadsWeights(Protocol):
+    """What vLLM's models have in common."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str] | None: ...
+
+
+class WeightsReporter:
+    """Mixed into vLLM's worker class (worker_extension_cls)."""
+
+    weight_transfer_engine: StoreTransferEngine
+
+    def weights_report(self) -> dict[str, Any]:
+        """version, digest, tensors and nbytes of the last update, or failure and message."""
+        return self.weight_transfer_engine.report

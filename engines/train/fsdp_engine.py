@@ -1,0 +1,379 @@
+"""The train engine: one rank of a policy, its frozen reference or its critic, sharded by FSDP2.
+
+Every rank gets the same arguments, the whole BatchRef among them, makes the same plan from the
+rows' lengths (engines/train/packing.py) and reads its own rows only. The loss is in
+engines/algorithms/objective.py, one optimizer step in engines/train/policy_update.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from engines.models import companion_files, materialize
+from engines.train.checkpoint import load_snapshot, save_snapshot
+from engines.train.critic import Critic, load_critic
+from engines.train.critic_update import CriticUpdater
+from engines.train.fsdp import shard
+from engines.train.logprob_pass import write_token_columns
+from engines.train.micro_batch import MicroBatch, pack
+from engines.train.optimizer import Optimizer
+from engines.train.packing import CostModel
+from engines.train.policy import Policy, load_policy
+from engines.train.policy_update import Forward, Updater
+from engines.train.rendezvous import Meeting, meet
+from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
+from engines.train.weight_comparison import compare_weights, fill
+from engines.workers.engine import Call, Ranked
+from storage.batches.refs import BatchRef
+from storage.batches.tensors import code_of
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef, publish, tensor_digest, weights_digest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class FSDPEngine(Ranked):
+    """One rank; see the module's docstring."""
+
+    REMOTE: ClassVar[Mapping[str, Call]] = {
+        "logprobs": Call(split="rows", collect="concat"),
+        "values": Call(split="rows", collect="concat"),
+        "update": Call(split="rows", collect="first"),
+        "export_weights": Call(split="none", collect="first"),
+        "save_state": Call(split="none", collect="first"),
+        "load_state": Call(split="none", collect="first"),
+        "load_weights": Call(split="none", collect="first"),
+        "compare": Call(split="none", collect="first"),
+        "score": Call(split="none", collect="first"),
+        "digest": Call(split="none", collect="first"),
+        "status": Call(split="none", collect="all"),
+    }
+
+    def __init__(self, spec: TrainSpec) -> None:
+        self._spec = spec
+        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._files = RunStore(self._store, spec.run, spec.role)
+        torch.set_num_threads(spec.threads)
+        # torch 2.13 warns of a renaming in its own checkpointing code.
+        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._directory = materialize(spec.model, Path(spec.model_cache))
+        self._policy: Policy | Critic | None = self._load()
+        self._optimizer: Optimizer | None = None
+        self._meeting: Meeting | None = None
+
+    # --- the gang -----------------------------------------------------------------------------
+
+    def join(
+        self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
+    ) -> JoinReport:
+        """Meet the other ranks and shard the model, whose weights are then version 0's."""
+        self.leave()
+        self._meeting = meet(
+            rank, world, host, port, self._device, timeout, self._spec.train.deadline
+        )
+        began = time.monotonic()
+        policy = self._policy or self._load()
+        parameters = sum(parameter.numel() for parameter in policy.parameters())
+        self._cost = cost_model(policy)
+        if self._spec.role == "ref":
+            policy.requires_grad_(False)
+        if self._spec.train.gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(policy, self._meeting.group, self._device, self._compute)
+        self._policy = policy.train()
+        if self._spec.role != "ref":
+            self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
+        self.version = 0
+        seconds = {**self._meeting.seconds, "model": time.monotonic() - began}
+        return JoinReport(
+            rank=rank, device=str(self._device), parameters=parameters, seconds=seconds
+        )
+
+    def leave(self) -> None:
+        """Leave the process group and forget the weights; a model that was never sharded stays."""
+        if self._meeting is None:
+            return
+        self._meeting = self._policy = self._optimizer = self.version = None
+        gc.collect()
+
+    def close(self) -> None:
+        """Give memory back."""
+        self.leave()
+        self._policy = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self) -> Policy | Critic:
+        """The model of version 0."""
+        return (load_critic if self._spec.role == "critic" else load_policy)(self._directory)
+
+    # --- forward passes -----------------------------------------------------------------------
+
+    def logprobs(
+        self,
+        batch: BatchRef,
+        column: Literal["old_logprobs", "ref_logprobs"],
+        out_key: str,
+        temperature: float,
+        squared: bool = False,
+    ) -> ColumnsResult:
+        """Write log-probs of response tokens under the weights held; all rows, in their order.
+
+        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too.
+        """
+        forward = self._forward(temperature)
+
+        def figures(micro: MicroBatch) -> dict[str, Tensor]:
+            logprobs, entropy, *squares = forward.policy(
+                micro.packed,
+                temperature=forward.temperature,
+                chunk=forward.chunk,
+                dtype=forward.dtype,
+                squared=squared,
+            )
+            found = {column: logprobs, "entropy": entropy}
+            return {**found, "sum_pi_squared": squares[0]} if squared else found
+
+        return self._columns(batch, out_key, figures, (column, "sum_pi_squared"))
+
+    def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
+        """Write the critic's value of every response token; all rows, in their order."""
+        critic = self._policy
+        if not isinstance(critic, Critic):
+            raise ValueError(f"An engine of role {self._spec.role} has no values. Ask the critic.")
+
+        def figures(micro: MicroBatch) -> dict[str, Tensor]:
+            return {"values": critic(micro.packed)[0]}
+
+        return self._columns(batch, out_key, figures, ("values",))
+
+    def _columns(
+        self,
+        batch: BatchRef,
+        out_key: str,
+        figures: Callable[[MicroBatch], dict[str, Tensor]],
+        names: tuple[str, ...],
+    ) -> ColumnsResult:
+        ref, sums = write_token_columns(
+            self._store,
+            self._joined(),
+            batch,
+            out_key,
+            figures,
+            names,
+            budget=self._spec.train.micro_batch_tokens,
+            cost=self._cost,
+        )
+        return ColumnsResult(batch=ref, metrics=sums)
+
+    @staticmethod
+    def concat(method: str, parts: list[ColumnsResult]) -> ColumnsResult:
+        """The ranks' rows, in rank order; of their sums the means over tokens."""
+        assert method in ("logprobs", "values"), method
+        tokens = sum(part.metrics["tokens"] for part in parts)
+        names = {name for part in parts for name in part.metrics} - {"tokens"}
+        means = {
+            name: sum(part.metrics.get(name, 0.0) for part in parts) / max(tokens, 1.0)
+            for name in sorted(names)
+        }
+        return ColumnsResult(
+            batch=BatchRef.concat([part.batch for part in parts if part.batch is not None]),
+            metrics={"tokens": tokens, **means},
+        )
+
+    def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
+        """Log-probs, at temperature 1, of what follows the first prompt_lengths[i] tokens."""
+        self._joined()
+        pairs = list(zip(token_ids, prompt_lengths, strict=True))
+        packed = pack(
+            [np.asarray(ids[:length], dtype=np.int64) for ids, length in pairs],
+            [np.asarray(ids[length:], dtype=np.int64) for ids, length in pairs],
+            self._device,
+        )
+        with torch.no_grad():
+            logprobs, _ = self._forward(1.0)(packed)
+        return [row.tolist() for row in logprobs.float().cpu().split(packed.rows.lengths.tolist())]
+
+    # --- training -----------------------------------------------------------------------------
+
+    def update(
+        self,
+        batch: BatchRef,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        max_new_tokens: int,
+        step: int,
+    ) -> UpdateResult:
+        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps."""
+        meeting = self._joined()
+        if self._optimizer is None:
+            raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
+        torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
+        self.version = None
+        kind = CriticUpdater if self._spec.role == "critic" else Updater
+        updater = kind(
+            store=self._store,
+            meeting=meeting,
+            optimizer=self._optimizer,
+            forward=self._forward(temperature),
+            config=self._spec.train,
+            cost=self._cost,
+        )
+        result = updater.run(batch, algorithm, max_new_tokens, step)
+        self.version = step
+        return result
+
+    # --- weights and state --------------------------------------------------------------------
+
+    def export_weights(self, version: int, dtype: str) -> WeightsRef:
+        """Publish the weights held as a policy version; transformers and vLLM can load its folder.
+
+        All ranks gather each tensor in turn, rank 0 writes it. The output head is among the tensors
+        also where it is tied to the embedding.
+        """
+        meeting = self._joined()
+        if self._spec.role == "critic":
+            raise ValueError("A critic is no policy, so it has no version to publish.")
+        target = DTYPES[dtype]
+        if meeting.rank == 0:
+            ref = publish(
+                self._store,
+                self._spec.run,
+                version,
+                self._whole_tensors(target),
+                companion_files(self._directory),
+                target,
+            )
+            _share(meeting.group, [ref])
+            return ref
+        for _ in self._whole_tensors(target):
+            pass
+        return _share(meeting.group, [None])
+
+    def digest(self, dtype: str | None = None) -> str:
+        """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""
+        self._joined()
+        return weights_digest(
+            (name, code_of(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
+            for name, tensor in self._whole_tensors(DTYPES[dtype] if dtype else None)
+        )
+
+    def compare(self, weights: WeightsRef, dtype: str) -> WeightsComparison:
+        """The weights held, cast to `dtype`, beside a published version's; rank 0 compares."""
+        meeting = self._joined()
+        held = self._whole_tensors(DTYPES[dtype])
+        if meeting.rank > 0:
+            return WeightsComparison(digest="", tensors=sum(1 for _ in held), differing=())
+        return compare_weights(self._store, weights, held)
+
+    def save_state(self, step: int, run: str | None = None) -> None:
+        """Store weights, optimizer and counters as a snapshot of this or another run."""
+        meeting = self._joined()
+        optimizer = self._trained()
+        facts = {"step": step, "steps": optimizer.steps, "applied": optimizer.applied}
+        save_snapshot(self._files_of(run), step, self._state(), facts, meeting.group)
+
+    def load_state(self, step: int, run: str | None = None, version: int | None = None) -> None:
+        """Go back (or on) to the snapshot after `step`, of this or another run.
+
+        `version`: what the weights are called here, if not `step`.
+        """
+        meeting = self._joined()
+        optimizer = self._trained()
+        self.version = None
+        facts = load_snapshot(self._files_of(run), step, self._state(), meeting.group)
+        optimizer.resume(facts["steps"], facts["applied"])
+        self.version = step if version is None else version
+
+    def load_weights(self, weights: WeightsRef, version: int) -> None:
+        """Take the weights of a published policy version, with the optimizer as it is."""
+        self._joined()
+        assert self._policy is not None
+        self.version = None
+        fill(self._policy.model, self._store, weights)
+        self.version = version
+
+    def status(self) -> dict[str, float]:
+        """Memory (bytes) and progress of this rank."""
+        found = {"optimizer_steps": float(self._optimizer.steps if self._optimizer else 0)}
+        if self._device.type == "cuda":
+            found["memory_peak"] = float(torch.cuda.max_memory_allocated())
+        return found
+
+    def _files_of(self, run: str | None) -> RunStore:
+        return self._files if run is None else replace(self._files, run=run)
+
+    def _state(self) -> dict[str, Tensor]:
+        optimizer = self._trained()
+        weights = {f"model.{name}": value.detach() for name, value in optimizer.parameters.items()}
+        return {**weights, **optimizer.moments()}
+
+    def _whole_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every weight, cast before it is gathered; a collective."""
+        assert self._policy is not None
+        whole = self._policy if isinstance(self._policy, Critic) else self._policy.model
+        for name, tensor in whole.state_dict().items():
+            value = tensor.detach()
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def _forward(self, temperature: float) -> Forward:
+        assert self._policy is not None
+        return Forward(
+            policy=self._policy,
+            temperature=temperature,
+            chunk=self._spec.train.logit_chunk_tokens,
+            dtype=self._compute,
+        )
+
+    @property
+    def _compute(self) -> torch.dtype:
+        return DTYPES[self._spec.train.compute_dtype]
+
+    def _joined(self) -> Meeting:
+        if self._meeting is None:
+            raise RuntimeError("This engine has not joined its process group. Form the gang first.")
+        return self._meeting
+
+    def _trained(self) -> Optimizer:
+        if self._optimizer is None:
+            raise ValueError(f"An engine of role {self._spec.role} has no trainer state.")
+        return self._optimizer
+
+
+def _share(group: dist.ProcessGroup, value: list[WeightsRef | None]) -> WeightsRef:
+    """Rank 0's value on every rank; also the sign that it has been written."""
+    dist.broadcast_object_list(value, group=group, group_src=0)
+    assert value[0] is not None
+    return value[0]
+
+
+def cost_model(policy: Policy | Critic) -> CostModel:
+    """FLOPs of a forward pass, from the model's shapes."""
+    config = policy.model.config.get_text_config()
+    head, embedding = policy.head, policy.model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    tables = embedding.numel() + (0 if head is embedding else head.numel())
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    return CostModel(
+        per_token=2.0 * (parameters - tables),
+        per_response_token=2.0 * head.numel(),
+        per_square=2.0 * config.hidden_size * config.num_hidden_layers,
+    )

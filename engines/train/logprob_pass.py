@@ -1,0 +1,61 @@
+"""Figures of every response token, by forward passes over a batch, written as new columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.train.micro_batch import MicroBatch, read_lengths, read_micro_batch
+from engines.train.packing import CostModel, plan_logprobs
+from engines.train.rendezvous import Meeting
+from storage.batches.refs import BatchRef
+from storage.batches.writing import Jagged, write_batch
+from storage.objects.store import Store
+
+
+def write_token_columns(
+    store: Store,
+    meeting: Meeting,
+    batch: BatchRef,
+    out_key: str,
+    figures: Callable[[MicroBatch], Mapping[str, Tensor]],
+    columns: Collection[str],
+    *,
+    budget: int,
+    cost: CostModel,
+) -> tuple[BatchRef | None, dict[str, float]]:
+    """Write the columns that figures(micro_batch) gives for this rank's rows [R], without gradients.
+
+    Ranks take contiguous rows, so that their refs, concatenated, are in the batch's order. Returns
+    the ref (None where this rank has no rows), and the sum of each figure, written or not, over the
+    tokens of mask 1, with the number of those tokens as "tokens". budget: tokens of a forward pass.
+    """
+    plan = plan_logprobs(read_lengths(store, batch), world=meeting.world, budget=budget, cost=cost)
+    found: dict[str, dict[int, np.ndarray]] = {}
+    sums = {"tokens": 0.0}
+    for rows in plan.ranks[meeting.rank]:
+        micro = read_micro_batch(store, batch, rows, (), meeting.device)
+        with torch.no_grad():
+            given = figures(micro)
+        lengths = micro.packed.rows.lengths.tolist()
+        sums["tokens"] += float(micro.mask.sum())
+        for name, values in given.items():
+            sums[name] = sums.get(name, 0.0) + float(values.where(micro.mask, 0.0).sum())
+            if name in columns:
+                parts = [part.numpy() for part in values.float().cpu().split(lengths)]
+                found.setdefault(name, {}).update(zip(rows, parts, strict=True))
+    if not any(found.values()):
+        return None, sums
+    if meeting.world > 1:
+        stem, dot, suffix = out_key.rpartition(".")
+        out_key = f"{stem}-{meeting.rank}of{meeting.world}{dot}{suffix}"
+    return write_batch(store, out_key, {n: _jagged(rows) for n, rows in found.items()}), sums
+
+
+def _jagged(rows: Mapping[int, np.ndarray]) -> Jagged:
+    """The rows in their order."""
+    ordered = [rows[row] for row in sorted(rows)]
+    return Jagged(np.concatenate(ordered), np.cumsum([0, *map(len, ordered)], dtype=np.int64))

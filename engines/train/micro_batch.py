@@ -1,0 +1,224 @@
+"""The tensors of one micro-batch: rows laid end to end, a prompt that several rows share only once.
+
+Which rows form a micro-batch is decided in engines/train/packing.py; attention over the packed
+tokens is in engines/train/attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engines.algorithms.jagged import Rows
+from engines.train.attention import AttentionLayout, Bucket
+from engines.train.packing import Lengths
+from storage.batches.refs import BatchRef
+from storage.objects.store import Store
+
+PER_TOKEN = (
+    "advantages",
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+    "correction_weights",
+    "correction_kept",
+)
+
+Ints = npt.NDArray[np.int64]
+
+SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """What a forward pass over some rows needs. The last token of a row is only ever a label."""
+
+    tokens: Tensor  # [T] int64: distinct prompts, then each row's response but for its last token
+    positions: Tensor  # [T] int64: position of each token in its sequence
+    layout: AttentionLayout
+    predictors: Tensor  # [R] int64: the token whose hidden state predicts each response token
+    labels: Tensor  # [R] int64: response tokens of all rows
+    rows: Rows  # rows of the R response tokens
+    sequences: int  # rows with at least one response token
+    squares: int  # sum of squared sequence lengths, for the count of FLOPs
+
+
+def pack(
+    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu"
+) -> PackedBatch:
+    """Pack rows; rows whose prompts are equal share it, rows without response take no room."""
+    used = [row for row, response in enumerate(responses) if len(response)]
+    bases, owners = _place_prompts([prompts[row] for row in used])
+    tokens = [np.asarray(prompts[used[first]]) for first in owners]
+    positions = [np.arange(len(prompt)) for prompt in tokens]
+    total = sum(map(len, tokens))
+    shared, members, predictors = total, [], []
+    for number, row in enumerate(used):
+        prompt, response = len(prompts[row]), len(responses[row])
+        indices = np.concatenate(
+            [np.arange(prompt) + bases[number], np.arange(response - 1) + total]
+        )
+        tokens.append(np.asarray(responses[row][:-1]))
+        positions.append(np.arange(prompt, prompt + response - 1))
+        members.append(indices)
+        predictors.append(indices[prompt - 1 :])
+        total += response - 1
+    if not used:  # a rank with a micro-batch less than others still takes part in the collectives
+        zero = np.zeros(1, dtype=np.int64)
+        tokens, positions, members, total = [zero], [zero], [zero], 1
+    lengths = [len(response) for response in responses]
+    return PackedBatch(
+        tokens=_tensor(tokens, device),
+        positions=_tensor(positions, device),
+        layout=_layout([m.astype(np.int64) for m in members], total, shared, device),
+        predictors=_tensor(predictors, device),
+        labels=_tensor([responses[row] for row in used], device),
+        rows=Rows.of_lengths(torch.tensor(lengths, dtype=torch.int64, device=device)),
+        sequences=len(used),
+        squares=int(sum(len(m) ** 2 for m in members)),
+    )
+
+
+def _place_prompts(prompts: Sequence[Ints]) -> tuple[list[int], list[int]]:
+    """First token of each row's prompt, and the rows that bring a prompt not seen before."""
+    places: dict[bytes, int] = {}
+    bases, owners, total = [], [], 0
+    for row, prompt in enumerate(prompts):
+        key = np.ascontiguousarray(prompt, dtype=np.int64).tobytes()
+        if key not in places:
+            places[key] = total
+            owners.append(row)
+            total += len(prompt)
+        bases.append(places[key])
+    return bases, owners
+
+
+def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
+    flat = np.concatenate(parts) if len(parts) else np.zeros(0)
+    return torch.from_numpy(flat.astype(np.int64)).to(device)
+
+
+def _layout(
+    members: list[Ints], total: int, shared: int, device: torch.device | str
+) -> AttentionLayout:
+    """Slots of sequences given the tokens of each; the first `shared` tokens may be in several."""
+    dense = torch.device(device).type == "cpu"
+    order = sorted(range(len(members)), key=lambda i: (-len(members[i]), i))
+    lengths = [len(members[i]) for i in order]
+    buckets = _buckets(lengths) if dense else ()
+    widths = [bucket.length for bucket in buckets for _ in range(bucket.sequences)] or lengths
+    edges = np.concatenate([[0], np.cumsum(widths)])
+    slots_of: list[list[int]] = [[] for _ in range(shared)]
+    spare = int(edges[-1])  # one slot more, of a sequence of its own, whose gradient is zero
+    expand = np.zeros(spare + 1, dtype=np.int64)
+    collapse = np.zeros(total, dtype=np.int64)
+    for start, i in zip(edges[:-1].tolist(), order, strict=True):
+        member = members[i]
+        expand[start : start + len(member)] = member
+        collapse[member] = np.arange(start, start + len(member))
+        for offset, token in enumerate(member[member < shared].tolist()):
+            slots_of[token].append(start + offset)
+    copies = np.full((max(map(len, slots_of), default=1), shared), spare, dtype=np.int64)
+    for token, slots in enumerate(slots_of):
+        copies[: len(slots), token] = slots
+    return AttentionLayout(
+        expand=torch.from_numpy(expand).to(device),
+        collapse=torch.from_numpy(collapse).to(device),
+        copies=torch.from_numpy(copies).to(device),
+        buckets=(*buckets, Bucket(start=spare, sequences=1, length=1)) if dense else (),
+        edges=None if dense else torch.from_numpy(np.append(edges, spare + 1)).int().to(device),
+        longest=max(lengths),
+    )
+
+
+def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:
+    """Dense batches of sequences sorted by falling length."""
+    found: list[Bucket] = []
+    start = first = 0
+    for i in range(1, len(lengths) + 1):
+        if i == len(lengths) or lengths[i] < SHORTEST_SHARE * lengths[first]:
+            found.append(Bucket(start=start, sequences=i - first, length=lengths[first]))
+            start += (i - first) * lengths[first]
+            first = i
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Rows ready for a forward pass and a loss; R response tokens in the order of the rows."""
+
+    packed: PackedBatch
+    mask: Tensor  # bool [R]
+    columns: dict[str, Tensor]  # float32 [R] each: those that were asked for
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the forward pass."""
+        return self.packed.tokens.numel()
+
+
+def read_micro_batch(
+    store: Store,
+    batch: BatchRef,
+    rows: Sequence[int],
+    columns: Iterable[str],
+    device: torch.device,
+) -> MicroBatch:
+    """Read the given rows and no others. `rows` may be empty: then nothing is read."""
+    wanted = list(columns)
+    if not rows:
+        nothing = torch.zeros(0, device=device)
+        return MicroBatch(
+            packed=pack([], [], device),
+            mask=nothing.bool(),
+            columns=dict.fromkeys(wanted, nothing),
+        )
+    masked = "response_mask" in batch.names
+    names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
+    data = batch.take(rows).fetch(store, names)
+    responses = _rows_of(data["response_ids"])
+    mask = data["response_mask"].values().bool() if masked else None
+    total = sum(map(len, responses))
+    return MicroBatch(
+        packed=pack(_rows_of(data["prompt_ids"]), responses, device),
+        mask=(torch.ones(total, dtype=torch.bool) if mask is None else mask).to(device),
+        columns={name: data[name].values().float().to(device) for name in wanted},
+    )
+
+
+def read_lengths(store: Store, batch: BatchRef) -> Lengths:
+    """What plans are made from; reads row indices and the group numbers."""
+    groups = None
+    if "group_id" in batch.names:
+        groups = batch.fetch_numpy(store, "group_id")[0].astype(np.int64)
+    return Lengths(
+        prompts=batch.lengths(store, "prompt_ids"),
+        responses=batch.lengths(store, "response_ids"),
+        groups=groups,
+    )
+
+
+def read_mask_counts(store: Store, batch: BatchRef, rows: Sequence[int]) -> tuple[int, int, int]:
+    """Tokens with mask 1, rows with at least one such token, and rows, among the given rows."""
+    if not rows:
+        return 0, 0, 0
+    taken = batch.take(rows)
+    if "response_mask" not in batch.names:
+        lengths = taken.lengths(store, "response_ids")
+        return int(lengths.sum()), int((lengths > 0).sum()), len(rows)
+    values, offsets = taken.fetch_numpy(store, "response_mask")
+    assert offsets is not None
+    counts = [int(values[start:stop].astype(bool).sum()) for start, stop in pairwise(offsets)]
+    return sum(counts), sum(count > 0 for count in counts), len(rows)
+
+
+def _rows_of(column: Tensor) -> list[np.ndarray]:
+    """The rows of a nested tensor [N, jagged] as arrays."""
+    values, offsets = column.values().numpy(), column.offsets().numpy()  # type: ignore[attr-defined]
+    return [values[start:stop] for start, stop in pairwise(offsets)]

@@ -1,0 +1,276 @@
+"""Which rows go to which rank, mini-batch and micro-batch: plans made from lengths alone.
+
+A plan is a pure function of row lengths, so every rank (and the flow process) makes the same one
+without talking and before any tensor is read. numpy only. What a micro-batch looks like as tensors
+is in engines/train/micro_batch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from engines.train.partition import partition
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Floating-point operations of a forward pass; a backward pass costs twice as much."""
+
+    per_token: float = 1.0  # layers: 2 x their parameters
+    per_response_token: float = 0.0  # output head: 2 x hidden size x vocabulary
+    per_square: float = 0.0  # causal attention, per squared sequence length
+
+    def forward(self, tokens: int, response_tokens: int, squares: int) -> float:
+        """FLOPs of so many positions, rows of logits, and squares of sequence lengths."""
+        return (
+            self.per_token * tokens
+            + self.per_response_token * response_tokens
+            + self.per_square * squares
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """What a plan knows of a batch: one entry per row."""
+
+    prompts: Ints  # [N] prompt tokens
+    responses: Ints  # [N] response tokens
+    groups: Ints | None = None  # [N] rows of one group share their prompt; None: rows share nothing
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) != len(self.responses):
+            raise ValueError(
+                f"{len(self.prompts)} prompts but {len(self.responses)} responses: not one batch."
+            )
+        if self.groups is not None and len(self.groups) != len(self.prompts):
+            raise ValueError(f"{len(self.groups)} group ids for {len(self.prompts)} rows.")
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniBatch:
+    """The rows of one optimizer step: `ranks[rank][micro_batch]` are row numbers, ascending."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]  # every rank has as many micro-batches
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of each rank; some may be empty."""
+        return len(self.ranks[0])
+
+    def rows(self) -> list[int]:
+        """All rows of the mini-batch, ascending."""
+        return sorted(row for rank in self.ranks for micro in rank for row in micro)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Rows that stay together; rows of one unit share their prompt."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    cost: float
+
+
+def plan_update(
+    lengths: Lengths,
+    *,
+    world: int,
+    budget: int,
+    mini_batches: int = 1,
+    cost: CostModel | None = None,
+) -> tuple[MiniBatch, ...]:
+    """The optimizer steps of one pass over a batch.
+
+    Mini-batches follow the order of rows and keep groups whole where there are enough groups; they
+    do not depend on `world` or `budget` (tokens of one micro-batch). Raises ValueError when a row is
+    longer than the budget or there are fewer rows than mini-batches.
+    """
+    _check_budget(lengths, budget)
+    if len(lengths) < mini_batches:
+        raise ValueError(
+            f"A batch of {len(lengths)} rows cannot be split into {mini_batches} mini-batches. "
+            "Lower train.mini_batches or raise the number of samples."
+        )
+    groups = _groups(lengths, range(len(lengths)))
+    if len(groups) < mini_batches:
+        groups = [[row] for row in range(len(lengths))]
+    pieces = np.array_split(np.arange(len(groups)), mini_batches)
+    return tuple(
+        _plan_step(
+            lengths,
+            sorted(row for g in piece for row in groups[g]),
+            world,
+            budget,
+            cost or CostModel(),
+        )
+        for piece in pieces
+    )
+
+
+def plan_logprobs(
+    lengths: Lengths, *, world: int, budget: int, cost: CostModel | None = None
+) -> MiniBatch:
+    """Forward passes over a batch; rank r holds the r-th contiguous range of rows.
+
+    So the ranks' results, concatenated in rank order, are in the order of the batch.
+    """
+    _check_budget(lengths, budget)
+    cost = cost or CostModel()
+    edges = contiguous_cuts(_row_costs(lengths, cost), world)
+    per_rank = [range(a, b) for a, b in pairwise(edges)]
+    totals = [_unit(lengths, rows, cost).tokens if rows else 0 for rows in per_rank]
+    count = max(1, -(-max(totals) // budget))
+    while True:
+        ranks = [_micro_batches(lengths, rows, count, budget, cost) for rows in per_rank]
+        if all(micros is not None for micros in ranks):
+            return MiniBatch(
+                ranks=tuple(tuple(unit.rows for unit in micros) for micros in ranks if micros)
+            )
+        count += 1
+
+
+def contiguous_cuts(costs: Floats, parts: int) -> list[int]:
+    """Edges [parts + 1] of contiguous ranges whose largest cost is the least possible."""
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+
+    def cut(limit: float) -> list[int]:
+        edges = [0]
+        for _ in range(parts):
+            edges.append(int(np.searchsorted(sums, sums[edges[-1]] + limit, side="right")) - 1)
+        return edges
+
+    low, high = float(sums[-1]) / parts, float(sums[-1])
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cut(middle)[-1] == len(costs) else (middle, high)
+    return [*cut(high * (1 + 1e-12))[:-1], len(costs)]
+
+
+def _plan_step(
+    lengths: Lengths, rows: Sequence[int], world: int, budget: int, cost: CostModel
+) -> MiniBatch:
+    """Balance rows over world x count micro-batches, the fewest that respect the budget."""
+    total = sum(_unit(lengths, group, cost).tokens for group in _groups(lengths, rows))
+    count = max(1, -(-total // (world * budget)))
+    while (bins := _micro_batches(lengths, rows, world * count, budget, cost)) is None:
+        count += 1
+    bins.sort(key=lambda unit: (-unit.cost, unit.rows))
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(world)]
+    for first in range(0, len(bins), world):  # neighbours in cost run at the same time
+        turn = bins[first : first + world]
+        for rank, unit in enumerate(turn if first // world % 2 == 0 else reversed(turn)):
+            ranks[rank].append(unit.rows)
+    return MiniBatch(ranks=tuple(tuple(micros) for micros in ranks))
+
+
+def _micro_batches(
+    lengths: Lengths, rows: Sequence[int], count: int, budget: int, cost: CostModel
+) -> list[_Unit] | None:
+    """`count` balanced micro-batches of rows, or None when one would exceed the budget.
+
+    Keeping a group together saves the work on its prompt but is coarse: groups are cut into ever more
+    pieces as long as that makes the largest micro-batch cheaper.
+    """
+    groups = _groups(lengths, rows)
+    best: list[_Unit] | None = None
+    pieces = 1
+    while True:
+        units = _cut(lengths, groups, pieces, budget, cost)
+        bins = _fill_bins(lengths, units, count, cost)
+        if max(unit.tokens for unit in bins) <= budget and (
+            best is None or max(u.cost for u in bins) < 0.999 * max(u.cost for u in best)
+        ):
+            best = bins
+        if all(len(unit.rows) == 1 for unit in units):
+            return best
+        pieces *= 2
+
+
+def _cut(
+    lengths: Lengths, groups: list[list[int]], pieces: int, budget: int, cost: CostModel
+) -> list[_Unit]:
+    """Cut each group into `pieces` units, or more where a unit would exceed the budget."""
+    units: list[_Unit] = []
+    for group in groups:
+        number = min(pieces, len(group))
+        while True:
+            cut = [_unit(lengths, part, cost) for part in np.array_split(group, number)]
+            if number == len(group) or max(unit.tokens for unit in cut) <= budget:
+                break
+            number += 1
+        units += cut
+    return units
+
+
+def _fill_bins(lengths: Lengths, units: list[_Unit], count: int, cost: CostModel) -> list[_Unit]:
+    if len(units) <= count:
+        return units + [_Unit((), 0, 0.0)] * (count - len(units))
+    return [
+        _unit(lengths, sorted(row for i in part for row in units[i].rows), cost)
+        for part in partition([unit.cost for unit in units], count)
+    ]
+
+
+def _groups(lengths: Lengths, rows: Sequence[int]) -> list[list[int]]:
+    """Rows by group, in the order of their first row; rows without response are on their own."""
+    if lengths.groups is None:
+        return [[row] for row in rows]
+    found: dict[tuple[int, int], list[int]] = {}
+    for row in rows:
+        key = (int(lengths.groups[row]), int(lengths.prompts[row]))
+        found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+def _unit(lengths: Lengths, rows: Sequence[int] | Ints, cost: CostModel) -> _Unit:
+    """Tokens and cost of rows that are packed together, where a prompt is computed once per group."""
+    tokens = logits = squares = 0
+    prompts: set[tuple[int, int]] = set()
+    for row in rows:
+        prompt, response = int(lengths.prompts[row]), int(lengths.responses[row])
+        if response == 0:
+            continue
+        group = int(row) if lengths.groups is None else int(lengths.groups[row])
+        tokens += response - 1 + (0 if (group, prompt) in prompts else prompt)
+        prompts.add((group, prompt))
+        logits += response
+        squares += (prompt + response - 1) ** 2
+    return _Unit(tuple(int(row) for row in rows), tokens, cost.forward(tokens, logits, squares))
+
+
+def _row_costs(lengths: Lengths, cost: CostModel) -> Floats:
+    """Cost of each row when the row before it has paid for a shared prompt."""
+    previous = None
+    costs = []
+    for row in range(len(lengths)):
+        key = None if lengths.groups is None else (lengths.groups[row], lengths.prompts[row])
+        alone = _unit(lengths, [row], cost).cost
+        shared = key is not None and key == previous and lengths.responses[row] > 0
+        costs.append(alone - cost.per_token * int(lengths.prompts[row]) * shared)
+        previous = key if lengths.responses[row] > 0 else previous
+    return np.asarray(costs, dtype=np.float64)
+
+
+def _check_budget(lengths: Lengths, budget: int) -> None:
+    if not len(lengths):
+        raise ValueError("The batch has no rows.")
+    if (lengths.prompts < 1).any():
+        row = int(lengths.prompts.argmin())
+        raise ValueError(f"Row {row} has an empty prompt; a prompt needs at least one token.")
+    tokens = np.where(lengths.responses > 0, lengths.prompts + lengths.responses - 1, 0)
+    if tokens.max() > budget:
+        raise ValueError(
+            f"Row {int(tokens.argmax())} has {int(tokens.max())} tokens, more than "
+            f"train.micro_batch_tokens = {budget}. Set that to the longest prompt plus response."
+        )

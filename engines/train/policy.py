@@ -1,0 +1,84 @@
+"""The language model as a policy: packed tokens in, log-probs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engines.models import load_for_training
+from engines.train.attention import PACKED
+from engines.train.logprobs import token_statistics
+from engines.train.micro_batch import PackedBatch
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward pass gives figures of response tokens, not logits.
+
+    The output head is applied inside this module's forward pass, where FSDP has its weights whole.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def head(self) -> Tensor:
+        """The output head's weight [V, H]; the embedding's where they are tied."""
+        weight = self.model.get_output_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def forward(
+        self,
+        packed: PackedBatch,
+        *,
+        temperature: float,
+        chunk: int,
+        dtype: torch.dtype,
+        entropy_gradient: bool = False,
+        squared: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Log-probs [R] and entropy [R] of response tokens, float32; `squared`: sums of pi^2 [R] too.
+
+        dtype is that of the output head's product; chunk the number of logit rows held at once.
+        A tuple, because FSDP looks for the outputs' gradients there.
+        """
+        hidden = self.model.get_decoder()(
+            input_ids=packed.tokens[None],
+            position_ids=packed.positions[None],
+            use_cache=False,
+            packed_layout=packed.layout,
+        ).last_hidden_state[0]
+        stats = token_statistics(
+            hidden.index_select(0, packed.predictors).to(dtype),
+            self.head.to(dtype),
+            packed.labels,
+            temperature=temperature,
+            chunk=chunk,
+            entropy_gradient=entropy_gradient,
+            squared=squared,
+        )
+        found = (stats.logprobs.clone(), stats.entropy.clone())  # FSDP warns of views
+        return found if stats.sum_pi_squared is None else (*found, stats.sum_pi_squared.clone())
+
+
+def load_policy(directory: Path) -> Policy:
+    """The model of a checkpoint directory in float32."""
+    return policy_of(load_for_training(directory, "float32"))
+
+
+def policy_of(model: PreTrainedModel) -> Policy:
+    """Make a policy of a transformers model, in place."""
+    return Policy(packed_attention(model))
+
+
+def packed_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model take packed batches, in place; without dropout."""
+    model.set_attn_implementation(PACKED)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model

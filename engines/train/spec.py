@@ -1,0 +1,84 @@
+"""What a train engine is built from and what its calls return; torch-free, for the flow process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import Field
+
+from configs.base import Settings
+from configs.model import Model
+from configs.train import TrainConfig
+from storage.batches.refs import BatchRef
+
+
+class TrainSpec(Settings):
+    """From what every rank of a train engine is built."""
+
+    model: Model = Field(description="The model at version 0.")
+    model_cache: str = Field(description="Directory for models that are converted or drawn.")
+    train: TrainConfig = Field(description="Optimizer, precision, batching.")
+    role: Literal["actor", "ref", "critic"] = Field(
+        description="ref has no optimizer and never changes; critic has a value head."
+    )
+    store_uri: str = Field(description="Store of batches, weights and snapshots.")
+    store_options: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="Arguments of its file system."
+    )
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
+    run: str = Field(description="Name of the run, the first part of its keys in the store.")
+    threads: int = Field(1, ge=1, description="CPU threads of each rank.")
+    seed: int = Field(0, ge=0, description="Seed of the engine's random numbers.")
+    total_steps: int | None = Field(
+        None, ge=1, description="Optimizer steps of the run, where a decaying schedule ends."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinReport:
+    """A rank has entered its process group."""
+
+    rank: int
+    device: str  # as torch names it
+    parameters: int  # of the whole model
+    seconds: Mapping[str, float]  # by phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnsResult:
+    """Figures of response tokens (log-probs, values) as new columns."""
+
+    batch: BatchRef | None  # those columns only; of one rank, None where it had no rows
+    # name -> sum over tokens of mask 1, of one rank; mean over them, of all. tokens: their number.
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateResult:
+    """What an update did; the same on every rank."""
+
+    step: int  # RL step, the version of the weights now held
+    optimizer_steps: int  # made by this update
+    skipped: int  # of them, left out because loss or gradient was not finite
+    metrics: Mapping[str, float]  # train/loss, train/grad_norm, train/tokens_per_second, …
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDifference:
+    """A tensor that is not, to the bit, the published one of its name."""
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int  # that differ
+    largest: float  # absolute difference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsComparison:
+    """The weights held beside a published policy version."""
+
+    digest: str  # of the weights held, in the version's number format
+    tensors: int
+    differing: tuple[TensorDifference, ...]  # in the order in which they were published

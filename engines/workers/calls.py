@@ -1,0 +1,282 @@
+"""Calls on engines from the flow process: submit, wait, and turn what goes wrong into an error.
+
+Waiting is done in the calling thread, in slices, so that a cancel event, a lost worker, a deadline
+and a lost scheduler all end it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from typing import Any
+
+from distributed import Future
+from distributed.scheduler import KilledWorker, NoValidWorkerError
+
+from engines.failures import CallDeadline, WorkerLost, revive
+from engines.workers import on_worker
+from engines.workers.cluster import Cluster, raise_if_set
+from engines.workers.engine import EngineSpec
+from engines.workers.messages import BuildReport, HostStatus, Lease, Outcome, Ticket
+
+SLICE = 0.2  # seconds between looks at the cancel event
+LOOK = 1.0  # seconds between looks at whether the worker is still there
+GRACE = 30.0  # seconds after the deadline at which a worker without a flow process ends itself
+FETCH = 30.0  # seconds that fetching a finished call's result may take
+STATUS = 3.0  # seconds in which a healthy worker reports its status
+
+
+class Submission:
+    """A call on its way; wait for it, or drop it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        address: str,
+        label: str,
+        function: Callable[..., Any],
+        *args: Any,
+        token: str = "",
+        slot: bool = True,
+        wake: threading.Event | None = None,
+    ) -> None:
+        """Submit `function(*args)` to the worker at `address`; `label` names it for people.
+
+        `slot`: whether it takes one of the worker's slots. `wake`: set when the call ends, for a
+        caller that waits for several.
+        """
+        pool = cluster.pool_of(address)
+        self.cluster = cluster
+        self.address = address
+        self.worker = cluster.name_of(address)
+        self.label = label
+        self.token = token
+        self.began = time.monotonic()
+        if pool is None:
+            raise WorkerLost(self.worker, f"there is no worker at {address} any more")
+        self.done = threading.Event()
+        self._look = self.began + LOOK
+        self._until = 0.0
+        self.future: Future = cluster.client.submit(
+            function,
+            *args,
+            key=f"{label}-{token or uuid.uuid4().hex}",
+            workers=[address],
+            allow_other_workers=False,
+            resources={pool: 1} if slot else None,
+            pure=False,
+            retries=0,
+        )
+        self.future.add_done_callback(lambda _: self._wake(wake))
+
+    def wait(self, deadline: float, cancel: threading.Event | None = None) -> Any:
+        """The function's result, or the error that fits what happened.
+
+        `deadline` (seconds) counts from when the worker begins the call, not while it queues.
+        """
+        try:
+            while not self.done.wait(SLICE):
+                raise_if_set(cancel)
+                self.ended(deadline)
+            return self.result()
+        finally:
+            self.drop()
+
+    def ended(self, deadline: float) -> bool:
+        """Whether the call has ended; raises when it never will, or not in time."""
+        if self.done.is_set():
+            return True
+        self.cluster.check()
+        now = time.monotonic()
+        if now >= self._look:
+            self._look = now + LOOK
+            if self.cluster.pool_of(self.address) is None and not self.done.is_set():
+                raise self._lost("its process ended or its host cannot be reached")
+        if now >= self.began + deadline and now >= self._until:
+            self._until = now + self._overtime(deadline)
+        return False
+
+    def _wake(self, wake: threading.Event | None) -> None:
+        self.done.set()
+        if wake is not None:
+            wake.set()
+
+    def drop(self) -> None:
+        """Forget the call: Dask cancels it if it has not begun, and frees its result."""
+        self.future.release()
+
+    def _overtime(self, deadline: float) -> float:
+        """Seconds still due to a call that queued; CallDeadline, and a killed worker, if none."""
+        try:
+            held = status_of(self.cluster, self.address, timeout=STATUS)
+        except TimeoutError:
+            held = None
+        if held is not None:
+            ages = [one.age for one in held.running if one.token == self.token]
+            if ages and ages[0] < deadline:
+                return deadline - ages[0]
+            if not ages and held.running:
+                return 1.0  # queued behind calls that have deadlines of their own
+        if self.done.is_set():
+            return 1.0
+        self.cluster.kill([self.address])
+        raise CallDeadline(self.worker, deadline, self.label)
+
+    def result(self) -> Any:
+        """What the function returned, once the call has ended."""
+        try:
+            return self._fetch()
+        except KilledWorker:
+            raise self._lost("its process ended (killed, out of memory, or crashed)") from None
+        except NoValidWorkerError:
+            raise self._lost("it left before the call began") from None
+        except CancelledError:
+            raise self.cluster.why_lost(f"the Dask scheduler dropped {self.label}") from None
+
+    def _fetch(self) -> Any:
+        """The result from the worker that holds it; it may die with it."""
+        until = time.monotonic() + FETCH
+        while True:
+            try:
+                return self.future.result(timeout=1.0)
+            except TimeoutError:
+                self.cluster.check()
+                gone = self.cluster.pool_of(self.address) is None
+                if gone or time.monotonic() >= until:
+                    raise self._lost("its process ended before the result was fetched") from None
+
+    def _lost(self, cause: str) -> WorkerLost:
+        seconds = time.monotonic() - self.began
+        hint = self.cluster.log_hint(self.worker)
+        return WorkerLost(
+            self.worker, f"{cause}; {self.label} was under way for {seconds:.1f} s{hint}"
+        )
+
+
+def value_of(outcome: Outcome, where: str) -> Any:
+    """What a call returned; raises what it raised."""
+    if outcome.failure is not None:
+        raise revive(outcome.failure, where)
+    return outcome.value
+
+
+def build(
+    cluster: Cluster,
+    address: str,
+    role: str,
+    spec: EngineSpec,
+    *,
+    deadline: float,
+    cancel: threading.Event | None = None,
+) -> BuildReport:
+    """Build the engine of a role on a worker, unless the same one stands there already."""
+    submission = start_build(cluster, address, role, spec)
+    return value_of(submission.wait(deadline, cancel), f"building {role} on {submission.worker}")
+
+
+def start_build(
+    cluster: Cluster,
+    address: str,
+    role: str,
+    spec: EngineSpec,
+    wake: threading.Event | None = None,
+) -> Submission:
+    """Begin `build`."""
+    label = f"{role}.build"
+    return Submission(cluster, address, label, on_worker.build, role, spec, wake=wake)
+
+
+def submit(
+    cluster: Cluster,
+    address: str,
+    role: str,
+    method: str,
+    kwargs: Mapping[str, Any],
+    lease: Lease | None,
+    *,
+    deadline: float,
+    cancel: threading.Event | None = None,
+) -> Any:
+    """Call an engine method on one worker and wait for its result.
+
+    Raises the engine's own exception (with a note: worker and its traceback), WorkerLost,
+    CallDeadline (the worker has been killed), StaleLease, EngineMissing, CallCancelled (`cancel`
+    was set; the call itself may go on) or ClusterLost.
+    """
+    submission = start(cluster, address, role, method, kwargs, lease, deadline=deadline)
+    where = f"by {role}.{method} on worker {submission.worker} ({address})"
+    return value_of(submission.wait(deadline, cancel), where)
+
+
+def start(
+    cluster: Cluster,
+    address: str,
+    role: str,
+    method: str,
+    kwargs: Mapping[str, Any],
+    lease: Lease | None,
+    *,
+    deadline: float,
+    alone: bool = False,
+    wake: threading.Event | None = None,
+) -> Submission:
+    """Begin `submit`; `alone` as in Ticket, `wake` as in Submission."""
+    ticket = Ticket(token=uuid.uuid4().hex, limit=deadline + GRACE, alone=alone)
+    label = f"{role}.{method}"
+    args = (role, method, dict(kwargs), lease, ticket)
+    return Submission(cluster, address, label, on_worker.call, *args, token=ticket.token, wake=wake)
+
+
+def control(
+    cluster: Cluster,
+    address: str,
+    role: str,
+    method: str,
+    kwargs: Mapping[str, Any] | None = None,
+    lease: Lease | None = None,
+    *,
+    timeout: float = 30.0,
+) -> Any:
+    """Call a short engine method (pause, resume, cancel) past the calls that fill the worker."""
+    outcome = _run_on(
+        cluster,
+        address,
+        on_worker.control,
+        role,
+        method,
+        dict(kwargs or {}),
+        lease,
+        timeout=timeout,
+    )
+    return value_of(outcome, f"by {role}.{method} on worker {cluster.name_of(address)}")
+
+
+def stop(cluster: Cluster, address: str, role: str, *, timeout: float = 30.0) -> bool:
+    """Close the engine of a role on a worker; False when there was none."""
+    outcome = _run_on(cluster, address, on_worker.stop, role, timeout=timeout)
+    return bool(value_of(outcome, f"stopping {role} on worker {cluster.name_of(address)}"))
+
+
+def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> HostStatus:
+    """What one worker holds and does; TimeoutError when it does not answer."""
+    found: HostStatus = _run_on(cluster, address, on_worker.status, timeout=timeout)
+    return found
+
+
+def _run_on(
+    cluster: Cluster, address: str, function: Callable[..., Any], *args: Any, timeout: float
+) -> Any:
+    lost = WorkerLost(cluster.name_of(address), f"there is no worker at {address}")
+    if cluster.pool_of(address, max_age=0.0) is None:
+        raise lost  # Dask would try to connect to it for half a minute
+    try:
+        answers = cluster.ask(
+            cluster.client.run, function, *args, workers=[address], timeout=timeout
+        )
+    except ValueError:
+        # Dask's word for an address that is no worker's.
+        raise lost from None
+    return answers[address]

@@ -1,0 +1,352 @@
+"""A running Dask cluster: find its workers, kill and restart them, end it.
+
+How a cluster is started or joined is in engines/clusters/, calls on engines in
+engines/workers/calls.py, gangs in engines/workers/gang.py. This module imports no engine library;
+it runs in the flow process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from distributed import Client
+
+from configs.cluster.cluster import ClusterConfig
+from engines.failures import CallCancelled, ClusterLost, NoWorkers
+from engines.processes.certificates import Certificates
+from engines.processes.node_process import NodeProcess
+from engines.workers.membership import Member, by_name, kill_worker, list_workers
+
+ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
+KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
+CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
+AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its sockets have closed
+SCAN_AGE = 1.0  # seconds for which a list of workers is good enough to see that one is gone
+
+
+class Fleet(Protocol):
+    """Workers that run elsewhere on our behalf: Slurm jobs, pods, processes behind SSH."""
+
+    def leaving(self) -> frozenset[str]:
+        """Names of workers that will end soon and are being replaced."""
+
+    def failure(self) -> str | None:
+        """Why no more workers will come; None while all is well."""
+
+    def watch(self, cluster: Cluster) -> None:
+        """Begin to replace workers that end."""
+
+    def certificate_files(self) -> Certificates | None:
+        """The cluster's certificates as files, where the fleet has put them for its workers."""
+
+    def close(self) -> None:
+        """End every worker."""
+
+
+class Cluster:
+    """A running cluster; a context manager that ends it. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        client: Client,
+        node: NodeProcess | None = None,
+        logs: Path | None = None,
+        fleet: Fleet | None = None,
+    ) -> None:
+        """`node`: the process of the scheduler that we started, `fleet`: its workers elsewhere;
+        `logs`: directory of the workers' log files.
+        """
+        self.config = config
+        self.client = client
+        self.logs = logs
+        self._node = node
+        self._fleet = fleet
+        self._scan_lock = threading.Lock()
+        self._scanned: tuple[float, dict[str, Member]] = (-SCAN_AGE, {})
+        self._names: dict[str, str] = {}  # of every address ever seen
+        self._turns = {pool: threading.Lock() for pool in config.pools}
+        self._closed = False
+        self._closing = threading.Lock()
+        self._lost: str | None = None  # why the scheduler has been given up
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def certificate_files(self) -> Certificates | None:
+        """For a look from another process: the certificates, where we made them, as files."""
+        if self._fleet is not None and (files := self._fleet.certificate_files()) is not None:
+            return files
+        return None if self._node is None else self._node.certificate_files()
+
+    @property
+    def scheduler(self) -> str:
+        """Address of the Dask scheduler."""
+        return str(self.ask(self.client.scheduler.identity)["address"])
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def members(self, pool: str | None = None, max_age: float = 0.0) -> dict[str, Member]:
+        """Live workers by name, in natural order; of one pool or of all.
+
+        `max_age`: seconds for which an earlier look will do.
+        """
+        if pool is not None and pool not in self.config.pools:
+            raise ValueError(f"{pool!r} is no pool. The pools are {sorted(self.config.pools)}.")
+        with self._scan_lock:
+            when, found = self._scanned
+            if time.monotonic() - when > max_age:
+                found = self._scan()
+                self._scanned = (time.monotonic(), found)
+        return {name: one for name, one in found.items() if pool in (None, one.pool)}
+
+    def _scan(self) -> dict[str, Member]:
+        try:
+            listed = self.ask(self.client.run_on_scheduler, list_workers, timeout=ASK_TIMEOUT)
+        except TimeoutError:
+            self._lost = (
+                f"the Dask scheduler has not answered for {ASK_TIMEOUT:g} s. "
+                "The run can be resumed."
+            )
+            raise ClusterLost(self._lost) from None
+        found = []
+        for name, address, resources in listed:
+            pools = [pool for pool in self.config.pools if pool in resources]
+            if pools:
+                found.append(Member(name=name, address=address, pool=pools[0]))
+            self._names[address] = name
+        return {one.name: one for one in sorted(found, key=by_name)}
+
+    def workers(self, pool: str) -> dict[str, str]:
+        """Addresses of a pool's live workers by name. Ask anew on every attempt: they change.
+
+        Workers that are about to leave are among them only as long as others are missing.
+        """
+        return {name: one.address for name, one in self.staying(pool).items()}
+
+    def staying(self, pool: str) -> dict[str, Member]:
+        """The pool's workers that get calls: those that stay, and until they are enough, others."""
+        members = self.members(pool)
+        leaving = self._fleet.leaving() if self._fleet is not None else frozenset()
+        spare = self.config.pools[pool].workers - len(members.keys() - leaving)
+        kept = [name for name in members if name in leaving][: max(spare, 0)]
+        return {name: one for name, one in members.items() if name not in leaving or name in kept}
+
+    def name_of(self, address: str) -> str:
+        """Name of the worker that has or had an address."""
+        return self._names.get(address, address)
+
+    def log_hint(self, name: str) -> str:
+        """Where a worker's output is, and its last line; empty where we do not know."""
+        if self.logs is None:
+            return ""
+        path = self.logs / f"{name}.log"
+        try:
+            lines = path.read_text(errors="replace")[-4096:].split("\n")
+        except OSError:
+            return ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"; see {path}" + (f", which ends: {last[:300]}" if last else "")
+
+    def pool_of(self, address: str, max_age: float = SCAN_AGE) -> str | None:
+        """Pool of a live worker; None when there is none at this address (any more)."""
+        for age in (max_age, 0.0):
+            for one in self.members(max_age=age).values():
+                if one.address == address:
+                    return one.pool
+        return None
+
+    def wait(
+        self,
+        pool: str,
+        n: int = 1,
+        timeout: float | None = None,
+        cancel: threading.Event | None = None,
+    ) -> dict[str, str]:
+        """Wait until a pool has `n` live workers; NoWorkers after `timeout` seconds.
+
+        The time-out is cluster.no_workers_timeout unless given.
+        """
+        limit = self.config.no_workers_timeout if timeout is None else timeout
+        began = time.monotonic()
+        while len(found := self.workers(pool)) < n:
+            waited = time.monotonic() - began
+            if waited >= limit:
+                raise NoWorkers(pool, waited, len(found), n)
+            raise_if_set(cancel)
+            time.sleep(0.05 if waited < 2 else 0.25)
+        return found
+
+    def kill(self, addresses: Iterable[str]) -> list[str]:
+        """Kill workers with their whole process trees; their nannies start new ones.
+
+        By address, so that a worker that has been restarted meanwhile is left alone. Returns the
+        addresses that are gone; does not wait for the new workers.
+        """
+        targets = set(addresses) & {one.address for one in self.members().values()}
+        if not targets:
+            return []
+        with contextlib.suppress(TimeoutError):
+            self.ask(
+                self.client.run, kill_worker, workers=list(targets), nanny=True, on_error="ignore"
+            )
+        until = time.monotonic() + KILL_TIMEOUT
+        while True:
+            left = targets & {one.address for one in self.members().values()}
+            if not left or time.monotonic() >= until:
+                return sorted(targets - left)
+            time.sleep(0.01)
+
+    def restart(self, names: Iterable[str], timeout: float = 30.0) -> dict[str, str]:
+        """Kill workers and wait until they are back; returns their new addresses by name.
+
+        Names that are not back within `timeout` seconds are missing from the result.
+        """
+        wanted = set(names)
+        before = {one.address for one in self.members().values() if one.name in wanted}
+        self.kill(before)
+        until = time.monotonic() + timeout
+        while True:
+            back = {
+                one.name: one.address
+                for one in self.members().values()
+                if one.name in wanted and one.address not in before
+            }
+            if len(back) == len(wanted) or time.monotonic() >= until:
+                return back
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def turn(self, pool: str, cancel: threading.Event | None = None) -> Iterator[None]:
+        """Hold a pool's turn: gangs of colocated roles run one after the other."""
+        lock = self._turns[pool]
+        while not lock.acquire(timeout=0.2):
+            raise_if_set(cancel)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # -- the cluster itself ----------------------------------------------------------------------
+
+    def ask(
+        self, question: Callable[..., Any], *args: Any, timeout: float = ASK_TIMEOUT, **kwargs: Any
+    ) -> Any:
+        """Run a client method such as `client.run` with a bound on the answer.
+
+        ClusterLost when the scheduler is gone; TimeoutError when it, or a worker, does not answer.
+        """
+        self.check()
+
+        async def bounded() -> Any:
+            return await asyncio.wait_for(question(*args, **kwargs), timeout)
+
+        try:
+            # Bounded from outside too: the loop may have been stopped by `close` in another thread.
+            return self.client.sync(bounded, callback_timeout=timeout + CLOSE_TIMEOUT)
+        except TimeoutError:
+            self.check()
+            raise TimeoutError(f"no answer from the cluster within {timeout:g} s") from None
+        except OSError as error:
+            self.check()
+            if self._answers():  # then it is a worker that does not
+                raise TimeoutError(f"a worker cannot be reached: {error}") from error
+            raise self.why_lost(f"the Dask scheduler cannot be reached: {error}") from error
+
+    def _answers(self) -> bool:
+        """Whether the scheduler answers."""
+        try:
+            self.client.sync(self.client.scheduler.identity, callback_timeout=KILL_TIMEOUT)
+        except (TimeoutError, OSError):
+            return False
+        return True
+
+    def check(self) -> None:
+        """Raise ClusterLost when the cluster is closed or its scheduler is known to be gone."""
+        if self._closed:
+            raise ClusterLost("the cluster has been closed")
+        if self._lost is not None:
+            raise ClusterLost(self._lost)
+        if self._node is not None and (status := self._node.exit_status()) is not None:
+            raise ClusterLost(
+                f"the process of the Dask scheduler ended (exit status {status}), and all workers "
+                "with it. The run can be resumed."
+            )
+        if self._fleet is not None and (why := self._fleet.failure()) is not None:
+            raise ClusterLost(why)
+        if self.client.status not in ("running", "connecting"):
+            raise ClusterLost(
+                f"the connection to the Dask scheduler is {self.client.status}. "
+                "The run can be resumed."
+            )
+
+    def why_lost(self, seen: str) -> ClusterLost:
+        """What ended the cluster, or what was `seen` of it if nothing says so within seconds.
+
+        The sockets of a process that dies close a moment before the kernel tells its end.
+        """
+        until = time.monotonic() + AFTERMATH
+        while time.monotonic() < until:
+            try:
+                self.check()
+            except ClusterLost as error:
+                return error
+            time.sleep(0.05)
+        return ClusterLost(f"{seen}. The run can be resumed.")
+
+    def close(self) -> None:
+        """End it all. A local cluster's processes, and what they started, are gone on return.
+
+        A cluster that was joined goes on without us.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            with _quiet_client(), contextlib.ExitStack() as stack:
+                stack.callback(self._close_client)
+                if self._node is not None:
+                    stack.callback(self._node.end)
+                if self._fleet is not None:
+                    stack.callback(self._fleet.close)
+
+    def _close_client(self) -> None:
+        with contextlib.suppress(TimeoutError, OSError):
+            self.client.close(timeout=CLOSE_TIMEOUT)
+
+
+def raise_if_set(cancel: threading.Event | None) -> None:
+    """Raise CallCancelled when the caller's cancel event is set."""
+    if cancel is not None and cancel.is_set():
+        raise CallCancelled("cancelled by the caller")
+
+
+@contextlib.contextmanager
+def _quiet_client() -> Iterator[None]:
+    """Keep Dask's client from reporting the end of a scheduler that we end on purpose."""
+    loggers = [logging.getLogger(name) for name in ("distributed.client", "distributed.core")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,325 @@
+"""The gang: the workers of a pool as the ranks of one engine, which live and die together.
+
+If a rank fails, dies or does not answer in time, its peers may be blocked in a collective that can
+never end. So the whole gang is killed, process trees and all, and the next `form` starts a new
+generation on fresh processes. Restoring the engines' state is the caller's: it knows the snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from engines.failures import (
+    CallCancelled,
+    CallDeadline,
+    ClusterLost,
+    GangFailed,
+    GangLost,
+    InfrastructureError,
+    WorkerLost,
+)
+from engines.workers import on_worker
+from engines.workers.calls import SLICE, Submission, start, start_build, value_of
+from engines.workers.cluster import Cluster, Member, raise_if_set
+from engines.workers.engine import Call, EngineSpec
+from engines.workers.messages import BuildReport, Lease, Outcome
+
+SETTLE = 2.0  # seconds in which, after one rank failed, the others may show the real cause
+ASIDE_TIMEOUT = 60.0  # seconds for the small things that only rank 0 does
+JOIN_PHASES = 4  # parts of `join`: leave, store, Gloo or NCCL, model
+MEETING_TIMEOUT = 60.0  # seconds for each phase of a meeting, at most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GangReport:
+    """A gang stands."""
+
+    generation: int  # counts from 1; another number means other processes, with no state
+    workers: tuple[str, ...]  # names in rank order
+    joins: tuple[Any, ...]  # what each rank's `join` returned
+    seconds: float  # forming took
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """One formed rank."""
+
+    member: Member
+    build: BuildReport
+
+
+class Gang:
+    """The ranks of one role. Calls of gangs on one pool take turns."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        pool: str,
+        role: str,
+        spec: EngineSpec,
+        deadline: float,
+        *,
+        start_timeout: float | None = None,
+        retry_runtime_errors: bool = True,
+    ) -> None:
+        """`deadline`: seconds that any call without its own may take; `start_timeout`: that building
+        may take, and meeting with the load of the model, else the deadline.
+
+        `retry_runtime_errors`: count an engine's RuntimeError and OSError (a broken collective, say)
+        as the machinery's, so that GangLost is raised and not GangFailed.
+        """
+        self.cluster = cluster
+        self.pool = pool
+        self.role = role
+        self.spec = spec
+        self.deadline = deadline
+        self.start_timeout = deadline if start_timeout is None else start_timeout
+        self.generation = 0
+        self.world = cluster.config.pools[pool].workers
+        self._machinery = (InfrastructureError, *((RuntimeError, OSError) * retry_runtime_errors))
+        self._ranks: tuple[Rank, ...] = ()
+
+    @property
+    def formed(self) -> bool:
+        """Whether every rank still is the process that was formed."""
+        if not self._ranks:
+            return False
+        live = self.cluster.workers(self.pool)
+        return all(live.get(rank.member.name) == rank.member.address for rank in self._ranks)
+
+    def form(self, cancel: threading.Event | None = None) -> GangReport:
+        """Build the engine on every rank and have them meet: a new generation.
+
+        Raises NoWorkers, GangLost or GangFailed; after any of them, `form` can be tried again.
+        """
+        began = time.monotonic()
+        with self.cluster.turn(self.pool, cancel):
+            # Within the turn: the gang before may have failed, and taken the workers with it.
+            self.cluster.wait(self.pool, self.world, cancel=cancel)
+            self._ranks = ()
+            self.generation += 1
+            members = list(self.cluster.staying(self.pool).values())[: self.world]
+            if len(members) < self.world:
+                raise GangLost(0, self.pool, "its workers left while it was formed")
+            builds = self._all(
+                members,
+                lambda rank, wake: start_build(
+                    self.cluster, members[rank].address, self.role, self.spec, wake
+                ),
+                self.start_timeout,
+                cancel,
+            )
+            joins = self._join(members, cancel)
+            self._ranks = tuple(
+                Rank(member=member, build=report)
+                for member, report in zip(members, builds, strict=True)
+            )
+        return GangReport(
+            generation=self.generation,
+            workers=tuple(one.name for one in members),
+            joins=tuple(joins),
+            seconds=time.monotonic() - began,
+        )
+
+    def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> list[Any]:
+        """Have the ranks meet at a free port of rank 0's host."""
+        meeting = members[0].host
+        port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
+        limit = self.start_timeout
+        return self._all(
+            members,
+            lambda rank, wake: start(
+                self.cluster,
+                members[rank].address,
+                self.role,
+                "join",
+                {
+                    "rank": rank,
+                    "world": self.world,
+                    "host": meeting,
+                    "port": port,
+                    "generation": self.generation,
+                    "timeout": min(MEETING_TIMEOUT, limit / JOIN_PHASES),
+                },
+                None,
+                deadline=limit,
+                wake=wake,
+            ),
+            limit,
+            cancel,
+        )
+
+    def call(
+        self,
+        method: str,
+        lease: Lease | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        per_rank: Sequence[Mapping[str, Any]] | None = None,
+        deadline: float | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Any:
+        """Call a method on every rank; returns what its REMOTE entry's `collect` makes of it.
+
+        `kwargs` go to all ranks, `per_rank[r]` (optional) to rank r as well.
+        Raises GangLost (form again, restore, retry) or GangFailed (it would fail again; its
+        __cause__ is the rank's exception), both with the gang's workers killed; CallCancelled,
+        likewise.
+        """
+        if per_rank is not None and len(per_rank) != self.world:
+            raise ValueError(f"per_rank has {len(per_rank)} entries for {self.world} ranks")
+        limit = self.deadline if deadline is None else deadline
+        with self.cluster.turn(self.pool, cancel):
+            if not self.formed:
+                self._ranks = ()
+                raise GangLost(
+                    0, self.pool, "the gang is not formed, or its workers were restarted"
+                )
+            ranks = self._ranks
+            entry = self._entry(method)
+            members = [rank.member for rank in ranks]
+            parts = self._all(
+                members,
+                lambda rank, wake: start(
+                    self.cluster,
+                    members[rank].address,
+                    self.role,
+                    method,
+                    {**(kwargs or {}), **(per_rank[rank] if per_rank else {})},
+                    lease.at(ranks[rank].build.incarnation) if lease else None,
+                    deadline=limit,
+                    alone=self.world == 1,
+                    wake=wake,
+                ),
+                limit,
+                cancel,
+            )
+            if entry.collect == "all":
+                return parts
+            if entry.collect == "first" or self.world == 1:  # a lone rank has collected by itself
+                return parts[0]
+            return self._on_rank_0(
+                members,
+                entry.collect,
+                on_worker.collect,
+                self.role,
+                entry.collect,
+                method,
+                parts,
+                cancel=cancel,
+            )
+
+    def _entry(self, method: str) -> Call:
+        calls = self._ranks[0].build.calls
+        if method not in calls:
+            raise ValueError(
+                f"{self.spec.cls} offers no {method!r}. Its REMOTE table has {sorted(calls)}."
+            )
+        return calls[method]
+
+    def _on_rank_0(
+        self,
+        members: Sequence[Member],
+        label: str,
+        function: Callable[..., Outcome],
+        *args: Any,
+        cancel: threading.Event | None,
+    ) -> Any:
+        """Run something small in the thread that rank 0 keeps beside its slots."""
+        return self._all(
+            members[:1],
+            lambda rank, wake: Submission(
+                self.cluster,
+                members[rank].address,
+                f"{self.role}.{label}",
+                function,
+                *args,
+                slot=False,
+                wake=wake,
+            ),
+            ASIDE_TIMEOUT,
+            cancel,
+            of=members,
+        )[0]
+
+    def _all(
+        self,
+        members: Sequence[Member],
+        begin: Callable[[int, threading.Event], Submission],
+        deadline: float,
+        cancel: threading.Event | None,
+        of: Sequence[Member] | None = None,
+    ) -> list[Any]:
+        """Begin something on every rank and wait for all; end the gang if one fails.
+
+        `of`: the whole gang, where only some ranks have something to do.
+        """
+        wake = threading.Event()
+        values: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}  # in the order in which they happened
+        started: dict[int, Submission] = {}
+        try:
+            for rank in range(len(members)):
+                started[rank] = begin(rank, wake)
+            until: float | None = None
+            while len(values) + len(errors) < len(started):
+                wake.wait(SLICE)
+                wake.clear()
+                raise_if_set(cancel)
+                for rank in started.keys() - values.keys() - errors.keys():
+                    _take(started[rank], rank, deadline, values, errors)
+                if errors:
+                    until = until or time.monotonic() + SETTLE
+                    if time.monotonic() >= until:
+                        break
+        except WorkerLost as error:  # before its rank could even begin
+            errors[len(started)] = error
+        except CallCancelled:
+            self._tear_down(of or members)
+            raise
+        finally:
+            for submission in started.values():
+                submission.drop()
+        if errors:
+            self._tear_down(of or members)
+            self._fail(members, errors)
+        return [values[rank] for rank in range(len(members))]
+
+    def _tear_down(self, members: Sequence[Member]) -> None:
+        """Kill every rank; a call that is blocked in a collective cannot be ended otherwise."""
+        self._ranks = ()
+        with contextlib.suppress(ClusterLost, TimeoutError):
+            self.cluster.kill(one.address for one in members)
+
+    def _fail(self, members: Sequence[Member], errors: Mapping[int, Exception]) -> NoReturn:
+        """Raise the gang's failure; a dead rank explains the errors of its peers."""
+        for error in errors.values():
+            if isinstance(error, ClusterLost):
+                raise error
+        for kind in (WorkerLost, CallDeadline, InfrastructureError, Exception):
+            for rank, error in errors.items():
+                if isinstance(error, kind):
+                    failure = GangLost if isinstance(error, self._machinery) else GangFailed
+                    raise failure(rank, members[rank].name, str(error)) from error
+        raise AssertionError("a gang failed without an error")
+
+
+def _take(
+    submission: Submission,
+    rank: int,
+    deadline: float,
+    values: dict[int, Any],
+    errors: dict[int, Exception],
+) -> None:
+    """Record how a rank's part ended, if it has: the boundary where errors are gathered."""
+    try:
+        if submission.ended(deadline):
+            where = f"by {submission.label} on rank {rank} (worker {submission.worker})"
+            values[rank] = value_of(submission.result(), where)
+    except Exception as error:
+        errors[rank] = error

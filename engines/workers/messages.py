@@ -1,0 +1,109 @@
+"""What travels between the flow process and an engine host, apart from errors. All frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from engines.failures import Failure
+from engines.workers.engine import Call
+from engines.workers.placement import Node
+from storage.objects.usage import Usage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """By what right a call is made, and which call it is.
+
+    A host refuses a lease of an older epoch of the run, of another incarnation of the worker, or of
+    another policy version than the engine holds. A call that has finished under the same
+    (run, epoch, step, call) is not run again: its recorded result is returned. Replayed work must
+    therefore have another `call` name than the work it repeats.
+    """
+
+    run: str  # name of the run
+    epoch: int  # fencing token of the run's lease; grows when another flow takes over
+    step: int  # RL step
+    call: str  # the call within the step, e.g. "rollout/3"; unique in (run, epoch, step)
+    version: int | None = None  # policy version that the engine must hold; none: any
+    incarnation: str | None = None  # of the worker, from its BuildReport; none: any
+
+    def at(self, incarnation: str) -> Lease:
+        """This lease for one incarnation of a worker."""
+        return dataclasses.replace(self, incarnation=incarnation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ticket:
+    """How one submission of a call is carried out."""
+
+    token: str = ""  # unique; finds the submission among a worker's running calls
+    limit: float | None = None  # seconds after which the worker kills itself, should nobody be
+    # left to enforce the caller's deadline
+    alone: bool = False  # the gang has one rank: make its "concat" or "reduce" on the spot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildReport:
+    """An engine stands ready on a worker."""
+
+    role: str
+    worker: str  # name
+    incarnation: str  # of the worker process; goes into leases
+    digest: str  # of the engine's spec
+    fresh: bool  # False: it had been built already
+    seconds: float  # the building took
+    calls: dict[str, Call]  # what can be called
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a call on a worker ended."""
+
+    value: Any = None  # what the engine method returned
+    failure: Failure | None = None  # or what it raised
+    repeated: bool = False  # the recorded result of an earlier call with the same lease
+    seconds: float = 0.0  # the method took
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatus:
+    """One engine of a worker."""
+
+    cls: str  # import path
+    digest: str  # of its spec
+    version: int | None  # policy version held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningCall:
+    """A call that a worker is running."""
+
+    role: str
+    method: str
+    token: str  # of the submission that started it
+    call: str  # name from the lease, or ""
+    age: float  # seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostStatus:
+    """What a worker holds and does."""
+
+    worker: str  # name
+    address: str
+    incarnation: str
+    pid: int
+    engines: dict[str, EngineStatus]  # by role
+    running: tuple[RunningCall, ...]
+    traffic: Usage  # with the store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What a worker that somebody else started is like."""
+
+    node: Node  # its machine, and the GPUs that it may use
+    nanny: bool  # whether it is started again when it dies
+    daemonic: bool  # whether it may not start processes

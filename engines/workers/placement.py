@@ -1,0 +1,172 @@
+"""Which worker sits where: the check that a plan fits the nodes, node by node and not by totals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from configs.cluster.cluster import PoolConfig
+from configs.environment import visible_gpus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What one machine offers."""
+
+    name: str
+    cores: int
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """Where one worker runs."""
+
+    name: str  # of the worker: POOL-NUMBER
+    pool: str
+    node: str
+    gpus: tuple[str, ...]
+    threads: int
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables that keep the worker within its seat."""
+        threads = str(self.threads)
+        # torch takes its number of threads from MKL's where that is set.
+        return {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """A seat for every worker."""
+
+    seats: tuple[Seat, ...]
+
+
+def this_node() -> Node:
+    """What this machine offers, found without torch."""
+    return Node(name=socket.gethostname(), cores=len(os.sched_getaffinity(0)), gpus=_gpus())
+
+
+def _gpus() -> tuple[str, ...]:
+    visible = visible_gpus()
+    if visible is not None:
+        return visible
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listing = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if listing.returncode != 0:  # a driver without devices
+        return ()
+    return tuple(line.strip() for line in listing.stdout.splitlines() if line.strip())
+
+
+def place_local(pools: Mapping[str, PoolConfig]) -> Placement:
+    """Seats for all workers on this machine; ValueError when they do not fit."""
+    return place(pools, [this_node()])
+
+
+def place(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> Placement:
+    """Seats for all workers; ValueError, in one sentence, when they do not fit.
+
+    A GPU has one worker; a worker's GPUs are of one node. Threads are checked worker by worker and
+    pool by pool, since pools may take turns on the cores.
+    """
+    free = {node.name: list(node.gpus) for node in nodes}
+    used: dict[tuple[str, str], int] = {}  # threads by (node, pool)
+    seats: dict[str, list[Seat]] = {pool: [] for pool in pools}
+    for pool, wanted in sorted(pools.items(), key=lambda item: -item[1].gpus):
+        for number in range(wanted.workers):
+            node = _choose(pool, wanted, nodes, free, used)
+            used[node.name, pool] = used.get((node.name, pool), 0) + wanted.threads
+            gpus = tuple(free[node.name][: wanted.gpus])
+            del free[node.name][: wanted.gpus]
+            seats[pool].append(
+                Seat(
+                    name=f"{pool}-{number}",
+                    pool=pool,
+                    node=node.name,
+                    gpus=gpus,
+                    threads=wanted.threads,
+                )
+            )
+    return Placement(seats=tuple(seat for pool in pools for seat in seats[pool]))
+
+
+def _choose(
+    pool: str,
+    wanted: PoolConfig,
+    nodes: Sequence[Node],
+    free: Mapping[str, Sequence[str]],
+    used: Mapping[tuple[str, str], int],
+) -> Node:
+    """The node for the next worker of a pool: of those that fit, the one with the most room."""
+    key = f"cluster.pools.{pool}"
+    most = max(node.cores for node in nodes)
+    if wanted.threads > most:
+        raise ValueError(
+            f"{key}.threads = {wanted.threads}, but no node has more than {most} cores. "
+            f"Set it to at most {most}."
+        )
+    roomy = [node for node in nodes if len(free[node.name]) >= wanted.gpus]
+    if not roomy:
+        has = ", ".join(f"{node.name} has {len(node.gpus)}" for node in nodes)
+        raise ValueError(
+            f"{key} wants {wanted.workers} workers with {wanted.gpus} GPUs each, and a node with "
+            f"that many free is missing ({has}, shared by all pools). Lower {key}.workers or "
+            f"{key}.gpus, or let roles share a pool (cluster.roles)."
+        )
+    # A pool's workers compute at the same time; one thread each is always allowed.
+    fitting = [
+        node
+        for node in roomy
+        if wanted.threads == 1 or used.get((node.name, pool), 0) + wanted.threads <= node.cores
+    ]
+    if not fitting:
+        raise ValueError(
+            f"{key} wants {wanted.workers} workers with {wanted.threads} threads each, which the "
+            f"nodes' cores ({', '.join(f'{node.name}: {node.cores}' for node in nodes)}) cannot "
+            f"run at once. Lower {key}.threads or {key}.workers."
+        )
+    return max(fitting, key=lambda node: (len(free[node.name]), -used.get((node.name, pool), 0)))
+
+
+def check_seated(pools: Mapping[str, PoolConfig], seated: Mapping[str, tuple[str, Node]]) -> None:
+    """Check workers that others started; ValueError, in one sentence, for what does not fit.
+
+    `seated`: pool and machine of each worker by name; the machine's GPUs are those that the worker
+    may use.
+    """
+    owners: dict[tuple[str, str], str] = {}
+    for name, (pool, node) in seated.items():
+        wanted = pools[pool]
+        if len(node.gpus) < wanted.gpus:
+            raise ValueError(
+                f"cluster.pools.{pool}.gpus = {wanted.gpus}, but worker {name} on {node.name} may "
+                f"use {len(node.gpus)}. Start it with {wanted.gpus} in CUDA_VISIBLE_DEVICES."
+            )
+        if wanted.threads > node.cores:
+            raise ValueError(
+                f"cluster.pools.{pool}.threads = {wanted.threads}, but worker {name} on "
+                f"{node.name} has {node.cores} cores. Set it to at most {node.cores}."
+            )
+        for gpu in node.gpus if wanted.gpus else ():
+            other = owners.setdefault((node.name, gpu), name)
+            if other != name:
+                raise ValueError(
+                    f"Workers {other} and {name} on {node.name} share GPU {gpu}. "
+                    "Start each with a CUDA_VISIBLE_DEVICES of its own."
+                )

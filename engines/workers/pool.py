@@ -1,0 +1,134 @@
+"""A pool of interchangeable engines: each call goes to the live worker with the fewest calls.
+
+A worker may die, come back under another address, or join later: its engine is built when a call
+first reaches it, so nothing is told to anyone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from engines.failures import CallDeadline, InfrastructureError, WorkerLost
+from engines.workers.calls import build, stop, submit
+from engines.workers.cluster import Cluster
+from engines.workers.engine import EngineSpec
+from engines.workers.messages import Lease
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Where a call went, for the log of the task that made it."""
+
+    worker: str = ""  # name, such as rollout-0
+
+
+class EnginePool:
+    """The engines of one role on one pool of workers."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        pool: str,
+        role: str,
+        spec: EngineSpec,
+        *,
+        deadline: float,
+        start_timeout: float,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.pool = pool
+        self.role = role
+        self.spec = spec
+        self.deadline = deadline  # seconds a call may take
+        self.start_timeout = start_timeout  # seconds an engine may take to start
+        self.cancel = cancel  # ends every wait when it is set
+        self._calls: Counter[str] = Counter()  # calls in flight, by worker name
+        self._ready: dict[str, str] = {}  # address -> name of workers whose engine is built
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def start(self) -> list[str]:
+        """Build the engines of all live workers at once; returns the workers' names."""
+        workers = self.live()
+        with ThreadPoolExecutor(len(workers)) as threads:
+            list(threads.map(self.ready, workers.keys(), workers.values()))
+        return sorted(workers)
+
+    def live(self) -> dict[str, str]:
+        """Name -> address of the pool's live workers; waits for one, then NoWorkers."""
+        workers = self.cluster.workers(self.pool)
+        return workers or self.cluster.wait(self.pool, 1, cancel=self.cancel)
+
+    def call(
+        self, method: str, lease: Lease, assignment: Assignment | None = None, **arguments: Any
+    ) -> Any:
+        """Call a method on one of the pool's engines and wait for its result."""
+        with self.picked(assignment) as (_, address):
+            return self.submit(address, method, lease, arguments)
+
+    def submit(self, address: str, method: str, lease: Lease, arguments: Mapping[str, Any]) -> Any:
+        """Call a method on the engine of a given worker."""
+        try:
+            return submit(
+                self.cluster,
+                address,
+                self.role,
+                method,
+                arguments,
+                lease,
+                deadline=self.deadline,
+                cancel=self.cancel,
+            )
+        except (WorkerLost, CallDeadline):
+            self.forget(address)
+            raise
+        except InfrastructureError:
+            self.forget(address)
+            # The worker may live on without its engine (vLLM's own process died): a build would
+            # find the dead engine, so it is closed.
+            with contextlib.suppress(InfrastructureError, TimeoutError):
+                stop(self.cluster, address, self.role)
+            raise
+
+    def forget(self, address: str) -> None:
+        """Take nothing for granted about a worker: its engine is looked at before the next call."""
+        self._ready.pop(address, None)
+
+    def ready(self, name: str, address: str) -> None:
+        """Build the worker's engine unless it is there."""
+        with self._lock:
+            lock = self._locks.setdefault(address, threading.Lock())
+        with lock:
+            if address not in self._ready:
+                build(
+                    self.cluster,
+                    address,
+                    self.role,
+                    self.spec,
+                    deadline=self.start_timeout,
+                    cancel=self.cancel,
+                )
+                self._ready[address] = name
+
+    @contextlib.contextmanager
+    def picked(self, assignment: Assignment | None = None) -> Iterator[tuple[str, str]]:
+        """Name and address of the worker with the fewest calls, its engine ready, for the body."""
+        workers = self.live()
+        with self._lock:
+            name = min(sorted(workers), key=lambda worker: self._calls[worker])
+            self._calls[name] += 1
+        if assignment is not None:
+            assignment.worker = name
+        try:
+            self.ready(name, workers[name])
+            yield name, workers[name]
+        finally:
+            with self._lock:
+                self._calls[name] -= 1

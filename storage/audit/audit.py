@@ -1,0 +1,292 @@
+"""The audit of a run: is everything that it says true, still there, and accounted for?
+
+Read only. Problems are contradictions: an altered commit, a count that the stored batches do not
+bear out, an object that is missing or damaged. Orphans are objects that nothing names: they cost
+room and nothing else. What retention removed is neither. The counts are in audit_ledger.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from storage.audit.audit_ledger import Totals, check_counts, check_samples
+from storage.audit.audit_objects import (
+    Read,
+    check_batch,
+    check_snapshot,
+    check_version,
+    marked_objects,
+    sources_of,
+    state_folders,
+    versions,
+)
+from storage.objects import documents
+from storage.objects.errors import ObjectMissing, StoreError
+from storage.runs.commit_log import (
+    FORMAT,
+    HEAD_FORMAT,
+    Commit,
+    Ledger,
+    read_commit,
+    read_commit_digest,
+)
+from storage.runs.forks import check_state, pins
+from storage.runs.origins import Origin, origin_of, parent_of
+from storage.runs.retention import batches_below
+from storage.runs.run_store import RunStore
+from storage.runs.seen_rows import ROWS, SEEN
+
+# Objects at the top of a run's folder that are its own records.
+RECORDS = (
+    "run.json",
+    "HEAD",
+    "LEASE",
+    "retention.json",
+    "progress.png",
+    "live.json",
+    "end.json",
+    ROWS,
+    SEEN,
+)
+FOLDERS = ("children", "rescored")  # whose objects are kept for as long as the run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Something that is not as the run's records say."""
+
+    kind: str  # chain, ledger, batch, sample, weights, state, origin
+    step: int | None  # of the commit or snapshot that is concerned
+    message: str  # one sentence
+
+
+@dataclass(kw_only=True, slots=True)
+class Audit:
+    """The findings; filled while the audit goes on."""
+
+    run: str
+    origin: str | None = None  # RUN@STEP
+    steps: list[Totals] = field(default_factory=list)  # the counts at every commit
+    problems: list[Problem] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)  # keys that nothing names
+    unfinished: list[str] = field(default_factory=list)  # keys of work that is not committed
+    removed: int = 0  # batch objects that retention removed
+    versions: int = 0  # policy versions that are there and good
+    snapshots: int = 0
+    read: Read = field(default_factory=Read)
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+    @contextmanager
+    def noting(self, kind: str, step: int | None = None) -> Iterator[None]:
+        """Make a problem of an error in the body."""
+        try:
+            yield
+        except (StoreError, ValueError) as error:
+            message = " ".join(str(error).split())
+            self.problems.append(Problem(kind=kind, step=step, message=message))
+
+
+def audit(run: RunStore) -> Audit:
+    """Check a run from its first commit to its last. Raises StoreError for an unreadable run.json."""
+    origin = origin_of(run)
+    found = Audit(run=run.run, origin=None if origin is None else str(origin))
+    history = _chain(run, origin, found)
+    kept: set[str] = set()
+    gone_below = batches_below(run)
+    before = _ledger_before(run, origin, found)
+    cursor: Mapping[str, object] | None = _cursor_before(run, origin)
+    for step, commit in history.items():
+        there = _batches(run, commit, found, kept, gone_below)
+        with found.noting("ledger", step):
+            totals = check_counts(run.store, commit, before, cursor, there)
+            found.steps.append(totals)
+        before, cursor = commit.ledger, commit.cursor
+        if there:
+            with found.noting("sample", step):
+                check_samples(run, commit)
+    head = max(history, default=0 if origin is None else origin.at)
+    _versions(run, history, found, kept)
+    _snapshots(run, head, found, kept)
+    if origin is not None:
+        _shared(run, origin, history, found)
+    _leftovers(run, head, found, kept)
+    return found
+
+
+def _chain(run: RunStore, origin: Origin | None, found: Audit) -> dict[int, Commit]:
+    """Every commit that can be read; each must follow the one before it, and HEAD the last."""
+    start = 0 if origin is None else origin.at
+    expected = None
+    if origin is not None:
+        expected = origin.commit_digest
+        with found.noting("origin"):
+            parents = read_commit_digest(parent_of(run, origin), origin.step)
+            if parents != expected:
+                raise ValueError(f"The commit of {origin} was altered since {run.run} began there.")
+    names = [name for name in run.store.children(f"{run.run}/steps") if name.isdigit()]
+    committed = [int(name) for name in names if run.store.exists(run.commit_key(int(name)))]
+    commits: dict[int, Commit] = {}
+    last = max(committed, default=start)
+    for step in range(start + 1, last + 1):
+        own = None
+        with found.noting("chain", step):
+            own = read_commit_digest(run, step)
+            record = read_commit(run, step)
+            if expected is not None and record.parent_digest != expected:
+                raise ValueError(
+                    f"Object {run.commit_key(step - 1)} was altered: its digest is {expected}, "
+                    f"the next commit says {record.parent_digest}."
+                )
+            commits[step] = record
+        if own is not None and step not in commits:
+            with found.noting("chain", step):  # damaged or out of its chain, yet it may be readable
+                commits[step] = read_commit(run, step)
+        expected = own
+    with found.noting("chain"):
+        _head(run, last, expected, start)
+    found.problems[:] = list(dict.fromkeys(found.problems))
+    return commits
+
+
+def _head(run: RunStore, last: int, digest: str | None, start: int) -> None:
+    """HEAD may lag behind a commit whose writer died, but names a commit that is there."""
+    try:
+        body = documents.read(run.store, run.head_key, HEAD_FORMAT)
+    except ObjectMissing:
+        if last > start:
+            raise
+        return
+    if body["step"] == last and body["commit_digest"] != digest:
+        raise ValueError(
+            f"Object {run.commit_key(last)} was altered: its digest is {digest}, HEAD says "
+            f"{body['commit_digest']}."
+        )
+    if not isinstance(body["step"], int) or body["step"] > last:
+        raise ValueError(f"HEAD names step {body['step']}, but the last commit is of step {last}.")
+
+
+def _ledger_before(run: RunStore, origin: Origin | None, found: Audit) -> Ledger:
+    if origin is not None and origin.fork:
+        with found.noting("origin"):
+            return read_commit(parent_of(run, origin), origin.step).ledger.settled()
+    return Ledger()
+
+
+def _cursor_before(run: RunStore, origin: Origin | None) -> dict[str, object] | None:
+    """Where the data stood before the first step: None for their beginning."""
+    if origin is None or not origin.cursor:
+        return None
+    return dict(read_commit(parent_of(run, origin), origin.step).cursor)
+
+
+def _batches(run: RunStore, commit: Commit, found: Audit, kept: set[str], gone_below: int) -> bool:
+    """Read every object that a commit names; returns whether all are there and good."""
+    good = True
+    for key, source in sources_of(commit).items():
+        kept.add(key)
+        before = len(found.problems)
+        with found.noting("batch", commit.step):
+            try:
+                check_batch(run.store, source, found.read)
+            except ObjectMissing:
+                if commit.step >= gone_below:
+                    raise
+                found.removed += 1
+                good = False
+        good = good and len(found.problems) == before
+    return good
+
+
+def _versions(run: RunStore, history: dict[int, Commit], found: Audit, kept: set[str]) -> None:
+    """Every version that is there, and those that must be: the last commit's and children's."""
+    named = {made.version_out.key: made.version_out for made in history.values()}
+    named |= {made.version_in.key: made.version_in for made in history.values()}
+    head = max(history, default=0)
+    must = {pin.step for pin in pins(run) if pin.weights}
+    must |= {history[head].version_out.version} if history else set()
+    there = {number for number, key in versions(run) if run.store.exists(f"{key}/manifest.json")}
+    for number, key in versions(run):
+        if number in there:
+            with found.noting("weights", number):
+                kept.update(check_version(run.store, key, named.get(key), found.read))
+                found.versions += 1
+    for number in sorted(must - there):
+        message = f"Policy version {number} of run {run.run} is missing: there is no manifest."
+        found.problems.append(Problem(kind="weights", step=number, message=message))
+
+
+def _snapshots(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
+    for step, folder in state_folders(run):
+        if run.store.exists(f"{folder}/marker.json"):
+            kept.update(run.store.list(folder) if step > head else ())
+            with found.noting("state", step):
+                kept.update(check_snapshot(run, folder, found.read))
+                found.snapshots += 1
+
+
+def _shared(run: RunStore, origin: Origin, history: Mapping[int, Commit], found: Audit) -> None:
+    """What a child needs of its parent: the weights that it sampled with first, and a state.
+
+    A child that trains on from a state does without the weights, where retention had removed them.
+    """
+    first = history.get(origin.at + 1)
+    shared = first is not None and first.version_in.key == origin.weights.key
+    if shared or not origin.trainer_state:
+        with found.noting("origin"):
+            try:
+                check_version(run.store, origin.weights.key, origin.weights, found.read)
+            except ObjectMissing as error:
+                raise ValueError(
+                    f"The weights of {origin}, which {run.run} shares, are gone: {error}."
+                ) from error
+    head = max(history, default=origin.at)
+    own = any(origin.at <= step <= head for step, _ in state_folders(run))
+    if own or not origin.trainer_state:
+        return
+    with found.noting("origin"):
+        try:
+            check_state(parent_of(run, origin), origin.step)
+        except ObjectMissing as error:
+            raise ValueError(
+                f"The trainer state of {origin}, which {run.run} needs, is gone: {error}."
+            ) from error
+
+
+def _leftovers(run: RunStore, head: int, found: Audit, kept: Collection[str]) -> None:
+    """Sort what no record names into work under way and orphans."""
+    damaged = {key for key in kept if key not in found.read.done}
+    everything = run.store.list(run.run)
+    for marker, named in marked_objects(run.store, _of_steps(run, everything)).items():
+        if named & set(kept):
+            damaged.add(marker)
+    for key in everything:
+        top, *rest = key.removeprefix(f"{run.run}/").split("/")
+        own = (not rest and top in RECORDS) or top in FOLDERS or rest[-1:] == ["commit.json"]
+        if own or key in kept or key in damaged or _part_of_bad(key, found):
+            continue
+        number = rest[0].removeprefix("v") if rest else ""
+        later = number.isdigit() and int(number) > head
+        (found.unfinished if later else found.orphans).append(key)
+
+
+def _of_steps(run: RunStore, keys: list[str]) -> list[str]:
+    return [key for key in keys if key.startswith(f"{run.run}/steps/")]
+
+
+def _part_of_bad(key: str, found: Audit) -> bool:
+    """Whether a file belongs to a version or snapshot that a problem names already."""
+    folders = {"weights": "/weights/v{:06d}/", "state": "/state/{:06d}/"}
+    return any(
+        problem.kind in folders
+        and problem.step is not None
+        and folders[problem.kind].format(problem.step) in key
+        for problem in found.problems
+    )
+
+
+__all__ = ["FORMAT", "Audit", "Problem", "audit"]

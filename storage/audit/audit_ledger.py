@@ -1,0 +1,127 @@
+"""The counts of a commit, recounted from the batches that it names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from storage.runs.commit_log import Commit, Ledger, read_commit
+from storage.runs.origins import committer, start_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from storage.objects.store import Store
+    from storage.runs.run_store import RunStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """Prompts since the run began, at a commit."""
+
+    step: int
+    drawn: int
+    trained: int
+    filtered: int
+    dropped: dict[str, int]
+    in_flight: int
+    recounted: bool  # borne out by the batches; False where they are removed, lost or damaged
+
+
+def check_counts(
+    store: Store,
+    commit: Commit,
+    before: Ledger,
+    cursor: Mapping[str, object] | None,
+    batches: bool,
+) -> Totals:
+    """Compare a commit's ledger with its batches and its data cursor; ValueError where they differ.
+
+    `before`, `cursor`: as they stood at the commit before (cursor None: at the data's beginning).
+    `batches`: whether they are there to be counted.
+    """
+    after = commit.ledger
+    drawn = (after.drawn - after.in_flight) - (before.drawn - before.in_flight)
+    moved = _place(commit.cursor) - _place(cursor or {})
+    if commit.cursor and moved != drawn:
+        raise ValueError(
+            f"Step {commit.step} counts {drawn} prompts drawn, but its data cursor moved by {moved}."
+        )
+    if batches and {"prompts", "batch"} <= set(commit.refs):
+        _recount(store, commit, before, drawn)
+    return Totals(
+        step=commit.step,
+        drawn=after.drawn,
+        trained=after.trained,
+        filtered=after.filtered,
+        dropped=dict(after.dropped),
+        in_flight=after.in_flight,
+        recounted=batches,
+    )
+
+
+def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
+    prompts = len(commit.refs["prompts"])
+    trained = len(np.unique(commit.refs["batch"].fetch_numpy(store, "group_id")[0]))
+    counted = commit.ledger.trained - before.trained
+    if trained != counted:
+        raise ValueError(
+            f"Step {commit.step} counts {counted} prompts trained, but its batch holds the samples "
+            f"of {trained}."
+        )
+    unusable = sum(map(len, commit.dropped_rows.values()))
+    known = "dropped_rows" in commit.model_fields_set  # earlier commits did not name them
+    if prompts > drawn or (known and prompts + unusable != drawn):
+        raise ValueError(
+            f"Step {commit.step} counts {drawn} prompts drawn, but stored {prompts} and named "
+            f"{unusable} that it dropped."
+        )
+    samples = commit.refs.get("samples")
+    if samples is not None:
+        ids = samples.fetch_numpy(store, "sample_id")[0]
+        used = commit.refs["batch"].fetch_numpy(store, "sample_id")[0]
+        if len(np.unique(ids)) != len(ids) or not np.isin(used, ids).all():
+            raise ValueError(
+                f"Step {commit.step} trained samples twice, or some that it did not draw."
+            )
+
+
+def _place(cursor: Mapping[str, object]) -> int:
+    """Rows drawn since the data's beginning."""
+    numbers = cast("Mapping[str, Any]", cursor)
+    size, position = int(numbers.get("size", 0)), int(numbers.get("position", 0))
+    epoch, fresh = int(numbers.get("epoch", 0)), int(numbers.get("fresh", 0))
+    # A run that goes on with unseen rows first has only those in its first epoch.
+    return position if epoch == 0 else (fresh or size) + (epoch - 1) * size + position
+
+
+def check_samples(run: RunStore, commit: Commit) -> None:
+    """Whether each sample's engine held the weights that its token spans name; ValueError if not."""
+    samples = commit.refs.get("samples")
+    if samples is None or not {"weights_digest", "weight_spans"} <= set(samples.names):
+        return
+    spans, offsets = samples.fetch_numpy(run.store, "weight_spans")
+    digests = samples.fetch_list(run.store, "weights_digest")
+    assert offsets is not None
+    last = spans[offsets[1:] - 3]
+    for version, digest in sorted({(int(v), str(d)) for v, d in zip(last, digests, strict=True)}):
+        expected = _digest_of(run, version)
+        if expected is not None and digest != expected:
+            raise ValueError(
+                f"Samples of step {commit.step} name policy version {version}, whose digest is "
+                f"{expected}, but their engine held {digest}."
+            )
+
+
+def _digest_of(run: RunStore, version: int) -> str | None:
+    """The digest of a version by the commits; None for one that no commit names."""
+    if version == start_of(run):  # a fork may have made its parent's version anew
+        first = read_commit(run, version + 1).version_in
+        return first.digest if first.version == version else None
+    try:
+        owner, step = committer(run, version)
+    except ValueError:
+        return None
+    return read_commit(owner, step).version_out.digest

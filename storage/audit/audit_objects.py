@@ -1,0 +1,135 @@
+"""Reading what a run's store holds, byte by byte, against what its records say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from storage.batches.format import parse
+from storage.batches.ref_columns import Source
+from storage.objects import documents
+from storage.objects.digests import Digester, digest
+from storage.objects.errors import ObjectDamaged, ObjectMissing
+from storage.objects.store import Store
+from storage.runs import snapshots, weights
+from storage.runs.commit_log import Commit
+from storage.runs.run_store import RunStore
+from storage.runs.weights import MANIFEST, Manifest, WeightsRef
+
+WINDOW_BYTES = 64 * 2**20
+
+
+@dataclass(kw_only=True, slots=True)
+class Read:
+    """What an audit has read, each object once."""
+
+    objects: int = 0
+    nbytes: int = 0
+    done: set[str] = field(default_factory=set)  # keys
+
+    def count(self, key: str, nbytes: int) -> None:
+        self.done.add(key)
+        self.objects += 1
+        self.nbytes += nbytes
+
+
+def sources_of(commit: Commit) -> dict[str, Source]:
+    """Every batch object that a commit names, by key."""
+    columns = (column for ref in commit.refs.values() for column in ref.columns.values())
+    return {source.key: source for column in columns for source in column.sources}
+
+
+def check_batch(store: Store, source: Source, read: Read) -> None:
+    """Read a batch object whole. Raises ObjectMissing, ObjectDamaged naming the column."""
+    if source.key in read.done:
+        return
+    size = store.size(source.key)
+    (view,) = store.read_ranges([(source.key, 0, size)])
+    read.count(source.key, size)
+    head = view[: source.head]
+    if digest(head) != source.digest:
+        raise ObjectDamaged(f"Object {source.key} is damaged: its head is not the one written.")
+    for name, column in parse(head).items():
+        if digest(view[column.start : column.stop]) != column.digest:
+            raise ObjectDamaged(
+                f"Object {source.key} is damaged: the digest of column {name!r} does not match."
+            )
+
+
+def check_version(store: Store, key: str, ref: WeightsRef | None, read: Read) -> list[str]:
+    """Read a policy version whole; returns its files. Raises ObjectMissing, ObjectDamaged.
+
+    `ref`: what a commit says of it, where one does.
+    """
+    manifest = weights.open_manifest_at(store, key) if ref is None else _open(store, ref)
+    for name, entry in manifest.files.items():
+        _check_file(store, f"{key}/{name}", entry.nbytes, entry.digest, read)
+    return [f"{key}/{name}" for name in (*manifest.files, MANIFEST)]
+
+
+def _open(store: Store, ref: WeightsRef) -> Manifest:
+    return weights.open_manifest(store, ref)
+
+
+def _check_file(store: Store, key: str, nbytes: int, expected: str, read: Read) -> None:
+    found = store.size(key)
+    if found != nbytes:
+        raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {nbytes}.")
+    if key in read.done:
+        return
+    total = Digester()
+    for start in range(0, nbytes, WINDOW_BYTES):
+        stop = min(start + WINDOW_BYTES, nbytes)
+        total.update(store.read_ranges([(key, start, stop)])[0])
+    read.count(key, nbytes)
+    if total.digest() != expected:
+        raise ObjectDamaged(f"Object {key} is damaged: its digest does not match.")
+
+
+def check_snapshot(run: RunStore, folder: str, read: Read) -> list[str]:
+    """Read a trainer snapshot whole; returns its files. Raises ObjectMissing, ObjectDamaged."""
+    marker = f"{folder}/{snapshots.MARKER}"
+    body = documents.read(run.store, marker, snapshots.FORMAT)
+    snapshot = snapshots.Snapshot.model_validate(body)
+    for name, file in snapshot.files.items():
+        key = f"{folder}/{name}"
+        found = run.store.size(key)
+        if found != file.nbytes:
+            raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {file.nbytes}.")
+        if file.digest is not None:
+            _check_file(run.store, key, file.nbytes, file.digest, read)
+        elif key not in read.done:
+            read.count(key, found)
+    if snapshots.INDEX in snapshot.files:
+        snapshots.check_pieces(run, folder)
+    return [f"{folder}/{name}" for name in (*snapshot.files, snapshots.MARKER)]
+
+
+def versions(run: RunStore) -> Iterator[tuple[int, str]]:
+    """Number and folder of every version below the run, finished or not."""
+    for name in run.store.children(f"{run.run}/weights"):
+        if name[:1] == "v" and name[1:].isdigit():
+            yield int(name[1:]), f"{run.run}/weights/{name}"
+
+
+def state_folders(run: RunStore) -> Iterator[tuple[int, str]]:
+    """Step and folder of every trainer snapshot below the run, of any role, finished or not."""
+    for role in ("state", "critic"):
+        for name in run.store.children(f"{run.run}/{role}"):
+            if name.isdigit():
+                yield int(name), f"{run.run}/{role}/{name}"
+
+
+def marked_objects(store: Store, keys: Iterable[str]) -> dict[str, set[str]]:
+    """Stage markers among the keys, each with the batch objects that its record names."""
+    found = {}
+    for key in keys:
+        if key.endswith(".json") and not key.endswith("/commit.json"):
+            try:
+                text = json.loads(store.read(key))
+                sources = text["body"]["ref"]["sources"]
+                found[key] = {str(source[0]) for source in sources}
+            except (ValueError, KeyError, TypeError, IndexError, ObjectMissing):
+                found[key] = set()
+    return found

@@ -1,0 +1,93 @@
+"""The columns of a ref: where each one's rows are, and the arithmetic of picking and joining them.
+
+`storage.batches.refs` offers these as operations on whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from storage.batches.columns import Kind
+from storage.batches.rows import RowIndex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """An object that holds rows."""
+
+    key: str  # relative to the store
+    rows: int
+    head: int  # bytes of the object's head
+    digest: str  # of the head, which vouches for all the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnRef:
+    """A column: rows picked from the sources' rows, which are counted through in order."""
+
+    kind: Kind
+    dtype: str  # safetensors code of the values
+    shape: tuple[int, ...]  # of one row (dense), or of one element of a row
+    stored: tuple[str, ...]  # the column's name in each source
+    sources: tuple[Source, ...]
+    index: RowIndex
+
+
+def type_of(column: ColumnRef) -> tuple[str, str, tuple[int, ...]]:
+    """What must agree between columns that are joined."""
+    return column.kind, column.dtype, column.shape
+
+
+def prune(sources: tuple[Source, ...], index: RowIndex) -> tuple[RowIndex, list[int]]:
+    """Renumber `index` for the sources that it uses; returns it and their positions."""
+    if len(sources) <= 1:
+        return index, list(range(len(sources)))
+    edges = np.concatenate([[0], np.cumsum([source.rows for source in sources])])
+    rows = index.array()
+    owner = np.searchsorted(edges, rows, side="right") - 1
+    used = np.unique(owner)
+    if len(used) == len(sources):
+        return index, list(range(len(sources)))
+    starts = np.zeros(len(sources), np.int64)
+    starts[used] = np.concatenate([[0], np.cumsum(np.diff(edges)[used])[:-1]])
+    return RowIndex(rows - edges[owner] + starts[owner]), [int(number) for number in used]
+
+
+def concat(parts: Sequence[ColumnRef]) -> tuple[tuple[Source, ...], tuple[str, ...], RowIndex]:
+    """One row index over the union of the parts' sources."""
+    union: dict[tuple[Source, str], int] = {}
+    total = 0
+    pieces = []
+    for part in parts:
+        edges = np.concatenate([[0], np.cumsum([s.rows for s in part.sources])]).astype(np.int64)
+        starts = np.zeros(max(len(part.sources), 1), np.int64)
+        for number, source in enumerate(zip(part.sources, part.stored, strict=True)):
+            if source not in union:
+                union[source] = total
+                total += source[0].rows
+            starts[number] = union[source]
+        rows = part.index.array()
+        owner = np.searchsorted(edges, rows, side="right") - 1
+        pieces.append(RowIndex(rows - edges[owner] + starts[owner]))
+    sources = tuple(source for source, _ in union)
+    return sources, tuple(stored for _, stored in union), RowIndex.concat(pieces)
+
+
+def shared(columns: dict[str, ColumnRef]) -> dict[str, ColumnRef]:
+    """The columns, with equal sources and equal row indices made one object."""
+    sources: dict[tuple[Source, ...], tuple[Source, ...]] = {}
+    indices: dict[RowIndex, RowIndex] = {}
+    return {
+        name: ColumnRef(
+            kind=column.kind,
+            dtype=column.dtype,
+            shape=column.shape,
+            stored=column.stored,
+            sources=sources.setdefault(column.sources, column.sources),
+            index=indices.setdefault(column.index, column.index),
+        )
+        for name, column in columns.items()
+    }

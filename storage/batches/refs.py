@@ -1,0 +1,341 @@
+"""BatchRef: a handle to rows and columns of stored objects, of a few kilobytes whatever they hold.
+
+Operations here touch metadata only. Reading is in `storage.batches.reading`, writing in
+`storage.batches.writing`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic_core import CoreSchema, core_schema
+
+from storage.batches import reading, ref_columns
+from storage.batches.balance import balanced
+from storage.batches.columns import TOKENS, Kind
+from storage.batches.format import DTYPES
+from storage.batches.ref_columns import ColumnRef, Source
+from storage.batches.rows import RowIndex
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from tensordict import TensorDict
+
+    from storage.objects.store import Store
+
+FORMAT = "refrain.batch/1"
+KINDS = ("dense", "jagged", "str", "json")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BatchRef:
+    """Rows and columns kept in a store. Frozen; JSON and pickle hold metadata only."""
+
+    count: int  # rows
+    columns: Mapping[str, ColumnRef]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"BatchRef({self.count} rows: {', '.join(self.names)})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BatchRef.from_json, (self.to_json(),)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.columns)
+
+    @property
+    def objects(self) -> frozenset[str]:
+        """Keys of the objects that hold the ref's rows: what must be kept for it."""
+        return frozenset(s.key for column in self.columns.values() for s in column.sources)
+
+    def column(self, name: str) -> ColumnRef:
+        """Raises ValueError naming the columns that there are."""
+        if name not in self.columns:
+            raise ValueError(f"The batch has no column {name!r}; it has {', '.join(self.names)}.")
+        return self.columns[name]
+
+    def __getitem__(self, names: Sequence[str]) -> BatchRef:
+        """The columns `names` only."""
+        if isinstance(names, str):
+            raise ValueError(f"Select columns with a list: ref[[{names!r}]].")
+        return BatchRef(self.count, {name: self.column(name) for name in names})
+
+    def drop(self, names: Sequence[str]) -> BatchRef:
+        """All columns but `names`."""
+        for name in names:
+            self.column(name)
+        return self[[name for name in self.names if name not in names]]
+
+    def rename(self, names: Mapping[str, str]) -> BatchRef:
+        """Columns under new names, {old: new}."""
+        for name in names:
+            self.column(name)
+        renamed = {names.get(name, name): column for name, column in self.columns.items()}
+        if len(renamed) != len(self.columns):
+            raise ValueError(f"Renaming {dict(names)} gives two columns one name.")
+        return BatchRef(self.count, renamed)
+
+    def rows(self, start: int, stop: int) -> BatchRef:
+        """Rows start to stop (not included), as slices count them."""
+        start, stop, _ = slice(start, stop).indices(self.count)
+        stop = max(start, stop)
+        return self._pick(lambda index: index.slice(start, stop), stop - start)
+
+    def take(self, index: Sequence[int] | NDArray[np.integer]) -> BatchRef:
+        """The rows numbered by `index`, in its order; a row may come twice. [M] numbers in
+        [0, N). Runs of rows cost nothing; a random order costs about 2 bytes per row in the ref.
+        """
+        picked = np.asarray(index)
+        if picked.dtype == np.bool_:
+            raise ValueError("take() wants row numbers; turn a mask into them by np.flatnonzero.")
+        if picked.ndim != 1 or (picked.size and not np.issubdtype(picked.dtype, np.integer)):
+            raise ValueError(f"take() wants a list of row numbers, not {picked.dtype} numbers.")
+        picked = picked.astype(np.int64)
+        if picked.size and not (picked.min() >= 0 and picked.max() < self.count):
+            worst = picked.min() if picked.min() < 0 else picked.max()
+            raise ValueError(f"Row {worst} is outside the batch's {self.count} rows.")
+        return self._pick(lambda index: index.take(picked), len(picked))
+
+    def _pick(self, pick: reading.Pick, rows: int) -> BatchRef:
+        """Apply `pick` to each distinct row index once; columns that shared one still do."""
+        done: dict[tuple[int, int], tuple[RowIndex, list[int]]] = {}
+        columns = {}
+        for name, column in self.columns.items():
+            view = (id(column.sources), id(column.index))
+            if view not in done:
+                done[view] = ref_columns.prune(column.sources, pick(column.index))
+            index, used = done[view]
+            columns[name] = ColumnRef(
+                kind=column.kind,
+                dtype=column.dtype,
+                shape=column.shape,
+                stored=tuple(column.stored[number] for number in used),
+                sources=tuple(column.sources[number] for number in used),
+                index=index,
+            )
+        return BatchRef(rows, ref_columns.shared(columns))
+
+    def with_columns(self, other: BatchRef) -> BatchRef:
+        """This batch and the columns of `other`, row by row; a column of both is other's."""
+        if self.count != other.count:
+            raise ValueError(
+                f"Columns {', '.join(other.names)} have {other.count} rows, the batch {self.count}."
+            )
+        return BatchRef(self.count, ref_columns.shared({**self.columns, **other.columns}))
+
+    @staticmethod
+    def concat(refs: Sequence[BatchRef]) -> BatchRef:
+        """The rows of each in turn. All must have the same columns, of the same kinds."""
+        if not refs:
+            raise ValueError("concat() needs at least one batch.")
+        first = refs[0]
+        for number, ref in enumerate(refs):
+            if set(ref.names) != set(first.names):
+                odd = ", ".join(sorted(set(ref.names) ^ set(first.names)))
+                raise ValueError(f"Batch {number} and batch 0 do not both have column {odd}.")
+        done: dict[tuple[object, ...], tuple[tuple[Source, ...], tuple[str, ...], RowIndex]] = {}
+        columns = {}
+        for name in first.names:
+            parts = [ref.columns[name] for ref in refs]
+            for number, part in enumerate(parts):
+                if ref_columns.type_of(part) != ref_columns.type_of(parts[0]):
+                    raise ValueError(
+                        f"Column {name!r} is {ref_columns.type_of(part)} in batch {number}, "
+                        f"{ref_columns.type_of(parts[0])} in batch 0."
+                    )
+            renamed = any(stored != name for part in parts for stored in part.stored)
+            view = (name if renamed else "", *((id(p.sources), id(p.index)) for p in parts))
+            if view not in done:
+                done[view] = ref_columns.concat(parts)
+            sources, stored, index = done[view]
+            columns[name] = ColumnRef(
+                kind=parts[0].kind,
+                dtype=parts[0].dtype,
+                shape=parts[0].shape,
+                stored=stored if renamed else (name,) * len(sources),
+                sources=sources,
+                index=index,
+            )
+        return BatchRef(sum(ref.count for ref in refs), ref_columns.shared(columns))
+
+    def chunk(
+        self,
+        n: int,
+        by: str | Sequence[int] | NDArray[np.integer] | None = None,
+        store: Store | None = None,
+    ) -> list[BatchRef]:
+        """Exactly `n` batches of the rows; every row is in one of them, in ascending order.
+
+        by=None: contiguous, of equal numbers of rows (the first ones have one more).
+        by="tokens": the sums of prompt_ids' and response_ids' lengths are balanced (needs
+        `store`, reads the row index only). by=[N] numbers: those are balanced. Deterministic;
+        the result is contiguous whenever that costs at most 2 % of balance.
+        """
+        if n < 1:
+            raise ValueError(f"chunk() makes at least 1 batch, not {n}.")
+        if by is None:
+            sizes = [self.count // n + (k < self.count % n) for k in range(n)]
+            edges = np.concatenate([[0], np.cumsum(sizes)])
+            return [self.rows(a, b) for a, b in pairwise(edges.tolist())]
+        weights = self._tokens(by, store) if isinstance(by, str) else np.asarray(by, np.int64)
+        if weights.shape != (self.count,):
+            raise ValueError(f"chunk() got {weights.shape} weights for {self.count} rows.")
+        return [self.take(part) for part in balanced(weights, n)]
+
+    def _tokens(self, by: str, store: Store | None) -> NDArray[np.int64]:
+        if by != "tokens" or store is None:
+            raise ValueError('chunk(by=...) is "tokens" with a store, or one number per row.')
+        present = [name for name in TOKENS if name in self.columns]
+        if not present:
+            raise ValueError(f"The batch has none of {', '.join(TOKENS)} to balance tokens by.")
+        return np.sum([self.lengths(store, name) for name in present], axis=0, dtype=np.int64)
+
+    def lengths(self, store: Store, name: str) -> NDArray[np.int64]:
+        """[N]: elements of each row of a jagged column. Reads row indices, no values."""
+        return reading.lengths(store, name, self.column(name))
+
+    def fetch(self, store: Store, names: Sequence[str] | None = None) -> TensorDict:
+        """The columns `names` (default: all) as a TensorDict of batch size [N].
+
+        Dense columns are tensors, jagged ones nested tensors of layout `torch.jagged` (equal
+        lengths share their offsets, so arithmetic between them works), str and json ones
+        NonTensorStack. Tensors of local files map the file's pages privately. Every row read is
+        checked. Raises ObjectMissing, ObjectDamaged.
+        """
+        from storage.batches.tensors import to_tensordict
+
+        picked = self if names is None else self[names]
+        return to_tensordict(self.count, reading.read_columns(store, picked.columns))
+
+    def fetch_numpy(
+        self, store: Store, name: str
+    ) -> tuple[NDArray[np.generic], NDArray[np.int64] | None]:
+        """One column without torch: (values, offsets [N + 1]), offsets None for a dense one.
+
+        BF16 comes as float32. For str and json columns see `fetch_list`.
+        """
+        return reading.read_columns(store, {name: self.column(name)})[name].numpy()
+
+    def fetch_list(self, store: Store, name: str) -> list[object]:
+        """One column without torch, a Python value per row: str, JSON, or an array."""
+        return reading.read_columns(store, {name: self.column(name)})[name].rows()
+
+    def prefetch(self, store: Store, names: Sequence[str] | None = None) -> Future[None]:
+        """Start reading in the background, into the store's cache (see `Store.with_cache`), or
+        for local files into the system's. Errors are for the later `fetch` to raise.
+        """
+        picked = self if names is None else self[names]
+        return reading.prefetch(store, picked.columns)
+
+    def verify(self, store: Store) -> None:
+        """Read every row of every column and check it. Raises ObjectMissing, ObjectDamaged."""
+        sources = {source for column in self.columns.values() for source in column.sources}
+        reading.heads(store, sources, anew=True)
+        for name, column in self.columns.items():
+            reading.read_columns(store, {name: column})
+
+    def to_json(self) -> dict[str, object]:
+        """A plain dict for JSON; `from_json` is its inverse."""
+        sources: dict[Source, int] = {}
+        views: list[tuple[tuple[Source, ...], RowIndex]] = []
+        numbers: dict[tuple[int, int], int] = {}
+        columns: dict[str, object] = {}
+        for name, column in self.columns.items():
+            at = (id(column.sources), id(column.index))
+            if at not in numbers:
+                view = (column.sources, column.index)
+                if view not in views:
+                    views.append(view)
+                numbers[at] = views.index(view)
+            plain = all(stored == name for stored in column.stored)
+            columns[name] = [
+                column.kind,
+                column.dtype,
+                list(column.shape),
+                numbers[at],
+                *([] if plain else [list(column.stored)]),
+            ]
+        encoded = [
+            [[sources.setdefault(source, len(sources)) for source in origin], index.to_json()]
+            for origin, index in views
+        ]
+        return {
+            "format": FORMAT,
+            "rows": self.count,
+            "sources": [[s.key, s.rows, s.head, s.digest] for s in sources],
+            "views": encoded,
+            "columns": columns,
+        }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> CoreSchema:
+        """As a field of a pydantic model: `to_json` out; a ref or its JSON in."""
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, BatchRef) else BatchRef.from_json(value),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                BatchRef.to_json, when_used="always"
+            ),
+        )
+
+    @staticmethod
+    def from_json(value: object) -> BatchRef:
+        """The ref that `to_json` described. Raises ValueError saying what is wrong with it."""
+        try:
+            return _parse(value)
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            MemoryError,
+        ) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+            shown = json.dumps(value, default=str)[:80]
+            raise ValueError(f"Malformed batch reference: {reason} (in {shown}).") from error
+
+
+def _parse(value: object) -> BatchRef:
+    if not isinstance(value, dict) or value["format"] != FORMAT:
+        raise ValueError(f"it is not of format {FORMAT}")
+    rows = int(value["rows"])
+    sources = []
+    for key, count, head, digest in value["sources"]:
+        if not isinstance(key, str) or not isinstance(digest, str):
+            raise ValueError(f"source {key!r} is malformed")
+        sources.append(Source(key=key, rows=int(count), head=int(head), digest=digest))
+    views = []
+    for numbers, encoded in value["views"]:
+        index = RowIndex.from_json(encoded)
+        origin = tuple(sources[number] for number in numbers)
+        array = index.array()
+        held = sum(source.rows for source in origin)
+        if len(index) != rows or (rows and not (array.min() >= 0 and array.max() < held)):
+            raise ValueError(f"a view of {len(index)} rows does not fit {rows} of {held}")
+        views.append((origin, index))
+    columns = {}
+    for name, (kind, dtype, shape, number, *stored) in value["columns"].items():
+        origin, index = views[number]
+        names = tuple(stored[0]) if stored else (name,) * len(origin)
+        if kind not in KINDS or dtype not in DTYPES or len(names) != len(origin):
+            raise ValueError(f"column {name!r} is malformed")
+        columns[name] = ColumnRef(
+            kind=cast("Kind", kind),
+            dtype=dtype,
+            shape=tuple(int(size) for size in shape),
+            stored=names,
+            sources=origin,
+            index=index,
+        )
+    return BatchRef(rows, columns)

@@ -1,0 +1,293 @@
+"""How bytes are kept: local files, S3, and any other fsspec file system.
+
+Each backend does one attempt and raises what the operating system or the client library raises;
+`storage.objects.store` translates, retries and names. Nothing here knows what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import mmap
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+Range = tuple[str, int, int]  # key, first byte, byte after the last
+Keys = list[str]
+Views = list[memoryview | BaseException]
+ABANDONED = 3600.0  # seconds without a write after which a half-written file is nobody's
+LOCAL_TRANSIENT = {errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EREMOTEIO}
+
+
+class Backend(Protocol):
+    """One attempt at each operation; keys are checked POSIX paths relative to the store."""
+
+    remote: bool  # a read costs a round trip, so near ranges are merged and reads are cached
+    counts_requests: bool  # it counts its requests itself, each that it really makes
+
+    def url(self, key: str) -> str: ...
+    def read(self, key: str) -> bytes: ...
+    def read_ranges(self, ranges: Sequence[Range]) -> Views: ...
+    def write(self, key: str, chunks: Sequence[memoryview]) -> None: ...
+    def write_stream(self, key: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
+    def create(self, key: str, chunks: Sequence[memoryview]) -> None: ...
+    def replace(self, key: str, data: bytes, expected: bytes) -> bool: ...
+    def size(self, key: str) -> int: ...
+    def list(self, prefix: str) -> Keys: ...
+    def children(self, prefix: str) -> Keys: ...
+    def delete(self, keys: Sequence[str]) -> None: ...
+    def delete_unfinished(self, prefix: str) -> None: ...
+    def transient(self, error: BaseException) -> bool: ...
+    def conditions_hold(self, key: str) -> bool: ...
+
+
+class LocalBackend:
+    """Files under a folder. A file appears by link or rename once its bytes are on disk.
+
+    Reads are private memory maps: nothing is copied, and a reader that writes into its tensors
+    changes its own pages only. A name that starts with a dot is being written, and never listed.
+    """
+
+    remote = False
+    counts_requests = False
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root)
+
+    def url(self, key: str) -> str:
+        return f"file://{self.root / key}"
+
+    def read(self, key: str) -> bytes:
+        return (self.root / key).read_bytes()
+
+    def read_ranges(self, ranges: Sequence[Range]) -> Views:
+        maps: dict[str, mmap.mmap | bytes | OSError] = {}
+        for key in {key for key, _, _ in ranges}:
+            try:
+                maps[key] = self._map(key)
+            except OSError as error:
+                maps[key] = error
+        found: Views = []
+        for key, start, stop in ranges:
+            mapped = maps[key]
+            found.append(mapped if isinstance(mapped, OSError) else memoryview(mapped)[start:stop])
+        return found
+
+    def _map(self, key: str) -> mmap.mmap | bytes:
+        with open(self.root / key, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str) -> Iterator[tuple[IO[bytes], Path]]:
+        """A file beside `key` that is gone at the end unless it was renamed."""
+        target = self.root / key
+        path = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.tmp")
+        with contextlib.ExitStack() as stack:
+            file = self._open_new(path)
+            stack.callback(path.unlink, missing_ok=True)
+            stack.callback(file.close)
+            yield file, path
+
+    @staticmethod
+    def _open_new(path: Path) -> IO[bytes]:
+        for _ in range(8):  # a sweep may remove the empty folder between the two calls
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                return open(path, "xb", buffering=0)
+            except FileNotFoundError:
+                continue
+        return open(path, "xb", buffering=0)
+
+    def write(self, key: str, chunks: Sequence[memoryview]) -> None:
+        with self.write_stream(key) as file:
+            for chunk in chunks:
+                _write_all(file, chunk)
+
+    @contextlib.contextmanager
+    def write_stream(self, key: str) -> Iterator[IO[bytes]]:
+        with self._temporary(key) as (file, path):
+            yield file
+            os.fsync(file.fileno())
+            os.replace(path, self.root / key)
+            _sync_folder(path.parent)
+
+    def create(self, key: str, chunks: Sequence[memoryview]) -> None:
+        if (self.root / key).exists():
+            raise FileExistsError(key)
+        with self._temporary(key) as (file, path):
+            for chunk in chunks:
+                _write_all(file, chunk)
+            os.fsync(file.fileno())
+            os.link(path, self.root / key)
+            _sync_folder(path.parent)
+
+    def replace(self, key: str, data: bytes, expected: bytes) -> bool:
+        target = self.root / key
+        lock = target.with_name(f".{target.name}.lock")
+        with open(lock, "ab") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if target.read_bytes() != expected:
+                return False
+            self.write(key, [memoryview(data)])
+            return True
+
+    def size(self, key: str) -> int:
+        path = self.root / key
+        if path.is_dir():
+            raise FileNotFoundError(key)
+        return path.stat().st_size
+
+    def list(self, prefix: str) -> Keys:
+        found = []
+        for folder, _, names in os.walk(self.root / prefix):
+            base = Path(folder).relative_to(self.root)
+            found += [(base / name).as_posix() for name in names if not name.startswith(".")]
+        return found
+
+    def children(self, prefix: str) -> Keys:
+        try:
+            names = os.listdir(self.root / prefix)
+        except FileNotFoundError:
+            return []
+        return [name for name in names if not name.startswith(".")]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            (self.root / key).unlink(missing_ok=True)
+        for folder in {Path(key).parent for key in keys}:
+            self._remove_leftovers(self.root / folder)
+        for folder in sorted({p for key in keys for p in Path(key).parents}, reverse=True):
+            with contextlib.suppress(OSError):
+                (self.root / folder).rmdir()
+
+    def delete_unfinished(self, prefix: str) -> None:
+        for folder, _, _ in os.walk(self.root / prefix):
+            self._remove_leftovers(Path(folder), 0.0)
+
+    @staticmethod
+    def _remove_leftovers(folder: Path, age: float = ABANDONED) -> None:
+        """Locks of files that are gone, and what killed writers left half written."""
+        for lock in folder.glob(".*.lock"):
+            if not (folder / lock.name[1 : -len(".lock")]).exists():
+                lock.unlink(missing_ok=True)
+        for half in folder.glob(".*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - half.stat().st_mtime >= age:
+                    half.unlink()
+
+    def transient(self, error: BaseException) -> bool:
+        return isinstance(error, OSError) and error.errno in LOCAL_TRANSIENT
+
+    def conditions_hold(self, key: str) -> bool:
+        return True
+
+
+def _write_all(file: IO[bytes], chunk: memoryview) -> None:
+    """Write the whole chunk to an unbuffered file (one call moves at most 2 GiB)."""
+    view = memoryview(chunk).cast("B")
+    while view.nbytes:
+        view = view[file.write(view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class FsspecBackend:
+    """Any fsspec file system whose writes appear at once, as an object store's do.
+
+    `create` is atomic where the file system's own exclusive mode is. `replace` reads, compares and
+    writes under a lock of this process: two processes can race, and only the run's lease keeps
+    them apart. S3 and local files have a real compare-and-swap.
+    """
+
+    remote = True
+    counts_requests = False
+
+    def __init__(self, fs: Any, root: str) -> None:
+        self.fs = fs
+        self.root = root.rstrip("/")
+        self._lock = threading.Lock()
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}" if key else self.root
+
+    def url(self, key: str) -> str:
+        return str(self.fs.unstrip_protocol(self._path(key)))
+
+    def read(self, key: str) -> bytes:
+        return bytes(self.fs.cat_file(self._path(key)))
+
+    def read_ranges(self, ranges: Sequence[Range]) -> Views:
+        found = self.fs.cat_ranges(
+            [self._path(key) for key, _, _ in ranges],
+            [start for _, start, _ in ranges],
+            [stop for _, _, stop in ranges],
+            on_error="return",
+        )
+        return [memoryview(part) if isinstance(part, bytes) else part for part in found]
+
+    def write(self, key: str, chunks: Sequence[memoryview]) -> None:
+        self.fs.pipe_file(self._path(key), b"".join(chunks))
+
+    @contextlib.contextmanager
+    def write_stream(self, key: str) -> Iterator[IO[bytes]]:
+        buffer = io.BytesIO()
+        yield buffer
+        self.write(key, [buffer.getbuffer()])
+
+    def create(self, key: str, chunks: Sequence[memoryview]) -> None:
+        with self._lock:
+            self.fs.pipe_file(self._path(key), b"".join(chunks), mode="create")
+
+    def replace(self, key: str, data: bytes, expected: bytes) -> bool:
+        with self._lock:
+            if self.read(key) != expected:
+                return False
+            self.write(key, [memoryview(data)])
+            return True
+
+    def size(self, key: str) -> int:
+        info = self.fs.info(self._path(key))
+        if info["type"] != "file":
+            raise FileNotFoundError(key)
+        return int(info["size"])
+
+    def list(self, prefix: str) -> Keys:
+        cut = len(self.root) + 1
+        return [path[cut:] for path in self.fs.find(self._path(prefix))]
+
+    def children(self, prefix: str) -> Keys:
+        try:
+            paths = self.fs.ls(self._path(prefix), detail=False)
+        except FileNotFoundError:
+            return []
+        return [path.rstrip("/").rsplit("/", 1)[1] for path in paths]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(self._path(key))
+
+    def delete_unfinished(self, prefix: str) -> None:
+        """Nothing is begun where writes appear at once."""
+
+    def transient(self, error: BaseException) -> bool:
+        return isinstance(error, (ConnectionError, TimeoutError))
+
+    def conditions_hold(self, key: str) -> bool:
+        """Whether writes that must not overwrite are refused; `key` is an object that exists."""
+        return True

@@ -1,0 +1,65 @@
+"""Small JSON objects with a format name and a digest: markers, manifests, commits, run.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from storage.objects.digests import canonical, digest
+from storage.objects.errors import ObjectDamaged
+
+if TYPE_CHECKING:
+    from storage.objects.store import Store
+
+Model = TypeVar("Model", bound=BaseModel)
+Reader = Callable[[dict[str, object]], dict[str, object]]
+
+
+def encode(form: str, body: Mapping[str, object]) -> bytes:
+    """The document's bytes. Raises ValueError for NaN or infinity, TypeError for no JSON."""
+    document = {"format": form, "digest": digest(canonical(body)), "body": body}
+    return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def decode(form: str, key: str, data: bytes) -> dict[str, object]:
+    """The body of the document `key`. Raises ObjectDamaged when it is not what was written."""
+    return decode_version({form: dict}, key, data)
+
+
+def decode_version(readers: Mapping[str, Reader], key: str, data: bytes) -> dict[str, object]:
+    """The body of a document of any of several formats, as the newest has it.
+
+    readers: format -> what makes a body of the newest format of one of that format; newest first.
+    """
+    form = next(iter(readers))
+    try:
+        document = json.loads(data)
+        found, said, body = document["format"], document["digest"], document["body"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ObjectDamaged(f"Object {key} is damaged: it is no {form} document.") from error
+    if found not in readers:
+        raise ObjectDamaged(f"Object {key} is a {found} document, not {form}.")
+    if not isinstance(body, dict) or digest(canonical(body)) != said:
+        raise ObjectDamaged(f"Object {key} is damaged: its digest does not match its content.")
+    return readers[found](body)
+
+
+def validated(model: type[Model], key: str, body: Mapping[str, object]) -> Model:
+    """The document's body as a model. Raises ObjectDamaged, in one sentence, when it is none."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        reason = " ".join(first["msg"].removeprefix("Value error, ").split())
+        said = f"{where}: {reason}" if where else reason
+        name = model.__name__.lower()
+        raise ObjectDamaged(f"Object {key} is no valid {name}: {said}.") from error
+
+
+def read(store: Store, key: str, form: str) -> dict[str, object]:
+    """Raises ObjectMissing, ObjectDamaged."""
+    return decode(form, key, store.read(key))

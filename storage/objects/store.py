@@ -1,0 +1,375 @@
+"""The object store: bytes under keys, written atomically, on any fsspec file system.
+
+Keys are POSIX paths relative to the store's address; refs hold keys, so a store can be moved.
+What the bytes mean is said elsewhere: `refs`, `batches`, `weights`, `commits`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, TypeVar, cast
+
+from storage.objects.backends import Backend, Keys, Range
+from storage.objects.backoff import OutOfAttempts, retry
+from storage.objects.cache import ByteCache
+from storage.objects.errors import (
+    Conflict,
+    ObjectDamaged,
+    ObjectMissing,
+    StoreError,
+    StoreUnavailable,
+)
+from storage.objects.schemes import open_backend
+from storage.objects.usage import COUNTER
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "Conflict",
+    "ObjectDamaged",
+    "ObjectMissing",
+    "Store",
+    "StoreError",
+    "StoreUnavailable",
+]
+
+# Ranges of one remote object that lie closer than this are read as one: a round trip costs more.
+GAP_BYTES = 16 * 2**10
+
+T = TypeVar("T")
+
+_BACKENDS: dict[tuple[int, str, str], Backend] = {}
+_CACHES: dict[tuple[int, str, str], ByteCache] = {}
+_LOCK = threading.Lock()
+
+
+class Store:
+    """A folder, bucket or prefix that holds runs. Small, picklable, safe to use from threads.
+
+    `uri` is an fsspec address (`file://`, `s3://`, `memory://`, …; a path without a protocol is
+    a local folder), `options` the arguments of its file system. `cache_bytes` bounds the bytes
+    of remote ranges that this process keeps; local files need no cache.
+    """
+
+    __slots__ = ("_options", "cache_bytes", "uri")
+
+    def __init__(
+        self, uri: str, options: Mapping[str, object] | None = None, cache_bytes: int = 0
+    ) -> None:
+        protocol, found, path = uri.partition("://")
+        if not found or protocol in ("file", "local"):
+            # Absolute, so that workers in other folders mean the same place.
+            uri = "file://" + os.path.abspath(os.path.expanduser(path if found else uri))
+        self.uri = uri.rstrip("/")
+        self._options = json.dumps(dict(options or {}), sort_keys=True)
+        self.cache_bytes = cache_bytes
+
+    @property
+    def options(self) -> dict[str, object]:
+        return dict(json.loads(self._options))
+
+    def with_cache(self, cache_bytes: int) -> Store:
+        """This store, with a cache of so many bytes in each process that uses it."""
+        return Store(self.uri, self.options, cache_bytes)
+
+    def __getstate__(self) -> tuple[str, str, int]:
+        return self.uri, self._options, self.cache_bytes
+
+    def __setstate__(self, state: tuple[str, str, int]) -> None:
+        self.uri, self._options, self.cache_bytes = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Store) and self.__getstate__() == other.__getstate__()
+
+    def __hash__(self) -> int:
+        return hash(self.__getstate__())
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r})"  # options may hold what should not be printed
+
+    @property
+    def backend(self) -> Backend:
+        name = (os.getpid(), self.uri, self._options)
+        backend = _BACKENDS.get(name)
+        if backend is None:
+            with _LOCK:
+                backend = _BACKENDS.get(name)
+                if backend is None:
+                    backend = _BACKENDS[name] = open_backend(self.uri, self.options)
+        return backend
+
+    @property
+    def cache(self) -> ByteCache | None:
+        """This process's cache of the store; None where reads are local or no cache is wanted."""
+        if not self.cache_bytes or not self.backend.remote:
+            return None
+        name = (os.getpid(), self.uri, self._options)
+        with _LOCK:
+            cache = _CACHES.setdefault(name, ByteCache(self.cache_bytes))
+            cache.limit = self.cache_bytes
+        return cache
+
+    def url(self, key: str) -> str:
+        """The full address of an object, for people."""
+        return self.backend.url(_checked(key))
+
+    def read(self, key: str) -> bytes:
+        """The whole object. Raises ObjectMissing."""
+        data = self._try("read", key, lambda _: self.backend.read(_checked(key)))
+        COUNTER.add(bytes_read=len(data))
+        return data
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
+        """The bytes of each (key, start, stop), in parallel; of local files without a copy.
+
+        A range that reaches past the object's end comes back short. Raises ObjectMissing.
+        """
+        found: list[memoryview | None] = [None] * len(ranges)
+        wanted: list[int] = []
+        cache = self.cache
+        for number, where in enumerate(ranges):
+            if where[2] <= where[1]:
+                found[number] = memoryview(b"")
+                continue
+            found[number] = cache.get(where) if cache else None
+            if found[number] is None:
+                wanted.append(number)
+        for number, data in zip(wanted, self._fetch([ranges[n] for n in wanted]), strict=True):
+            found[number] = data
+            if cache:
+                cache.put(ranges[number], data)
+        return [data for data in found if data is not None]
+
+    def _fetch(self, ranges: list[Range]) -> list[memoryview]:
+        """Read ranges that are not cached; those that fail transiently are tried again alone."""
+        if not ranges:
+            return []
+        done: dict[int, memoryview] = {}
+        if self.backend.remote:
+            merged, places = merge_ranges(ranges, GAP_BYTES)
+        else:
+            merged, places = ranges, [(number, 0) for number in range(len(ranges))]
+
+        def attempt(_: int) -> None:
+            left = [number for number in range(len(merged)) if number not in done]
+            failed: BaseException | None = None
+            answers = self.backend.read_ranges([merged[number] for number in left])
+            for number, part in zip(left, answers, strict=True):
+                if isinstance(part, memoryview):
+                    done[number] = part
+                elif isinstance(part, FileNotFoundError):
+                    raise ObjectMissing(f"{self.url(merged[number][0])} does not exist") from part
+                else:
+                    failed = failed or part
+            if failed is not None:
+                raise failed
+
+        self._try("read", ranges[0][0], attempt)
+        COUNTER.add(bytes_read=sum(part.nbytes for part in done.values()))
+        return [
+            done[number][at : at + stop - start]
+            for (number, at), (_, start, stop) in zip(places, ranges, strict=True)
+        ]
+
+    def write(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        """Store the bytes (or the pieces, joined) under the key; they appear at once or never."""
+        chunks = _chunks(data)
+        self._try("write", key, lambda _: self.backend.write(_checked(key), chunks))
+        COUNTER.add(bytes_written=_size(chunks))
+        self._forget(key)
+
+    @contextlib.contextmanager
+    def write_stream(self, key: str) -> Iterator[IO[bytes]]:
+        """A binary file to write to; the object appears when the block ends without an error.
+
+        For what is too large to hold twice. Parts in flight on S3 take 64 MiB.
+        """
+        with contextlib.ExitStack() as stack:
+            opened = self._try(
+                "write",
+                key,
+                lambda _: stack.enter_context(self.backend.write_stream(_checked(key))),
+            )
+            yield opened
+            written = opened.tell()
+            self._try_once("write", key, stack.close)
+        COUNTER.add(bytes_written=written)
+        self._forget(key)
+
+    def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
+        """Store the bytes only if nothing is there. False when something is.
+
+        Of several writers at once exactly one gets True (see FsspecBackend for its limits).
+        """
+        chunks = _chunks(data)
+
+        def attempt(number: int) -> bool:
+            try:
+                self.backend.create(_checked(key), chunks)
+            except FileExistsError:
+                # After a lost answer the object that is in the way may be our own.
+                return number > 0 and self.backend.read(key) == b"".join(chunks)
+            return True
+
+        created = self._try("create", key, attempt)
+        COUNTER.add(bytes_written=_size(chunks))
+        self._forget(key)
+        return created
+
+    def replace(self, key: str, data: bytes, expected: bytes | None) -> None:
+        """Compare and swap: store `data` only if the object is `expected` (None: absent).
+
+        Raises Conflict if it is something else. Atomic on local files (a lock file beside the
+        object) and S3 (If-Match); elsewhere among the threads of one process.
+        """
+        if expected is None:
+            if not self.create(key, data):
+                raise Conflict(f"{self.url(key)} exists already; it was expected to be absent")
+            return
+
+        def attempt(number: int) -> bool:
+            if self.backend.replace(_checked(key), data, expected):
+                return True
+            return number > 0 and self.backend.read(key) == data
+
+        if not self._try("replace", key, attempt):
+            raise Conflict(f"{self.url(key)} was changed by another writer")
+        COUNTER.add(bytes_written=len(data))
+        self._forget(key)
+
+    def exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except ObjectMissing:
+            return False
+        return True
+
+    def size(self, key: str) -> int:
+        """Bytes of the object. Raises ObjectMissing."""
+        return self._try("look up", key, lambda _: self.backend.size(_checked(key)))
+
+    def list(self, prefix: str = "") -> Keys:
+        """Every key below the folder `prefix`, sorted; objects being written are not listed."""
+        found = self._try("list", prefix, lambda _: self.backend.list(_checked(prefix, True)))
+        return sorted(found)
+
+    def children(self, prefix: str = "") -> Keys:
+        """Names right below the folder `prefix`, objects and folders, sorted."""
+        names = self._try("list", prefix, lambda _: self.backend.children(_checked(prefix, True)))
+        return sorted(names)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; one that is not there is no error."""
+        for key in keys:
+            _checked(key)
+        if keys:
+            self._try("delete", keys[0], lambda _: self.backend.delete(keys))
+        for key in keys:
+            self._forget(key)
+
+    def delete_unfinished(self, prefix: str) -> None:
+        """Remove what writers that died began to write below the folder `prefix`.
+
+        Such beginnings are invisible to readers. Nobody may be writing there.
+        """
+        self._try("clean", prefix, lambda _: self.backend.delete_unfinished(_checked(prefix)))
+
+    def check_writable(self) -> None:
+        """Write, read and remove a small object. Raises StoreError with what to change."""
+        key = f".check-{uuid.uuid4().hex[:12]}"
+        try:
+            self.write(key, b"refrain")
+            if self.read(key) != b"refrain":
+                raise StoreError(f"{self.url(key)} reads back differently")
+            guarded = self._try("check", key, lambda _: self.backend.conditions_hold(key))
+            self.delete([key])
+        except (StoreError, ValueError, ImportError, OSError) as error:
+            raise StoreError(
+                f"The store {self.uri} cannot be written: {error}. "
+                "Set store.uri to a folder or bucket that this user may write."
+            ) from error
+        if not guarded:
+            raise StoreError(
+                f"The store {self.uri} ignores conditional writes (If-None-Match, If-Match), which "
+                "keep two flows from committing the same step. Use a store that has them, or set "
+                "store.options.conditional_writes=false and never run two flows on one run."
+            )
+
+    def _forget(self, key: str) -> None:
+        if cache := self.cache:
+            cache.forget(key)
+
+    def _try(self, what: str, key: str, attempt: Callable[[int], T]) -> T:
+        """Retry what may pass, and turn the rest into this module's errors."""
+
+        def counted(number: int) -> T:
+            if not self.backend.counts_requests:
+                COUNTER.add(requests=1)
+            return attempt(number)
+
+        return self._try_once(
+            what, key, lambda: retry(f"{what} {self.uri}/{key}", counted, self.backend.transient)
+        )
+
+    def _try_once(self, what: str, key: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise ObjectMissing(f"{self.uri}/{key} does not exist") from error
+        except OutOfAttempts as error:
+            raise StoreUnavailable(
+                f"{self.uri} does not answer: {error} ({_reason(error.__cause__)})"
+            ) from error.__cause__
+        except OSError as error:
+            raise StoreError(f"Could not {what} {self.uri}/{key}: {_reason(error)}") from error
+
+
+def merge_ranges(ranges: Sequence[Range], gap: int) -> tuple[list[Range], list[tuple[int, int]]]:
+    """Join ranges of one object that lie at most `gap` bytes apart.
+
+    Returns the joined ranges and, for each given one, its (number among them, offset within).
+    """
+    merged: list[Range] = []
+    places: list[tuple[int, int]] = [(0, 0)] * len(ranges)
+    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
+        key, start, stop = ranges[number]
+        if merged and merged[-1][0] == key and start <= merged[-1][2] + gap:
+            first = merged[-1][1]
+            merged[-1] = (key, first, max(stop, merged[-1][2]))
+        else:
+            first = start
+            merged.append((key, start, stop))
+        places[number] = (len(merged) - 1, start - first)
+    return merged, places
+
+
+def _checked(key: str, folder: bool = False) -> str:
+    """`key` if it is a clean relative path; an empty one only where a folder is meant."""
+    if folder and not key:
+        return key
+    parts = key.split("/")
+    if not all(parts) or ".." in parts or "." in parts or "\\" in key or "\0" in key:
+        raise ValueError(
+            f"Key {key!r} is no relative POSIX path; use names joined by single slashes."
+        )
+    return key
+
+
+def _chunks(data: Buffer | Sequence[Buffer]) -> list[memoryview]:
+    pieces = data if isinstance(data, (list, tuple)) else [data]
+    return [memoryview(cast("Buffer", piece)).cast("B") for piece in pieces]
+
+
+def _size(chunks: Sequence[memoryview]) -> int:
+    return sum(chunk.nbytes for chunk in chunks)
+
+
+def _reason(error: BaseException | None) -> str:
+    """The cause in a few words: an error without a text is named by its class."""
+    return str(error) or type(error).__name__

@@ -1,0 +1,144 @@
+"""Prompts from libraries: datasets of the Hugging Face hub, problems made by reasoning-gym."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from configs.data import HubSource, ReasoningGymSource
+from storage.objects.json_values import Row, pack, plain
+from storage.prompts.source import PromptSource, empty_value, first_null, missing_column, plain_row
+
+
+class HubRows(PromptSource):
+    """A dataset of the Hugging Face hub, memory-mapped by the datasets library."""
+
+    def __init__(self, config: HubSource) -> None:
+        try:
+            from datasets import load_dataset
+            from datasets.exceptions import DatasetNotFoundError
+        except ImportError:
+            raise ValueError(
+                f"data.source is the hub dataset {config.name}, and the datasets library is not "
+                "installed. Install the extra 'hub', or give a file with data.source.kind = file."
+            ) from None
+        self.name = config.name
+        try:
+            self._data = load_dataset(config.name, config.subset, split=config.split)
+        except (DatasetNotFoundError, ValueError, OSError) as error:
+            raise ValueError(
+                f"data.source is the hub dataset {config.name} (subset {config.subset}, split "
+                f"{config.split}), which cannot be loaded: {error}"
+            ) from error
+        self.columns = tuple(self._data.column_names)
+        if not len(self):
+            raise ValueError(f"The split {config.split} of {config.name} has no rows.")
+
+    @cached_property
+    def digest(self) -> str:  # type: ignore[override]
+        """sha256 over the rows: the library's own fingerprint depends on the files' times."""
+        hasher = hashlib.sha256(json.dumps(self.columns).encode())
+        for row in self._data:
+            hasher.update(json.dumps(row, default=str, sort_keys=True).encode())
+        return f"sha256:{hasher.hexdigest()}"
+
+    def __len__(self) -> int:
+        return self._data.num_rows
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        self._in_range(indices)
+        return [plain_row(self._data[i], f"Row {i} of {self.name}") for i in indices]
+
+    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
+        filled = tuple(needed)
+        for column in (*filled, *nullable):
+            if column not in self.columns:
+                raise missing_column("Row 0", self.name, column, self.columns)
+        for column in filled:
+            row = first_null(self._data.with_format("arrow")[:], column)
+            if row is not None:
+                raise empty_value(f"Row {row}", self.name, column)
+
+
+class ReasoningGymRows(PromptSource):
+    """Problems of a reasoning-gym task: question, answer, and metadata as packed JSON text.
+
+    The library is imported at the first row, not before: that takes seconds and 100 MB. So an unknown
+    task shows then, or in engines/rewards.check_rewards, which looks in another process. A handful of
+    tasks (word_ladder, ransom_note and others) depend on Python's hash seed, so that another
+    process may make another problem of the same number; the row stored with a batch is the one
+    that counts.
+    """
+
+    columns = ("question", "answer", "metadata")
+
+    def __init__(self, config: ReasoningGymSource) -> None:
+        self.name = f"reasoning_gym/{config.task}"
+        self._config = config
+        made_by = [config.model_dump_json(), version("reasoning-gym")]
+        self.digest = f"sha256:{hashlib.sha256(json.dumps(made_by).encode()).hexdigest()}"
+
+    @cached_property
+    def problems(self) -> Any:
+        """The task's dataset object, which makes problem i as `problems[i]` and scores answers."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of its dependency cellpylib 2.4
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+
+        config = self._config
+        if config.task not in DATASETS:
+            raise ValueError(
+                f"data.source.task is {config.task!r}, which reasoning-gym does not have"
+                f"{_similar(config.task, DATASETS)}."
+            )
+        try:
+            return reasoning_gym.create_dataset(
+                config.task, seed=config.seed, size=config.size, **config.params
+            )
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ValueError(
+                f"data.source.params is {config.params}, which the reasoning-gym task "
+                f"{config.task} refuses: {error}."
+            ) from None
+
+    def __len__(self) -> int:
+        return self._config.size
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        self._in_range(indices)
+        made = [self.problems[index] for index in indices]
+        return [
+            {
+                "question": problem["question"],
+                "answer": plain(problem["answer"]),
+                "metadata": pack(problem["metadata"]),
+            }
+            for problem in made
+        ]
+
+    def row_digests(self) -> np.ndarray:
+        """By what makes a problem, so that none has to be made: settings but for size, and number."""
+        made_by = self._config.model_dump(exclude={"size"}) | {"library": version("reasoning-gym")}
+        seed = xxhash.xxh3_64_intdigest(json.dumps(made_by, sort_keys=True).encode())
+        digests = (xxhash.xxh3_64_intdigest(str(i).encode(), seed=seed) for i in range(len(self)))
+        return np.fromiter(digests, np.uint64, len(self))
+
+    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
+        for column in (*needed, *nullable):
+            if column not in self.columns:
+                raise missing_column("Row 0", self.name, column, self.columns)
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, list(known), n=3)
+    return f"; close to it are {', '.join(close)}" if close else ""

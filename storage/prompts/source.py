@@ -1,0 +1,79 @@
+"""What every source of prompts offers, and the words in which they refuse a row."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from storage.objects.digests import canonical
+from storage.objects.json_values import Row, plain
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+DIGEST_ROWS = 4096  # read at once to make digests
+
+
+class PromptSource(ABC):
+    """Numbered rows. Safe to read from several threads."""
+
+    name: str  # what people call it: a path, a dataset id, a task
+    columns: tuple[str, ...]  # columns of the first row; a JSONL file may have others further on
+    digest: str  # of the content: sha256 of the bytes of a file, or of what determines the rows
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """The rows with these numbers, in this order; IndexError for a number out of range."""
+
+    @abstractmethod
+    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
+        """ValueError that names the first row without one of these columns, and the column.
+
+        A null counts as missing in `needed`, not in `nullable`.
+        """
+
+    def row_digests(self) -> np.ndarray:
+        """What tells rows apart wherever they stand: uint64 [rows], of each row's content."""
+        found = np.empty(len(self), np.uint64)
+        for start in range(0, len(self), DIGEST_ROWS):
+            stop = min(start + DIGEST_ROWS, len(self))
+            for index, row in enumerate(self.rows(range(start, stop)), start):
+                found[index] = xxhash.xxh3_64_intdigest(canonical(row))
+        return found
+
+    def _in_range(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if not 0 <= index < len(self):
+                raise IndexError(f"There is no row {index} in {self.name}: it has {len(self)}.")
+
+
+def missing_column(row_name: str, source: str, column: str, columns: Iterable[str]) -> ValueError:
+    known = ", ".join(sorted(columns)) or "none"
+    return ValueError(f"{row_name} of {source} has no column '{column}'; its columns are: {known}.")
+
+
+def empty_value(row_name: str, source: str, column: str) -> ValueError:
+    return ValueError(f"{row_name} of {source} has no value in column '{column}'.")
+
+
+def first_null(table: Table, column: str) -> int | None:
+    """Number of the first row with a null in a top-level column."""
+    values = table[column]
+    if not values.null_count:
+        return None
+    return values.is_null().to_pylist().index(True)
+
+
+def plain_row(row: dict[str, Any], row_name: str) -> Row:
+    try:
+        return {column: plain(value) for column, value in row.items()}
+    except TypeError as error:
+        raise ValueError(f"{row_name} cannot be kept as JSON: {error}.") from None

@@ -1,0 +1,269 @@
+"""Commits: what each RL step took in and put out. A step counts only once it is committed.
+
+The one atomic write is the creation of `steps/<step>/commit.json`: of two writers exactly one
+succeeds. HEAD follows by compare-and-swap and is brought up to date by whoever reads it, should a
+writer die between the two. Each commit holds the digest of its parent, so the chain cannot be
+altered unseen.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from storage.batches.refs import BatchRef
+from storage.objects import documents
+from storage.objects.digests import digest
+from storage.objects.errors import Conflict, ObjectDamaged, ObjectMissing, StoreError
+from storage.runs.origins import origin_of, start_of
+from storage.runs.run_lease import RunLease
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef
+
+log = logging.getLogger(__name__)
+
+FORMAT = "refrain.commit/1"
+HEAD_FORMAT = "refrain.head/1"
+HEAD_ATTEMPTS = 8
+
+
+class Record(BaseModel):
+    """Frozen; fields that a later version added are ignored when read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Ledger(Record):
+    """Prompts since the run began, by what became of them. The counts always balance."""
+
+    drawn: int = Field(default=0, ge=0)  # taken from the dataset
+    trained: int = Field(default=0, ge=0)  # whose groups were part of an update
+    filtered: int = Field(default=0, ge=0)  # left out on purpose, such as groups of equal rewards
+    dropped: dict[str, int] = Field(default_factory=dict)  # left out after a failure, by reason
+    in_flight: int = Field(default=0, ge=0)  # drawn by steps that are not committed yet
+
+    @model_validator(mode="after")
+    def _balances(self) -> Self:
+        wrong = {reason: count for reason, count in self.dropped.items() if count < 0}
+        accounted = self.trained + self.filtered + sum(self.dropped.values()) + self.in_flight
+        if wrong or accounted != self.drawn:
+            raise ValueError(
+                f"The ledger does not balance: {self.drawn} prompts drawn, but {self.trained} "
+                f"trained + {self.filtered} filtered + {self.dropped} dropped + {self.in_flight} "
+                f"in flight = {accounted}."
+            )
+        return self
+
+    def settled(self) -> Ledger:
+        """Without what is in flight: for a run that goes on from here and draws that again."""
+        return self.model_copy(update={"drawn": self.drawn - self.in_flight, "in_flight": 0})
+
+    def plus(self, other: Ledger) -> Ledger:
+        """The sums; for the ledger of one step added to that of all before."""
+        reasons = {**self.dropped, **other.dropped}
+        return Ledger(
+            drawn=self.drawn + other.drawn,
+            trained=self.trained + other.trained,
+            filtered=self.filtered + other.filtered,
+            dropped={r: self.dropped.get(r, 0) + other.dropped.get(r, 0) for r in reasons},
+            in_flight=self.in_flight + other.in_flight,
+        )
+
+
+class Commit(Record):
+    """The record of one step. With the snapshot before it and its refs the step can be redone."""
+
+    step: int = Field(ge=1)  # counted from 1; its update makes policy version `step`
+    parent: int = Field(ge=0)  # the step before; 0 for the first of a run
+    parent_run: str | None = None  # where that was committed, if in another run; see `commit`
+    algorithm: dict[str, JsonValue] = Field(default_factory=dict)  # its settings
+    refs: dict[str, BatchRef] = Field(default_factory=dict)  # in and out, by name: prompts, batch…
+    version_in: WeightsRef  # that sampled
+    version_out: WeightsRef  # that the update made
+    cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
+    rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
+    ledger: Ledger = Field(default_factory=Ledger)
+    # Rows of the dataset that the step drew and could not use, by reason.
+    dropped_rows: dict[str, list[int]] = Field(default_factory=dict)
+    # What scored the samples, by the digest in their column reward_code: a record per function.
+    reward_code: dict[str, list[dict[str, JsonValue]]] = Field(default_factory=dict)
+    # What the update was made with besides the algorithm: settings, seed, ranks.
+    update: dict[str, JsonValue] = Field(default_factory=dict)
+    metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number
+    attempts: list[dict[str, JsonValue]] = Field(
+        default_factory=list
+    )  # of its tasks, as they ended
+    epoch: int = 0  # fencing token of the lease under which it was made
+    committed_at: float = Field(default_factory=time.time)  # seconds since 1970
+    parent_digest: str | None = None  # of the parent's commit.json; filled in by `commit`
+
+    @field_validator("metrics")
+    @classmethod
+    def _finite(cls, metrics: dict[str, float | None]) -> dict[str, float | None]:
+        """JSON knows no NaN and no infinity."""
+        return {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in metrics.items()
+        }
+
+    @model_validator(mode="after")
+    def _follows(self) -> Self:
+        if self.parent != self.step - 1:
+            raise ValueError(f"Step {self.step} cannot follow step {self.parent}.")
+        return self
+
+    @property
+    def objects(self) -> frozenset[str]:
+        """Keys of every batch object that the commit names."""
+        return frozenset(key for ref in self.refs.values() for key in ref.objects)
+
+
+def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Commit:
+    """Commit a step: create its commit.json, then move HEAD. Returns the commit as stored.
+
+    `record.parent` must be the last committed step. Committing the same record again is a no-op,
+    so a retry after a lost answer is safe. With a lease, that is checked against the store first.
+    Raises Conflict when another writer committed the step; nothing changes then.
+    """
+    if lease is not None:
+        lease.check()
+        record = record.model_copy(update={"epoch": lease.epoch})
+    origin = origin_of(run)
+    start = 0 if origin is None else origin.at
+    current = head(run) or start
+    if current >= record.step:
+        return _same(run, record)
+    if current != record.parent:
+        raise Conflict(
+            f"Step {record.step} of run {run.run} follows step {record.parent}, but the last "
+            f"committed step is {current}."
+        )
+    if current > start:
+        record = record.model_copy(update={"parent_digest": read_commit_digest(run, current)})
+    elif origin is not None:
+        followed = {"parent_digest": origin.commit_digest, "parent_run": origin.run}
+        record = record.model_copy(update=followed)
+    data = documents.encode(FORMAT, record.model_dump(mode="json"))
+    if not run.store.create(run.commit_key(record.step), data):
+        return _same(run, record)
+    _advance(run, record.step, digest(data))
+    return record
+
+
+def _same(run: RunStore, record: Commit) -> Commit:
+    """The stored commit of the step, if it says the same as `record`."""
+    stored = read_commit(run, record.step)
+    # How long it took, and which attempts, is not what a step did: a commit that is tried again
+    # after an answer was lost measures anew.
+    own = {"committed_at", "epoch", "parent_digest", "parent_run", "metrics", "attempts"}
+    if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
+        raise Conflict(
+            f"Step {record.step} of run {run.run} is already committed with other results, "
+            f"by the writer of epoch {stored.epoch}."
+        )
+    head(run)
+    return stored
+
+
+def head(run: RunStore) -> int | None:
+    """The run's last committed step; None before its first.
+
+    A commit whose writer died before it moved HEAD is found, and HEAD moved for it.
+    """
+    start = start_of(run)
+    step = max(_read_head(run).step, start)
+    while (found := _commit_digest(run, step + 1)) is not None:
+        step += 1
+        _advance(run, step, found)
+    return step if step > start else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    step: int  # 0 before the first
+    commit_digest: str  # of the step's commit.json
+    data: bytes | None  # of HEAD itself; None before the first step
+
+
+def _read_head(run: RunStore) -> _Head:
+    try:
+        data = run.store.read(run.head_key)
+    except ObjectMissing:
+        return _Head(0, "", None)
+    body = documents.decode(HEAD_FORMAT, run.head_key, data)
+    step, commit_digest = body.get("step"), body.get("commit_digest")
+    if not isinstance(step, int) or not isinstance(commit_digest, str):
+        raise ObjectDamaged(f"Object {run.head_key} names no step.")
+    return _Head(step, commit_digest, data)
+
+
+def read_commit_digest(run: RunStore, step: int) -> str:
+    """The digest of a step's commit.json. Raises ObjectMissing."""
+    return digest(run.store.read(run.commit_key(step)))
+
+
+def _commit_digest(run: RunStore, step: int) -> str | None:
+    """The same; None when the step is not committed."""
+    try:
+        return read_commit_digest(run, step)
+    except ObjectMissing:
+        return None
+
+
+def _advance(run: RunStore, step: int, commit_digest: str) -> None:
+    """Move HEAD on to `step`, unless another process has moved it that far or further."""
+    data = documents.encode(HEAD_FORMAT, {"step": step, "commit_digest": commit_digest})
+    for _ in range(HEAD_ATTEMPTS):
+        found = _read_head(run)
+        if found.step >= step:
+            return
+        try:
+            run.store.replace(run.head_key, data, found.data)
+        except Conflict:
+            continue
+        return
+    raise StoreError(f"HEAD of run {run.run} keeps changing; is another process committing?")
+
+
+def read_commit(run: RunStore, step: int) -> Commit:
+    """The commit of a step. Raises ObjectMissing, ObjectDamaged; logs fields that are unknown."""
+    return _parse(run, step, run.store.read(run.commit_key(step)))
+
+
+def _parse(run: RunStore, step: int, data: bytes) -> Commit:
+    key = run.commit_key(step)
+    body = documents.decode(FORMAT, key, data)
+    unknown = sorted(set(body) - set(Commit.model_fields))
+    if unknown:
+        log.warning("%s has fields that this version does not know: %s", key, ", ".join(unknown))
+    found = documents.validated(Commit, key, body)
+    if found.step != step:
+        raise ObjectDamaged(f"Object {key} is the commit of step {found.step}.")
+    return found
+
+
+def history(run: RunStore) -> Iterator[Commit]:
+    """The run's commits from HEAD back to its first, each checked against the one after it.
+
+    Raises ObjectDamaged naming the commit that is not the one its successor (or HEAD) followed.
+    """
+    start = start_of(run)
+    head(run)
+    newest = _read_head(run)
+    step, expected = newest.step, newest.commit_digest
+    while step > start:
+        data = run.store.read(run.commit_key(step))
+        if digest(data) != expected:
+            raise ObjectDamaged(
+                f"Object {run.commit_key(step)} was altered: its digest is {digest(data)}, "
+                f"its successor or HEAD says {expected}."
+            )
+        record = _parse(run, step, data)
+        yield record
+        step, expected = record.parent, record.parent_digest or ""

@@ -1,0 +1,228 @@
+"""One writer per run: a lease with an epoch that grows, kept in the store beside HEAD.
+
+The epoch is the fencing token: every engine call carries it, and workers refuse an older one. Time
+is the wall clock of each process, so clocks must agree to within GRACE of the ttl. A holder that is
+known to be dead, because it ran on this machine, is not waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from storage.objects import documents
+from storage.objects.errors import Conflict, ObjectMissing, StoreError
+from storage.runs.run_store import RunStore
+
+FORMAT = "refrain.lease/1"
+GRACE = 0.1  # share of its ttl that a lease is respected beyond its end
+RENEWALS = 3  # of each ttl, by `keep`
+
+
+class LeaseHeld(StoreError):
+    """Another live process holds the run."""
+
+
+class LeaseLost(StoreError):
+    """This process's lease was taken over, or ran out before it could be renewed."""
+
+
+class Holder(BaseModel):
+    """What the store says about who holds the run."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    owner: str  # for people, such as the flow run's name
+    host: str  # machine and, in a container, its process namespace
+    pid: int
+    started: float  # of the process, in seconds since 1970: tells a reused pid
+    nonce: str  # of this acquisition
+    epoch: int
+    ttl: float  # seconds
+    expires: float  # seconds since 1970; 0 once released
+
+    def gone(self, now: float) -> bool:
+        """Whether the run may be taken over: released, run out, or known to be dead."""
+        return now > self.expires + GRACE * self.ttl or self._dead()
+
+    def _dead(self) -> bool:
+        if self.host != _host():
+            return False
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) > 1.0
+        except psutil.NoSuchProcess:
+            return True
+
+
+class RunLease:
+    """A lease that this process holds. `acquire` makes one; as a context it renews itself."""
+
+    def __init__(
+        self, run: RunStore, holder: Holder, data: bytes, clock: Callable[[], float]
+    ) -> None:
+        self._run = run
+        self._holder = holder
+        self._data = data
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lost: str | None = None
+
+    @classmethod
+    def acquire(
+        cls, run: RunStore, owner: str, ttl: float = 60.0, clock: Callable[[], float] = time.time
+    ) -> RunLease:
+        """Take the run for `ttl` seconds. Raises LeaseHeld naming a live holder."""
+        while True:
+            current = _read(run)
+            now = clock()
+            if current is not None and not current[0].gone(now):
+                holder = current[0]
+                raise LeaseHeld(
+                    f"Run {run.run} is being written by {holder.owner} (process {holder.pid} on "
+                    f"{holder.host}) for the next {holder.expires - now:.0f} s. Stop it, or choose "
+                    "another run name."
+                )
+            mine = Holder(
+                owner=owner,
+                host=_host(),
+                pid=os.getpid(),
+                started=psutil.Process().create_time(),
+                nonce=uuid.uuid4().hex,
+                epoch=1 if current is None else current[0].epoch + 1,
+                ttl=ttl,
+                expires=now + ttl,
+            )
+            data = _encode(mine)
+            try:
+                run.store.replace(run.lease_key, data, None if current is None else current[1])
+            except Conflict:
+                continue  # another process was faster: look who
+            return cls(run, mine, data, clock)
+
+    @property
+    def epoch(self) -> int:
+        """The fencing token: larger than that of every earlier holder."""
+        return self._holder.epoch
+
+    @property
+    def owner(self) -> str:
+        return self._holder.owner
+
+    def renew(self) -> None:
+        """Hold the run for another ttl from now. Raises LeaseLost."""
+        with self._lock:
+            self._raise_if_lost()
+            self._swap(self._clock() + self._holder.ttl)
+
+    def check(self) -> None:
+        """Make sure, by the store, that the run is still ours. Raises LeaseLost."""
+        with self._lock:
+            self._raise_if_lost()
+            current = _read(self._run)
+            if current is None or current[0].nonce != self._holder.nonce:
+                self._lose("no longer says so" if current is None else _taken(current[0]))
+            if self._clock() > self._holder.expires:
+                self._lose("has run out")
+
+    def release(self) -> None:
+        """Let the next process have the run at once. A lost lease is left alone."""
+        self.stop_renewing()
+        with self._lock:
+            if self._lost is None:
+                self._swap(0.0)
+                self._lost = "was released"
+
+    def keep(self) -> None:
+        """Renew in a thread until `release`, or until the lease is lost (see `check`)."""
+        self._thread = threading.Thread(target=self._renew_always, name="run-lease", daemon=True)
+        self._thread.start()
+
+    def stop_renewing(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _renew_always(self) -> None:
+        while not self._stop.wait(self._holder.ttl / RENEWALS):
+            try:
+                self.renew()
+            except LeaseLost:
+                return
+            except StoreError:
+                continue  # the store may come back before the lease runs out
+
+    def _swap(self, expires: float) -> None:
+        renewed = self._holder.model_copy(update={"expires": expires})
+        data = _encode(renewed)
+        try:
+            self._run.store.replace(self._run.lease_key, data, self._data)
+        except Conflict:
+            current = _read(self._run)
+            self._lose("is gone" if current is None else _taken(current[0]))
+        self._holder, self._data = renewed, data
+
+    def _lose(self, how: str) -> None:
+        self._lost = how
+        self._raise_if_lost()
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise LeaseLost(
+                f"The lease of {self._holder.owner} (epoch {self.epoch}) on run {self._run.run} "
+                f"{self._lost}; this process must not write to the run any more."
+            )
+
+    def __enter__(self) -> Self:
+        self.keep()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def holder_of(run: RunStore, clock: Callable[[], float] = time.time) -> Holder | None:
+    """Who writes the run now; None when nobody does."""
+    current = _read(run)
+    return None if current is None or current[0].gone(clock()) else current[0]
+
+
+def _taken(holder: Holder) -> str:
+    return f"was taken over by {holder.owner} (epoch {holder.epoch})"
+
+
+def _encode(holder: Holder) -> bytes:
+    return documents.encode(FORMAT, holder.model_dump(mode="json"))
+
+
+def _read(run: RunStore) -> tuple[Holder, bytes] | None:
+    try:
+        data = run.store.read(run.lease_key)
+    except ObjectMissing:
+        return None
+    body = documents.decode(FORMAT, run.lease_key, data)
+    return documents.validated(Holder, run.lease_key, body), data
+
+
+def _host() -> str:
+    """Names the set of processes in which a pid means one process."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}".strip()

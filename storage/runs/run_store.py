@@ -1,0 +1,121 @@
+"""One run's part of the store: its keys, its settings, and the markers of finished stage results.
+
+<run>/run.json, <run>/HEAD, <run>/weights/v000012/, <run>/state/000010/, <run>/critic/000010/,
+<run>/steps/000012/<stage>/<shard>-<key>.safetensors and .json, <run>/steps/000012/commit.json
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from configs.stored import upgraded_settings
+from storage.objects import documents
+from storage.objects.errors import ObjectMissing
+from storage.objects.store import Store
+
+RUN_FORMAT = "refrain.run/2"
+STAGE_FORMAT = "refrain.stage/1"
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+DATA_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class RunStore:
+    """The store of one run. Small and picklable, as the store is."""
+
+    store: Store
+    run: str  # name of the run, the first part of all its keys
+    role: str = "actor"  # of the trainer whose snapshots are meant
+
+    def __post_init__(self) -> None:
+        if not RUN_NAME.fullmatch(self.run):
+            raise ValueError(
+                f"Run name {self.run!r} does not fit a store; use letters, digits, '.', '_', '-'."
+            )
+
+    @property
+    def run_json_key(self) -> str:
+        return f"{self.run}/run.json"
+
+    @property
+    def head_key(self) -> str:
+        return f"{self.run}/HEAD"
+
+    @property
+    def lease_key(self) -> str:
+        return f"{self.run}/LEASE"
+
+    def weights_key(self, version: int) -> str:
+        """The folder of a policy version."""
+        return f"{self.run}/weights/v{version:06d}"
+
+    def step_key(self, step: int) -> str:
+        """The folder of a step."""
+        return f"{self.run}/steps/{step:06d}"
+
+    def stage_key(self, step: int, stage: str, shard: int | str, key: str) -> str:
+        """The data of a stage's result. `key`: `digests.key_of` its inputs and parameters."""
+        return f"{self.step_key(step)}/{stage}/{shard}-{key}{DATA_SUFFIX}"
+
+    def commit_key(self, step: int) -> str:
+        return f"{self.step_key(step)}/commit.json"
+
+    @property
+    def state_folder(self) -> str:
+        """The folder of the role's trainer snapshots."""
+        return f"{self.run}/{'state' if self.role == 'actor' else self.role}"
+
+    def state_key(self, step: int) -> str:
+        """The folder of the trainer snapshot after a step."""
+        return f"{self.state_folder}/{step:06d}"
+
+    def write_run(self, record: Mapping[str, object]) -> None:
+        """Store run.json: the resolved settings, code version, seed."""
+        self.store.write(self.run_json_key, documents.encode(RUN_FORMAT, record))
+
+    def read_run(self) -> dict[str, object] | None:
+        """What run.json says; None when the run is new."""
+        try:
+            data = self.store.read(self.run_json_key)
+        except ObjectMissing:
+            return None
+        return documents.decode_version(RUN_READERS, self.run_json_key, data)
+
+    def finish(self, key: str, record: Mapping[str, object]) -> dict[str, object]:
+        """Mark the stage result `key` as done, after its data: the record by which it is reused.
+
+        `key` is what `stage_key` gave. The first record stands: the one that stands is returned,
+        so a late attempt learns that another was faster and uses that one's result.
+        """
+        marker = _marker(key)
+        data = documents.encode(STAGE_FORMAT, record)
+        if self.store.create(marker, data):
+            return documents.decode(STAGE_FORMAT, marker, data)
+        return documents.read(self.store, marker, STAGE_FORMAT)
+
+    def finished(self, key: str) -> dict[str, object] | None:
+        """The record with which the stage result `key` was finished; None when it was not."""
+        return self._read(_marker(key), STAGE_FORMAT)
+
+    def _read(self, key: str, form: str) -> dict[str, object] | None:
+        try:
+            return documents.read(self.store, key, form)
+        except ObjectMissing:
+            return None
+
+
+def _from_version_1(record: dict[str, object]) -> dict[str, object]:
+    """Version 1 had other settings and did not say which flow made the run."""
+    settings = cast("dict[str, object]", record["config"])
+    flow = "flows.ppo:ppo" if "critic" in settings else "flows.grpo:grpo"
+    return {"flow": flow, **record, "config": upgraded_settings(settings)}
+
+
+RUN_READERS: dict[str, documents.Reader] = {RUN_FORMAT: dict, "refrain.run/1": _from_version_1}
+
+
+def _marker(key: str) -> str:
+    return key.removesuffix(DATA_SUFFIX) + ".json"

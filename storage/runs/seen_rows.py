@@ -1,0 +1,94 @@
+"""Which rows a run and the runs before it have drawn, told by their content.
+
+Two objects of a run, little-endian uint64: rows.u64, the digest of each row of its data in their
+order, and seen.u64, the digests of the rows that earlier runs had drawn. With a commit's cursor they
+say which rows had been seen at any step, also after the data set has grown or was sorted anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from storage.objects.errors import ObjectMissing
+from storage.prompts.cursor import Cursor, drawn
+from storage.runs.origins import ancestry
+from storage.runs.run_store import RunStore
+
+ROWS = "rows.u64"
+SEEN = "seen.u64"
+
+
+class Rows(Protocol):
+    """What is needed of a source."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def row_digests(self) -> np.ndarray: ...
+
+
+def write_rows(run: RunStore, source: Rows) -> None:
+    """Keep the digests of the run's data, for runs that go on from this one."""
+    run.store.write(_rows_key(run), source.row_digests().astype("<u8").tobytes())
+
+
+def write_seen(run: RunStore, seen: np.ndarray) -> None:
+    """Keep what was seen before the run began."""
+    run.store.write(_seen_key(run), seen.astype("<u8").tobytes())
+
+
+def seen_before(run: RunStore) -> np.ndarray:
+    """Digests, uint64, of the rows that were drawn before the run began; empty for a first run.
+
+    A fork's past is its parent's, so what was seen before that is what was seen before the parent.
+    """
+    for current, origin in ancestry(run):
+        found = _read(current, _seen_key(current))
+        if found is not None:
+            return found
+        if origin is None or not origin.fork:
+            break
+    return np.empty(0, np.uint64)
+
+
+def unseen(source: Rows, seen: np.ndarray) -> list[int]:
+    """Numbers of the rows that are not among those seen, ascending."""
+    found: list[int] = np.flatnonzero(~np.isin(source.row_digests(), seen)).tolist()
+    return found
+
+
+def seen_at(run: RunStore, cursor: Cursor, source: Rows) -> np.ndarray | None:
+    """Digests of the rows drawn by a run, up to a cursor of its commits, and by those before it.
+
+    None where that cannot be told: the run kept no digests of its rows, and the data have changed.
+    """
+    before = seen_before(run)
+    rows = _read(run, _rows_key(run))
+    if rows is None:
+        if source.digest != cursor.digest:
+            return None
+        rows = source.row_digests()
+    fresh: Sequence[int] = ()
+    if cursor.fresh and cursor.epoch == 0:
+        fresh = np.flatnonzero(~np.isin(rows, before)).tolist()
+    return np.union1d(before, rows[drawn(cursor, fresh)])
+
+
+def _read(run: RunStore, key: str) -> np.ndarray | None:
+    try:
+        return np.frombuffer(run.store.read(key), "<u8").astype(np.uint64)
+    except ObjectMissing:
+        return None
+
+
+def _rows_key(run: RunStore) -> str:
+    return f"{run.run}/{ROWS}"
+
+
+def _seen_key(run: RunStore) -> str:
+    return f"{run.run}/{SEEN}"

@@ -1,0 +1,383 @@
+"""The run's page in MLflow: parameters, metrics, plots, data, and the policy versions it made.
+
+Only the flow process uses it, with one tracker for a run. MLflow is imported when a tracker starts,
+never before: that takes seconds, and so does the first migration of a new SQLite database.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self
+
+import yaml
+
+from configs.storage import TrackingConfig
+from storage.objects.json_values import JsonValue
+from storage.tracking.tracked_run import TrackedData, TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+_SQLITE = "sqlite:///"
+_LONGEST_PARAM = 500  # characters of a setting shown among the parameters; config.yaml has it whole
+_PARAMS_PER_CALL = 100  # MLflow's limit
+_DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
+
+RUN_TAG = "refrain.run"
+STORE_TAG = "refrain.store"
+LAST_STEP_TAG = "refrain.last_step"
+
+
+class TrackingError(RuntimeError):
+    """MLflow did not do what was asked."""
+
+
+def _has_pages() -> bool:
+    """Whether the mlflow that is installed brings its web pages; mlflow-skinny has none."""
+    import mlflow
+
+    return Path(mlflow.__file__).with_name("server").joinpath("js", "build").is_dir()
+
+
+class Tracker:
+    """One run in MLflow. Safe to use from several threads once it has started.
+
+    As a context it ends the run by itself: FINISHED, KILLED on Ctrl-C and cancellation, else FAILED.
+    Every method raises TrackingError when MLflow fails.
+    """
+
+    def __init__(self, config: TrackingConfig) -> None:
+        """ValueError when the address is none that MLflow can use. Imports and opens nothing."""
+        if "://" not in config.uri:
+            raise ValueError(
+                f"tracking.uri is {config.uri}. Set it to sqlite:///<file> or to the address of an "
+                "MLflow server, such as http://localhost:5000."
+            )
+        self._config = config
+        self._database: Path | None = None
+        self._uri = config.uri
+        if config.uri.startswith(_SQLITE):
+            self._database = Path(config.uri.removeprefix(_SQLITE)).absolute()
+            self._uri = f"{_SQLITE}{self._database}"
+        self._lock = Lock()
+        self._client: MlflowClient | None = None
+        self._run: Run | None = None
+        self._model_name = config.registered_model
+        self._last_step: int | None = None
+
+    def start(self, tracked: TrackedRun) -> None:
+        """Begin the run's page, or go on with it when this run has one."""
+        with _as_tracking_errors(self._uri):
+            self._client = self.connect()
+            self._model_name = self._config.registered_model or tracked.model_name
+            experiment = self._experiment()
+            self._run = self._find(experiment, tracked.run, tracked.store_uri)
+            tags = _tags(tracked)
+            if tracked.forked_from is not None:
+                parent = self._find(experiment, tracked.forked_from, tracked.store_uri)
+                if parent is not None:
+                    tags["mlflow.parentRunId"] = parent.info.run_id
+            if self._run is None:
+                self._run = self._client.create_run(experiment, tags=tags, run_name=tracked.run)
+            else:
+                last_step = self._run.data.tags.get(LAST_STEP_TAG)
+                self._last_step = None if last_step is None else int(last_step)
+                self._client.update_run(self.run_id, status="RUNNING")
+                for key, value in tags.items():
+                    self._client.set_tag(self.run_id, key, value)
+            self._log_settings(tracked.settings)
+            self._log_data(tracked.data)
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the run."""
+        assert self._run is not None, "start() comes first"
+        return self._run.info.run_id
+
+    @property
+    def link(self) -> str:
+        """Where a person sees the run: a page of the server, or the command that shows it."""
+        assert self._run is not None, "start() comes first"
+        if self._uri.startswith("http"):
+            experiment = self._run.info.experiment_id
+            return f"{self._uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}"
+        shown = f"mlflow ui --backend-store-uri {self._uri}  (run {self._run.info.run_name}"
+        return f"{shown})" if _has_pages() else f"{shown}; needs the extra ui: README)"
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step whose metrics are recorded: a resumed run logs the later ones again."""
+        return self._last_step
+
+    def log_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        at: float,
+        lineage: Mapping[str, str] | None = None,
+    ) -> None:
+        """Record a step's metrics, and then the step's number, which a death may leave unwritten.
+
+        `at`: when the step was committed, in seconds since 1970. MLflow keeps a value once for a
+        step and a time, so a step may be recorded again. `lineage`: tags of the run that say what
+        its newest version is made of.
+        """
+        from mlflow.entities import Metric, RunTag
+
+        moment = int(at * 1000)
+        values = [Metric(name, float(value), moment, step) for name, value in metrics.items()]
+        with _as_tracking_errors(self._uri):
+            newest = {LAST_STEP_TAG: str(step), **(lineage or {})}
+            tags = [RunTag(name, value) for name, value in newest.items()]
+            self._started.log_batch(self.run_id, metrics=values, tags=tags)
+        self._last_step = step
+
+    def log_file(self, name: str, content: bytes | str) -> None:
+        """Keep a file with the run, such as plots/progress.png; an older one is replaced."""
+        folder, _, filename = name.rpartition("/")
+        with tempfile.TemporaryDirectory() as scratch, _as_tracking_errors(self._uri):
+            path = Path(scratch, filename)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+            self._started.log_artifact(self.run_id, str(path), folder or None)
+
+    def register_version(
+        self,
+        version: int,
+        *,
+        uri: str,
+        digest: str,
+        step: int,
+        store_uri: str,
+        lineage: Mapping[str, str] | None = None,
+    ) -> str:
+        """Register a policy version of the store; its number in the registry.
+
+        `lineage`: tags that say what it was made of.
+
+        Registering the same version again finds the first registration. MLflow itself keeps the
+        alias `latest`: models:/<name>@latest is the version registered last.
+        """
+        from mlflow.exceptions import MlflowException
+
+        assert self._model_name is not None, "start() comes first"
+        name, client = self._model_name, self._started
+        tags = {
+            "refrain.version": str(version),
+            "refrain.step": str(step),
+            "refrain.digest": digest,
+            "refrain.uri": uri,
+            STORE_TAG: store_uri,
+        }
+        with self._lock, _as_tracking_errors(self._uri):
+            try:
+                client.create_registered_model(name, tags={"refrain": "policy"})
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+            for known in client.search_model_versions(
+                f"name = '{name}' and run_id = '{self.run_id}'"
+            ):
+                if {**known.tags, **tags} == known.tags:
+                    return str(known.version)
+            # A server refuses a local path outside of the run's own artifacts: hide that it is one.
+            remote = self._database is None
+            source = f"refrain-{uri}" if remote and uri.startswith("file:") else uri
+            tags = {**(lineage or {}), **tags}
+            made = client.create_model_version(name, source, self.run_id, tags=tags)
+            return str(made.version)
+
+    def registered(self) -> dict[int, str]:
+        """Policy version -> its number in the registry, of those that this run has registered."""
+        with _as_tracking_errors(self._uri):
+            found = self._started.search_model_versions(
+                f"name = '{self.model_name}' and run_id = '{self.run_id}'"
+            )
+        return {int(one.tags["refrain.version"]): str(one.version) for one in found}
+
+    @property
+    def model_name(self) -> str:
+        """Name of the run's model in the registry."""
+        assert self._model_name is not None, "start() comes first"
+        return self._model_name
+
+    def tag(self, name: str, value: str) -> None:
+        """Write a tag on the run's page."""
+        with _as_tracking_errors(self._uri):
+            self._started.set_tag(self.run_id, name, value)
+
+    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED") -> None:
+        """End the run's page. A later start() of the same run goes on with it."""
+        with _as_tracking_errors(self._uri):
+            self._started.set_terminated(self.run_id, status)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._run is None:
+            return
+        if kind is None:
+            self.finish()
+        else:
+            self.finish("FAILED" if issubclass(kind, Exception) else "KILLED")
+
+    @property
+    def _started(self) -> MlflowClient:
+        assert self._client is not None, "start() comes first"
+        return self._client
+
+    def connect(self) -> MlflowClient:
+        """A client at the address; the first one makes the tables of a new SQLite database."""
+        for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
+            os.environ.setdefault(name, "true")  # MLflow has no other switch; read at its import
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        if self._database is None:
+            if self._uri.startswith("http"):
+                _check_answers(self._uri)
+            return MlflowClient(self._uri)
+        self._database.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self._database.with_suffix(".lock")):
+            client = MlflowClient(self._uri)
+            client.search_experiments(max_results=1)  # the first use creates the tables
+        return client
+
+    def _experiment(self) -> str:
+        """Id of the experiment, made when there is none."""
+        from mlflow.exceptions import MlflowException
+
+        client, name = self._started, self._config.experiment
+        place = None
+        if (
+            self._database is not None
+        ):  # MLflow's own default is ./mlruns, wherever a run is started
+            place = (self._database.parent / "mlartifacts" / name).as_uri()
+        if (known := client.get_experiment_by_name(name)) is None:
+            try:
+                return client.create_experiment(name, artifact_location=place)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                known = client.get_experiment_by_name(name)
+        if known is None or known.lifecycle_stage != "active":
+            raise TrackingError(
+                f"The MLflow experiment {name} has been deleted. Restore it, or set "
+                "tracking.experiment to another name."
+            )
+        return known.experiment_id
+
+    def _find(self, experiment: str, run: str, store_uri: str) -> Run | None:
+        found = self._started.search_runs(
+            [experiment],
+            f"tags.`{RUN_TAG}` = '{run}' and tags.`{STORE_TAG}` = '{store_uri}'",
+            max_results=1,
+        )
+        return found[0] if found else None
+
+    def _log_settings(self, settings: Mapping[str, JsonValue]) -> None:
+        """Settings as parameters. One that differs from the page's is left: MLflow's parameters are
+        final, and config.yaml holds the newest."""
+        from mlflow.entities import Param
+
+        assert self._run is not None
+        known = self._run.data.params
+        params = [
+            Param(name, value) for name, value in flatten(settings).items() if name not in known
+        ]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            self._started.log_batch(self.run_id, params=params[start : start + _PARAMS_PER_CALL])
+        self.log_file("config.yaml", yaml.safe_dump(dict(settings), sort_keys=False))
+
+    def _log_data(self, data: TrackedData) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        digest = data.digest.rpartition(":")[2][:_DIGEST_CHARACTERS]
+        dataset = Dataset(
+            name=data.name,
+            digest=digest,
+            source_type="refrain",
+            source=json.dumps(data.source),
+            profile=json.dumps({"rows": data.rows, "digest": data.digest}),
+        )
+        tags = [InputTag("mlflow.data.context", "training")]
+        self._started.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
+
+
+def flatten(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted names and short text; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            short = text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 1]}…"
+            flat[f"{prefix}{key}"] = short
+    return flat
+
+
+def _tags(tracked: TrackedRun) -> dict[str, str]:
+    tags = {
+        RUN_TAG: tracked.run,
+        STORE_TAG: tracked.store_uri,
+        "refrain.forked_from": tracked.forked_from,
+        "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
+        "prefect.flow_run_id": tracked.flow_run_id,
+        "prefect.flow_run_url": tracked.flow_run_url,
+        "mlflow.source.name": "refrain",
+    }
+    if tracked.flow_run_url is not None:
+        tags["mlflow.note.content"] = f"[Prefect flow run]({tracked.flow_run_url})"
+    return {name: value for name, value in tags.items() if value is not None}
+
+
+@contextmanager
+def _as_tracking_errors(uri: str) -> Iterator[None]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise TrackingError(f"MLflow at {uri} failed: {error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file lock: MLflow 3.17 does not guard a database's first migration against another's."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_answers(uri: str) -> None:
+    """A short, clear refusal; MLflow itself would try for minutes."""
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10):
+            pass
+    except urllib.error.HTTPError:
+        pass  # it answers, if only to refuse: credentials are MLflow's affair
+    except OSError as error:
+        raise TrackingError(
+            f"The MLflow server at {uri} does not answer ({error}). Start it, or set tracking.uri "
+            "to a file such as sqlite:///.refrain/mlflow.db."
+        ) from None

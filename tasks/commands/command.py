@@ -1,0 +1,192 @@
+"""What the commands that look at a stored run share: words, finding the run, output, exit codes.
+
+A command is `python -m flows.NAME RUN [store.uri=…] [--json]`. It exits with 0 when all is good, 1
+when it found a difference or a problem, 2 for bad input, of which it says one sentence. Heavy
+imports happen once the words are understood, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from configs.storage import StoreConfig
+    from storage.objects.store import Store
+    from storage.runs.run_store import RunStore
+
+GOOD, FOUND, BAD_INPUT = 0, 1, 2  # exit codes
+WIDTH = 140  # columns of the output where it is no terminal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a command found."""
+
+    record: Any  # for --json
+    shown: Sequence[RenderableType]  # for people, in order
+    good: bool = True  # False: a difference or a problem was found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a command was asked."""
+
+    files: RunStore  # the run that was named; it is in the store
+    store: StoreConfig
+    cluster: Sequence[str]  # words cluster.…=…, for commands that start workers
+    arguments: argparse.Namespace  # the command's own options
+
+
+def parser(
+    name: str,
+    description: str,
+    cluster: bool = False,
+    after_run: tuple[str, str, str, Callable[[str], Any]] | None = None,
+) -> argparse.ArgumentParser:
+    """The words that every such command takes; the command adds its own options.
+
+    `cluster`: whether it starts workers. `after_run`: name, metavar, help and type of a word that
+    follows the run's name.
+    """
+    settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
+    found = argparse.ArgumentParser(
+        prog=f"python -m flows.{name}",
+        description=description,
+        epilog="Exit code: 0 all is good, 1 a difference or a problem was found, 2 bad input.",
+    )
+    found.add_argument("run", metavar="RUN", help="name of the run")
+    if after_run is not None:
+        word, metavar, meaning, kind = after_run
+        found.add_argument(word, metavar=metavar, help=meaning, type=kind)
+    found.add_argument(
+        "words",
+        nargs="*",
+        metavar="key=value",
+        help=f"settings of where it is: {settings} (default: the store that runs use)",
+    )
+    found.set_defaults(starts_workers=cluster)
+    found.add_argument("--json", action="store_true", help="print one JSON object")
+    return found
+
+
+def run(
+    words_of: argparse.ArgumentParser,
+    work: Callable[[Request], Answer],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Carry out a command; returns the exit code."""
+    arguments = words_of.parse_intermixed_args(argv)
+    from configs.overrides import ConfigError
+
+    try:
+        answer = work(_request(arguments))
+    except (ConfigError, ValueError) as error:
+        return _refuse(error, BAD_INPUT)
+    except RuntimeError as error:  # of the store or of workers: named errors with a sentence
+        return _refuse(error, FOUND)
+    if arguments.json:
+        print(json.dumps(answer.record, indent=1, default=_plain))
+    else:
+        out = console()
+        for part in answer.shown:
+            out.print(part)
+    return GOOD if answer.good else FOUND
+
+
+def _refuse(error: Exception, code: int) -> int:
+    print(" ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def _plain(value: Any) -> Any:
+    """Values of NumPy and sets, which JSON does not know."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else value.item()
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    from storage.objects.store import Store
+
+    cluster = [word for word in arguments.words if word.startswith("cluster.")]
+    if not arguments.starts_workers:
+        cluster = []  # refused below, as settings that mean nothing here
+    store = store_of([word for word in arguments.words if word not in cluster])
+    files = find_run(Store(store.uri, store.options), arguments.run)
+    return Request(files=files, store=store, cluster=cluster, arguments=arguments)
+
+
+def store_of(words: Sequence[str]) -> StoreConfig:
+    """The settings store.… of a command line; ConfigError for others."""
+    from pydantic import Field
+
+    from configs.base import Settings
+    from configs.overrides import change
+    from configs.storage import StoreConfig
+
+    class Words(Settings):
+        store: StoreConfig = Field(default_factory=StoreConfig)
+
+    return change(Words, {}, words).store
+
+
+def find_run(store: Store, name: str) -> RunStore:
+    """The run of that name; ConfigError that names near ones when there is none."""
+    import difflib
+
+    from configs.overrides import ConfigError
+    from storage.runs.run_store import RUN_NAME, RunStore
+
+    if RUN_NAME.fullmatch(name) and store.exists(RunStore(store, name).run_json_key):
+        return RunStore(store, name)
+    names = [one for one in store.children() if RUN_NAME.fullmatch(one)]
+    near = [one for one in names if one.startswith(name)]
+    near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near[-3:])}?" if near else "It holds no run of a like name."
+    raise ConfigError(f"There is no run {name} in {store.uri}. {hint}")
+
+
+def console() -> Console:
+    """Where answers for people go: as wide as the terminal, and wide enough for a file."""
+    from rich.console import Console
+
+    out = Console(highlight=False, soft_wrap=False)
+    return out if out.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table in the style of all commands; `right`: columns of numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD)
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def heading(line: str) -> RenderableType:
+    """What stands above a table."""
+    return text(line, "bold")
+
+
+def text(line: str, style: str = "") -> RenderableType:
+    """A line as it is: brackets in it are no markup."""
+    from rich.text import Text
+
+    return Text(line, style=style)
+
+
+def bytes_text(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,239 @@
+"""What a run does now, or did: workers, engines, versions, calls, retries and bytes moved."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from configs.cluster.kinds import TemporaryTls
+from configs.flows import resume_command
+from configs.grpo import GRPOConfig
+from engines.processes.certificates import Certificates, certificates_for
+from engines.workers.inspection import NotReached, WorkerView, look
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.live import Live, is_done, read_live
+from storage.runs.origins import origin_of, start_of
+from storage.runs.run_lease import holder_of
+from storage.runs.run_store import RunStore
+from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
+from tasks.run.forking import settings_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SUFFIX = re.compile(r"-[0-9a-f]{3}$")  # that Prefect gives a task run without a name of its own
+HTTP_TIMEOUT = 5.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskView:
+    """A task run of the step under way, as Prefect has it."""
+
+    name: str
+    state: str
+    attempts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepView:
+    """A committed step in figures."""
+
+    step: int
+    version: int
+    seconds: float | None
+    samples: int
+    tokens: float | None
+    workers: dict[str, int]  # attempts by worker
+    retries: int  # attempts after the first
+    failures: list[str]  # stage and cause of each failed attempt
+    weight_bytes: int  # of the version that it made
+    bytes_read: float | None  # from the store, by the flow and every worker; None: not recorded
+    bytes_written: float | None
+    batch_bytes: int | None  # of the objects that its commit names; None once they are removed
+
+
+def answer(request: Request) -> Answer:
+    """Look at the run that was named."""
+    files = request.files
+    config = settings_of(files)
+    holder, live, origin = holder_of(files), read_live(files), origin_of(files)
+    done, start = head(files) or start_of(files), start_of(files)
+    finished = done >= config.steps and is_done(files, done)
+    steps = [
+        step_view(files, read_commit(files, step))
+        for step in range(max(start, done - request.arguments.steps) + 1, done + 1)
+    ]
+    record: dict[str, Any] = {
+        "run": files.run,
+        "state": "running" if holder else "finished" if finished else "stopped",
+        "steps_committed": done,
+        "steps": config.steps,
+        "origin": None if origin is None else str(origin),
+        "holder": None if holder is None else f"process {holder.pid} on {holder.host}",
+        "resume": None if holder or finished else resume_command(config, files.run),
+        "committed": [asdict(one) for one in steps],
+    }
+    shown = _headline(record)
+    good = True
+    if holder is not None and live is not None and live.epoch == holder.epoch:
+        tasks = task_views(live)
+        record["tasks"] = [asdict(one) for one in tasks]
+        try:
+            workers = look(live.scheduler, _certificates(config, live, holder.host))
+            record["workers"] = [asdict(one) for one in workers]
+            shown += _workers(workers)
+        except NotReached as error:
+            record["workers"], good = [], False
+            shown.append(text(str(error), "bold red"))
+        shown += _tasks(tasks)
+    elif holder is not None:
+        shown.append(text("Its workers are being started."))
+    return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
+
+
+def _certificates(config: GRPOConfig, live: Live, host: str) -> Certificates | None:
+    """What a process needs to speak to the run's cluster. Raises NotReached where it cannot."""
+    encryption = config.cluster.encryption
+    if not isinstance(encryption, TemporaryTls):
+        return certificates_for(encryption)
+    files = live.certificates or {}
+    if not files or not all(os.access(path, os.R_OK) for path in files.values()):
+        where = f" in {os.path.dirname(files['ca'])}" if files else ""
+        raise NotReached(
+            f"The workers cannot be asked from here: the cluster's certificates are{where} on "
+            f"{host}, readable only by the user who started the run. Ask there and as that user, "
+            "or set cluster.tls.kind = files."
+        )
+    return Certificates(**files)
+
+
+def step_view(files: RunStore, commit: Commit) -> StepView:
+    """What a commit says of its step."""
+    retried = [one for one in commit.attempts if int(str(one.get("number", 1))) > 1]
+    failed = [f"{one.get('stage')}: {one['error']}" for one in commit.attempts if one.get("error")]
+    workers = [str(one["worker"]) for one in commit.attempts if one.get("worker")]
+    try:
+        batch_bytes: int | None = sum(files.store.size(key) for key in commit.objects)
+    except ObjectMissing:
+        batch_bytes = None
+    samples = commit.refs.get("samples")
+    return StepView(
+        step=commit.step,
+        version=commit.version_out.version,
+        seconds=commit.metrics.get("time/step"),
+        samples=0 if samples is None else len(samples),
+        tokens=commit.metrics.get("rollout/tokens"),
+        workers=dict(collections.Counter(workers)),
+        retries=len(retried),
+        failures=failed,
+        weight_bytes=commit.version_out.nbytes,
+        bytes_read=commit.metrics.get("store/bytes_read"),
+        bytes_written=commit.metrics.get("store/bytes_written"),
+        batch_bytes=batch_bytes,
+    )
+
+
+def task_views(live: Live) -> list[TaskView]:
+    """The tasks of the newest step of a flow run; none where its Prefect server does not answer."""
+    if live.prefect is None or live.flow_run is None:
+        return []
+    newest = {
+        "flow_runs": {"parent_flow_run_id": {"any_": [live.flow_run]}},
+        "sort": "START_TIME_DESC",
+        "limit": 1,
+    }
+    try:
+        flows = _ask(live.prefect, "flow_runs", newest)
+        runs = [flow["id"] for flow in flows] or [live.flow_run]
+        tasks = _ask(live.prefect, "task_runs", {"flow_runs": {"id": {"any_": runs}}, "limit": 200})
+    except httpx.HTTPError:
+        return []
+    tasks.sort(key=lambda task: (task["start_time"] or "9", task["name"]))
+    return [
+        TaskView(
+            name=SUFFIX.sub("", task["name"]), state=task["state_name"], attempts=task["run_count"]
+        )
+        for task in tasks
+    ]
+
+
+def _ask(api: str, what: str, question: dict[str, Any]) -> list[dict[str, Any]]:
+    answered = httpx.post(f"{api}/{what}/filter", json=question, timeout=HTTP_TIMEOUT)
+    answered.raise_for_status()
+    return list(answered.json())
+
+
+def _headline(record: dict[str, Any]) -> list[RenderableType]:
+    done = f"{record['steps_committed']} of {record['steps']} steps are committed"
+    lines = [heading(f"{record['run']} is {record['state']}: {done}.")]
+    if record["origin"]:
+        lines.append(text(f"It goes on from {record['origin']}."))
+    if record["holder"]:
+        lines.append(text(f"It is written by {record['holder']}."))
+    if record["resume"]:
+        all_steps = record["steps_committed"] >= record["steps"]
+        left = "What follows the last step is not done. " if all_steps else ""
+        lines.append(text(f"{left}To go on: {record['resume']}"))
+    return lines
+
+
+def _workers(workers: list[WorkerView]) -> list[RenderableType]:
+    made = table(
+        "worker", "pool", "pid", "engines (version)", "runs now", "queued", "read", "written",
+        right=("pid", "queued", "read", "written"),
+    )  # fmt: skip
+    for one in workers:
+        status = one.status
+        if status is None:
+            made.add_row(one.name, ", ".join(one.pools), "", "does not answer")
+            continue
+        engines = [
+            role + ("" if engine.version is None else f" (v{engine.version})")
+            for role, engine in status.engines.items()
+        ]
+        running = [f"{call.role}.{call.method} for {call.age:.1f} s" for call in status.running]
+        made.add_row(
+            one.name, ", ".join(one.pools), str(status.pid), ", ".join(engines),
+            ", ".join(running) or "-", str(max(0, one.processing - len(running))),
+            bytes_text(status.traffic.bytes_read), bytes_text(status.traffic.bytes_written),
+        )  # fmt: skip
+    return [made]
+
+
+def _tasks(tasks: list[TaskView]) -> list[RenderableType]:
+    if not tasks:
+        return []
+    made = table("task of the step under way", "state", "attempts", right=("attempts",))
+    for one in tasks:
+        made.add_row(one.name, one.state, str(one.attempts))
+    return [made]
+
+
+def _committed(steps: list[StepView]) -> list[RenderableType]:
+    if not steps:
+        return []
+    made = table(
+        "step", "version", "seconds", "samples", "tokens", "calls by worker", "retries",
+        "failures", "read", "written", "batches", "weights",
+        right=(
+            "step", "version", "seconds", "samples", "tokens", "retries", "read", "written",
+            "batches", "weights",
+        ),
+    )  # fmt: skip
+    for one in steps:
+        seconds = "" if one.seconds is None else f"{one.seconds:.1f}"
+        batches = "removed" if one.batch_bytes is None else bytes_text(one.batch_bytes)
+        moved = ["" if n is None else bytes_text(n) for n in (one.bytes_read, one.bytes_written)]
+        calls = ", ".join(f"{name} {count}" for name, count in sorted(one.workers.items()))
+        made.add_row(
+            str(one.step), str(one.version), seconds, str(one.samples), f"{one.tokens or 0:.0f}",
+            calls, str(one.retries), text("; ".join(one.failures)[:200]), *moved, batches,
+            bytes_text(one.weight_bytes),
+        )  # fmt: skip
+    return [made]

@@ -1,0 +1,188 @@
+"""Making a committed update again, from the stored batches, and comparing what comes out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.cluster.cluster import ClusterConfig
+from configs.grpo import GRPOConfig
+from configs.overrides import change
+from engines.clusters.opening import open_cluster
+from engines.train.spec import WeightsComparison
+from engines.train.trainer import Trainer
+from engines.workers.cluster import Cluster
+from engines.workers.engine import EngineSpec
+from engines.workers.gang import Gang
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.forks import check_state
+from storage.runs.origins import committer, start_of
+from storage.runs.run_store import RunStore
+from tasks.commands.command import Answer, Request, heading, table, text
+from tasks.run.engines import train_spec
+from tasks.run.forking import settings_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ROLE = "replay"  # on the workers: the run's own engines, should it be running, stay as they are
+SHOWN = 10  # differing tensors named on the terminal; --json has all
+FIGURES = ("train/loss", "train/grad_norm")  # compared too, for a first idea of what differs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """An update that was made again."""
+
+    digest: str  # of the version that came out
+    comparison: WeightsComparison | None  # None where the committed version's weights are gone
+    replayed_from: int  # version of the stored state that it was rebuilt from
+    metrics: dict[str, float]
+
+
+def answer(request: Request) -> Answer:
+    """Replay the update of the step that was named."""
+    step = request.arguments.step
+    newest = head(request.files) or start_of(request.files)
+    if not 1 <= step <= newest:
+        raise ValueError(
+            f"Run {request.files.run} has no committed step {step}. Name one from 1 to {newest}."
+        )
+    files, step = committer(request.files, step)  # it may be one of the run it was forked from
+    commit = read_commit(files, step)
+    try:
+        check_state(files, step - 1)
+        for key in commit.refs["batch"].objects:
+            files.store.size(key)
+    except ObjectMissing as error:
+        raise ValueError(
+            f"Step {step} of run {files.run} cannot be made again: retention removed what it was "
+            f"made of ({error}). Set store.keep_steps and store.keep_snapshots higher in a run "
+            "whose steps are to be replayed."
+        ) from error
+    config = settings(files, commit, request.cluster)
+    done = replay(files, commit, config)
+    return Answer(
+        record=_record(files, commit, done),
+        shown=_shown(files, commit, done),
+        good=done.digest == commit.version_out.digest,
+    )
+
+
+def settings(files: RunStore, commit: Commit, cluster: Any) -> GRPOConfig:
+    """The settings with which a step was made; `cluster`: words that change where it is now."""
+    config = settings_of(files)
+    config = change(type(config), config.model_dump(mode="json"), cluster)
+    steps = commit.update.get("steps")  # a resumed run may have been given more
+    return config.model_copy(update={"steps": steps}) if isinstance(steps, int) else config
+
+
+def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
+    """Start the train workers alone, rebuild the version before, and apply the step's batch."""
+    for name in ("distributed", "fsspec", "botocore"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    pool = config.cluster.roles.actor
+    _say(f"starting {config.cluster.pools[pool].workers} train worker(s)")
+    with open_cluster(_only(config.cluster, pool)) as cluster:
+        trainer = _trainer(cluster, files, config, commit.step)
+        algorithm = AlgorithmConfig.model_validate(commit.algorithm)
+        result = trainer.update(commit.step, commit.refs["batch"], algorithm)
+        dtype, weights = config.rollout.dtype, commit.version_out
+        comparison = None
+        if files.store.exists(f"{weights.key}/manifest.json"):
+            comparison = trainer.compare(commit.step, weights, dtype)
+        digest = comparison.digest if comparison else trainer.digest(commit.step, dtype)
+    return Replayed(
+        digest=digest,
+        comparison=comparison,
+        replayed_from=trainer.base,
+        metrics=dict(result.metrics),
+    )
+
+
+def _only(cluster: ClusterConfig, pool: str) -> ClusterConfig:
+    return cluster.model_copy(update={"pools": {pool: cluster.pools[pool]}})
+
+
+def _trainer(cluster: Cluster, files: RunStore, config: GRPOConfig, last: int) -> Trainer:
+    spec = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", train_spec(config, files, "actor"))
+    gang = Gang(
+        cluster,
+        config.cluster.roles.actor,
+        ROLE,
+        spec,
+        config.train.deadline,
+        start_timeout=config.cluster.start_timeout,
+    )
+    return Trainer(
+        gang,
+        files,
+        epoch=1,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        on_replay=lambda step, _: _say(f"applying the batch of step {step} on the way to {last}"),
+        lease_name=f"{files.run}-replay-{uuid.uuid4().hex[:8]}",
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _figures(commit: Commit, done: Replayed) -> dict[str, tuple[float | None, float | None]]:
+    return {name: (commit.metrics.get(name), done.metrics.get(name)) for name in FIGURES}
+
+
+def _record(files: RunStore, commit: Commit, done: Replayed) -> dict[str, object]:
+    return {
+        "run": files.run,
+        "step": commit.step,
+        "equal": done.digest == commit.version_out.digest,
+        "committed": commit.version_out.digest,
+        "replayed": done.digest,
+        "replayed_from_version": done.replayed_from,
+        "weights_in_store": done.comparison is not None,
+        "differing": [asdict(one) for one in done.comparison.differing] if done.comparison else [],
+        "figures": {
+            name: {"committed": was, "replayed": now}
+            for name, (was, now) in _figures(commit, done).items()
+        },
+    }
+
+
+def _shown(files: RunStore, commit: Commit, done: Replayed) -> list[RenderableType]:
+    equal = done.digest == commit.version_out.digest
+    lines: list[RenderableType] = [
+        heading(f"Step {commit.step} of {files.run}, rebuilt from version {done.replayed_from}"),
+        text(f"  committed  {commit.version_out.digest}"),
+        text(f"  replayed   {done.digest}"),
+    ]
+    for name, (was, now) in _figures(commit, done).items():
+        same = "the same" if was == now else f"was {was}"
+        lines.append(text(f"  {name:<16} {now}  ({same})"))
+    if equal:
+        return [*lines, text("Equal, to the bit.", "bold green")]
+    if done.comparison is None:
+        why = "They differ; the committed weights are no longer in the store, so not known where."
+        return [*lines, text(why, "bold red")]
+    differing = done.comparison.differing
+    first = differing[0]
+    told = (
+        f"{len(differing)} of {done.comparison.tensors} tensors differ, first {first.name}: by at "
+        f"most {first.largest:.3g}, in {first.elements} elements."
+    )
+    found = table("tensor", "shape", "elements that differ", "largest difference")
+    for one in differing[:SHOWN]:
+        found.add_row(one.name, str(one.shape), str(one.elements), f"{one.largest:.3g}")
+    made = commit.update
+    ranks, threads = made.get("ranks", "?"), made.get("threads", "?")
+    hint = (
+        f"The step was made by {ranks} rank(s) of {threads} thread(s); sums are rounded in another "
+        "order by other numbers of them."
+    )
+    return [*lines, text(told, "bold red"), found, text(hint)]

@@ -1,0 +1,194 @@
+"""Scoring stored samples with another reward: new columns beside the old, and what would change.
+
+Nothing is sampled and nothing is rewritten. The scores of a step are an object of their own below
+RUN/rescored/, named by reward code and samples, so a repeated run finds them there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from configs.grpo import GRPOConfig
+from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
+from engines.data.chat_template import prompts_of
+from engines.models import materialize, tokenizer
+from engines.rewards.comparison import RewardComparison, compare_rewards
+from engines.rewards.runner import RewardRunner, code_digest
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.digests import key_of
+from storage.objects.errors import ObjectMissing
+from storage.objects.json_values import Row
+from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.origins import start_of
+from storage.runs.run_store import RunStore
+from tasks.commands.command import Answer, Request, heading, table, text
+from tasks.run.engines import MODELS
+from tasks.run.forking import settings_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from transformers import PreTrainedTokenizerBase
+
+COLUMN = "rescored/"  # prefix of the new columns
+
+
+def answer(request: Request) -> Answer:
+    """Rescore the steps that were named."""
+    files, asked = request.files, request.arguments
+    config = settings_of(files)
+    reward = reward_of(asked.reward)
+    settings = RewardsConfig(functions=(reward,), timeout=config.rewards.timeout)
+    steps = steps_of(files, asked.steps)
+    found: list[tuple[int, RewardComparison]] = []
+    refs: dict[int, BatchRef] = {}
+    olds, news, groups = [], [], []
+    spoken = tokenizer(materialize(config.model, MODELS.absolute()))
+    with RewardRunner(settings, config.data) as runner:
+        runner.start()
+        for step in steps:
+            commit = read_commit(files, step)
+            try:
+                refs[step] = rescore(files, commit, config, runner, spoken)
+            except ObjectMissing:
+                continue  # retention removed the samples
+            samples = commit.refs["samples"]
+            old = _numbers(files, samples, "reward")
+            new = _numbers(files, refs[step], f"{COLUMN}{reward.label}")
+            group = samples.fetch_numpy(files.store, "group_id")[0].astype(np.int64)
+            found.append((step, compare_rewards(old, new, group)))
+            olds.append(old)
+            news.append(new)
+            groups.append(group)
+        code = runner.code()
+    if not found:
+        raise ValueError(f"Retention removed the samples of steps {asked.steps} of {files.run}.")
+    whole = compare_rewards(np.concatenate(olds), np.concatenate(news), np.concatenate(groups))
+    record = {
+        "run": files.run,
+        "reward": reward.label,
+        "reward_code": {code_digest(code): [asdict(one) for one in code]},
+        "steps": {step: asdict(one) for step, one in found},
+        "all": asdict(whole),
+        "objects": sorted(key for ref in refs.values() for key in ref.objects),
+        "removed_by_retention": [step for step in steps if step not in refs],
+    }
+    return Answer(record=record, shown=_shown(files, reward.label, found, whole, refs))
+
+
+def reward_of(word: str) -> Reward:
+    """The reward that --reward names: package.module:function, math or reasoning_gym."""
+    if word == "math":
+        return MathReward()
+    if word == "reasoning_gym":
+        return ReasoningGymReward()
+    try:
+        return FunctionReward(path=word)
+    except ValueError:
+        raise ValueError(
+            f"--reward {word} names no function. Write package.module:function, math or "
+            "reasoning_gym."
+        ) from None
+
+
+def steps_of(files: RunStore, word: str | None) -> list[int]:
+    """The committed steps of A-B, of A alone, or all of them."""
+    first, last = start_of(files) + 1, head(files) or 0
+    if last < first:
+        raise ValueError(f"Run {files.run} has no committed step of its own.")
+    a, dash, b = (word or f"{first}-{last}").partition("-")
+    if not a.isdigit() or (dash and not b.isdigit()):
+        raise ValueError(f"--steps {word} is no range. Write A-B, such as {first}-{last}.")
+    low, high = int(a), int(b or a)
+    if not first <= low <= high <= last:
+        raise ValueError(f"--steps {word}: run {files.run} committed steps {first} to {last}.")
+    return list(range(low, high + 1))
+
+
+def rescore(
+    files: RunStore,
+    commit: Commit,
+    config: GRPOConfig,
+    runner: RewardRunner,
+    spoken: PreTrainedTokenizerBase,
+) -> BatchRef:
+    """Score a step's samples; the ref has one row per sample, in the order of the commit's."""
+    samples, prompts = commit.refs["samples"], commit.refs["prompts"]
+    code = code_digest(runner.code())
+    name = f"{commit.step:06d}-{key_of('rescore', samples.to_json(), code)}"
+    key = f"{files.run}/rescored/{name}.safetensors"
+    if (done := files.finished(key)) is not None:
+        return BatchRef.from_json(done["ref"])
+    order = prompts.fetch_numpy(files.store, "group_id")[0].tolist()
+    of_group = dict(zip(order, prompts.fetch_list(files.store, "row"), strict=True))
+    group = samples.fetch_numpy(files.store, "group_id")[0].tolist()
+    rows = cast("list[Row]", [of_group[one] for one in group])
+    ids, offsets = samples.fetch_numpy(files.store, "response_ids")
+    assert offsets is not None
+    completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    scores = runner.score(
+        prompts_of(rows, config.data),
+        spoken.batch_decode(completion_ids, skip_special_tokens=True),
+        rows,
+        completion_ids,
+    )
+    label = runner.names[0]
+    columns: dict[str, object] = {
+        f"{COLUMN}{label}": np.where(scores.failed, np.float32("nan"), scores.rewards),
+        "sample_id": samples.fetch_numpy(files.store, "sample_id")[0],
+        "reward_code": [code] * len(samples),
+    }
+    ref = write_batch(files.store, key, columns)
+    files.finish(key, {"ref": ref.to_json(), "step": commit.step, "reward": label})
+    return ref
+
+
+def _numbers(files: RunStore, ref: BatchRef, column: str) -> np.ndarray[Any, Any]:
+    return ref.fetch_numpy(files.store, column)[0].astype(np.float64)
+
+
+def _shown(
+    files: RunStore,
+    label: str,
+    found: list[tuple[int, RewardComparison]],
+    whole: RewardComparison,
+    refs: dict[int, BatchRef],
+) -> list[RenderableType]:
+    columns = (
+        "step", "samples", "failed", "mean", "new", "spread", "new", "corr.", "groups reordered",
+        "new best", "rank change", "sign flips", "to 0", "from 0",
+    )  # fmt: skip
+    made = table(*columns, right=columns)
+    for name, one in [*((str(step), one) for step, one in found), ("all", whole)]:
+        made.add_row(name, *_cells(one))
+    folder = Path(sorted(next(iter(refs.values())).objects)[0]).parent
+    return [
+        heading(f"{files.run}: its reward -> {label}"),
+        made,
+        text(
+            "mean, spread: of the run's reward and of the new one. corr.: between the two. rank "
+            "change: mean over samples, within their group. sign flips: share of samples whose "
+            "advantage, the reward minus its group's mean, changes sign."
+        ),
+        text(f"Scores are kept in {folder}, column {COLUMN}{label}."),
+    ]
+
+
+def _cells(one: RewardComparison) -> list[str]:
+    return [
+        str(one.samples),
+        str(one.failed),
+        *(f"{value:.3f}" for value in (*one.mean, *one.spread)),
+        "none" if one.correlation is None else f"{one.correlation:+.3f}",
+        f"{one.reordered} of {one.groups}",
+        f"{one.new_best}",
+        f"{one.rank_change:.2f}",
+        f"{one.flipped:.1%}",
+        f"{one.silenced:.1%}",
+        f"{one.woken:.1%}",
+    ]

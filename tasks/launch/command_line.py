@@ -1,0 +1,206 @@
+"""Starting a run from a command line: words to settings, checks, server and engines, the flow."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from prefect.logging.configuration import setup_logging
+
+from configs.base import Settings
+from configs.flows import resume_command
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError, change
+from configs.recipe import DEMO, load_recipe, recipe_names
+from configs.settings_help import fields
+from configs.storage import StoreConfig
+from tasks.run.interruption import INTERRUPTED
+
+if TYPE_CHECKING:
+    from tasks.reporting.progress import Terminal
+    from tasks.run.run import Run
+
+HOME = Path(".refrain")
+BAD_SETTINGS = 2  # exit codes
+FAILED = 1
+
+
+def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
+    """Run a flow from the command line's words; returns the exit code."""
+    arguments = _parser(model).parse_args(list(words) or sys.argv[1:])
+    quiet_libraries()
+    from tasks.run.forking import origin_of_fork  # late, so that --help answers at once
+    from tasks.run.preflight import check
+
+    try:
+        config = _settings(model, arguments)
+        check(config)
+        if arguments.fork is not None:
+            origin_of_fork(config, arguments.fork)
+        if arguments.check:
+            print(f"{config.name}: the settings are good, and a run would start.")
+            return 0
+        return _run(run_flow, config, arguments.resume, arguments.fork)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_SETTINGS
+
+
+def _run(
+    run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None, fork: str | None
+) -> int:
+    """Start engines and server side by side, run the flow, say where everything is."""
+    import httpx
+    from prefect.exceptions import PrefectException
+
+    from tasks.launch.server import prefect_server
+    from tasks.reporting.progress import Terminal
+    from tasks.run.continue_from import NothingNew
+    from tasks.run.run import prepared
+
+    terminal = Terminal()
+    run: Run | None = None
+    try:
+        with prepared(config, terminal, resume, fork, partial(_stopped, terminal)) as run:
+            name = run.name
+            terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
+            if run.origin is not None:
+                terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
+            with prefect_server(HOME / "prefect") as dashboard:
+                terminal.say(f"Dashboard {dashboard}")
+                summary = run_flow(config, resume, fork)
+    except KeyboardInterrupt:
+        return _stopped(terminal, run)
+    except NothingNew as nothing:
+        terminal.say(str(nothing))
+        return 0
+    except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
+        if run is not None and run.stopped:  # the error is a wait that was ended
+            return _stopped(terminal, run)
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, httpx.HTTPError):
+            what = f"The Prefect server does not answer ({what})."
+        terminal.say(what, style="red")
+        if run is not None:
+            terminal.say(f"To go on from the last step: {resume_command(run.config, run.name)}")
+        return FAILED
+    terminal.facts(
+        f"{name}: {summary.steps} steps are committed.",
+        {
+            "checkpoint": summary.checkpoint,
+            "curves": summary.plot,
+            "MLflow": summary.tracking,
+            "Prefect": f"{summary.dashboard}  (later: python -m flows.dashboard)",
+        },
+    )
+    return 0
+
+
+def _command() -> str:
+    """How this program was started: python -m flows.<name>."""
+    return f"python -m flows.{Path(sys.argv[0]).stem}"
+
+
+def _stopped(terminal: Terminal, run: Run | None) -> int:
+    """A person ended the run."""
+    again = f" To go on: {resume_command(run.config, run.name)}" if run is not None else ""
+    terminal.say(f"Stopped.{again}", style="yellow")
+    return INTERRUPTED
+
+
+def _data_of(run: Run) -> str:
+    """Which rows a run that begins after another one draws first."""
+    if run.cursor.fresh:
+        return f"{run.cursor.fresh} rows not seen before come first"
+    assert run.origin is not None
+    return "its data go on" if run.origin.cursor else "with other data, from their start"
+
+
+def quiet_libraries() -> None:
+    """Keep warnings of Prefect and others off the terminal; Prefect's server still gets its logs."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    logging.raiseExceptions = False  # that a log cannot be sent is no news for the terminal
+    setup_logging()  # Prefect read the environment when it was imported
+    for name in ("distributed", "alembic", "mlflow", "httpx", "fsspec", "botocore"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # While a killed server starts again, events on their way to it are lost, with a page of text.
+    logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
+
+
+def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:
+    """The recipe of the words; for a resumed run without one, the settings that it began with."""
+    words = list(arguments.words)
+    recipe = words.pop(0) if words and "=" not in words[0] else None
+    if arguments.resume is not None and arguments.fork is not None:
+        raise ConfigError(
+            "--resume goes on with a run and --fork begins a new one. Give one of them."
+        )
+    earlier = arguments.resume or (arguments.fork or "").partition("@")[0]
+    if not earlier or recipe is not None:
+        return load_recipe(model, recipe or DEMO, words)
+    from storage.objects.store import Store
+    from storage.runs.run_store import RunStore
+
+    given = [word for word in words if word.startswith("store.")]
+    where = change(_Stored, {}, given).store
+    uri = where.uri
+    written = RunStore(Store(uri, where.options), earlier).read_run()
+    if written is None:
+        raise ConfigError(
+            f"There is no run {earlier} in {uri}. Name a run of that store, or add store.uri=… of "
+            "another."
+        )
+    settings = cast(dict[str, Any], written["config"])
+    if "critic" in settings and not model.has_critic:
+        raise ConfigError(f"Run {earlier} trains a critic. Go on with it by python -m flows.ppo.")
+    return change(model, settings, words)
+
+
+class _Stored(Settings):
+    """Where the run to be resumed is."""
+
+    store: StoreConfig = StoreConfig()
+
+
+def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_command(),
+        usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
+        description="Post-train a language model by reinforcement learning, as a Prefect flow.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=settings_help(model),
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RECIPE key=value",
+        help=f"a recipe ({', '.join(recipe_names())}; or a YAML file), then settings that change "
+        f"it. Without a recipe: {DEMO}",
+    )
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run from its last commit")
+    parser.add_argument(
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin a new run at a committed step of another one, whose settings it takes over "
+        "with those changes that are given",
+    )
+    parser.add_argument("--check", action="store_true", help="check everything, start nothing")
+    return parser
+
+
+def settings_help(model: type[GRPOConfig]) -> str:
+    """Every setting with its type, default and meaning, as text for a terminal."""
+    lines = ["settings (name, type, default; then what it means):"]
+    for name, kind, default, meaning in fields(model):
+        head = "  ".join(part for part in (name, kind, f"[{default}]" if default else "") if part)
+        lines.append(f"  {head}")
+        lines += textwrap.wrap(meaning, 92, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)

@@ -1,0 +1,127 @@
+"""Registering work pool, deployments and automations on a Prefect server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import yaml
+from prefect.automations import Automation
+from prefect.blocks.core import Block
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.exceptions import ObjectNotFound
+from pydantic import TypeAdapter
+
+from configs.flows import SETTINGS
+from configs.recipe import load_recipe
+from tasks.launch.server import ServerError
+
+CHECKOUT = Path(__file__).parents[2]  # the folder with flows/ and infra/
+
+PREFECT_FILE = CHECKOUT / "infra/prefect.yaml"
+AUTOMATIONS_FILE = CHECKOUT / "infra/automations.yaml"
+MESSAGE = "{{ automation.description }}\n\n{{ event.event }} {{ event.payload }}"
+
+
+class NotDeployed(ServerError):
+    """The deployments could not be registered; the message says why."""
+
+
+def check_server(api: str | None) -> str:
+    """The address, if a Prefect server answers there; NotDeployed else."""
+    if api is None:
+        raise NotDeployed(
+            "PREFECT_API_URL is not set, so there is no server to deploy to. Start one with "
+            "`prefect server start` and set PREFECT_API_URL=http://127.0.0.1:4200/api."
+        )
+    try:
+        httpx.get(f"{api}/health", timeout=10).raise_for_status()
+    except httpx.HTTPError as error:
+        raise NotDeployed(
+            f"No Prefect server answers at PREFECT_API_URL = {api} ({error}). Start it, or set "
+            "PREFECT_API_URL to the API of a running one."
+        ) from None
+    return api
+
+
+def ensure_pools(client: SyncPrefectClient) -> list[str]:
+    """The work pools that the deployments name, made as process pools where they are missing."""
+    declared = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
+    names = sorted({deployment["work_pool"]["name"] for deployment in declared})
+    for name in names:
+        try:
+            client.read_work_pool(name)
+        except ObjectNotFound:
+            client.create_work_pool(WorkPoolCreate(name=name, type="process"))
+    return names
+
+
+def register_deployments(names: list[str]) -> None:
+    """Deployments of infra/prefect.yaml, all or those named, by Prefect's own command."""
+    chosen = [word for name in names for word in ("--name", name)] or ["--all"]
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *chosen]
+    done = subprocess.run(
+        [*command, "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT))],
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        raise NotDeployed(f"prefect deploy failed:\n{done.stdout.strip()}")
+
+
+def register_automations(notify: str | None = None, path: Path = AUTOMATIONS_FILE) -> list[str]:
+    """The file's automations, made or brought up to date by name; returns the names.
+
+    notify: a notification block, type/name, through which they speak.
+    """
+    declared = yaml.safe_load(path.read_text())["automations"]
+    return [_register(one, notify) for one in declared]
+
+
+def _register(declared: dict[str, Any], notify: str | None) -> str:
+    subject = declared.pop("subject")
+    wanted = TypeAdapter(Automation).validate_python(
+        {**declared, "actions": [_action(subject, notify)]}
+    )
+    try:
+        found = cast(Automation, Automation.read(name=wanted.name))
+    except ValueError:
+        wanted.create()
+    else:
+        wanted.model_copy(update={"id": found.id, "enabled": found.enabled}).update()
+    return wanted.name
+
+
+def _action(subject: str, notify: str | None) -> dict[str, str]:
+    if notify is None:
+        return {"type": "do-nothing"}
+    try:
+        block = cast(Block, Block.load(notify))
+    except ValueError as error:
+        raise NotDeployed(
+            f"There is no notification block {notify} on the server ({error}). Make it on the page "
+            "Blocks, or leave NOTIFY out."
+        ) from None
+    return {
+        "type": "send-notification",
+        "block_document_id": str(block._block_document_id),
+        "subject": subject,
+        "body": MESSAGE,
+    }
+
+
+def recipe(name: str, settings: dict[str, Any] | None = None, flow: str = "grpo") -> dict[str, Any]:
+    """A recipe for a flow, checked and complete, as `config`; `settings` are changes by dotted name.
+
+    Complete, so that the form shows every value of the run, and a later change of a default needs
+    a new `make deploy` to take effect.
+    """
+    words = [f"{key}={value}" for key, value in (settings or {}).items()]
+    config = load_recipe(SETTINGS[flow], name, words)
+    return {"config": config.model_dump(mode="json"), "directory": str(CHECKOUT)}

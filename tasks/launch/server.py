@@ -1,0 +1,211 @@
+"""The Prefect server of a run: the one that PREFECT_API_URL names, or one started for the run.
+
+Prefect's own in-process server serves no dashboard, so the embedded one is the same ASGI app with
+its UI. It keeps its database under .refrain/prefect unless PREFECT_HOME says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import prefect
+from prefect.logging.handlers import APILogHandler
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+from engines.processes.parent_death import die_with_parent
+
+HOST = "127.0.0.1"
+FIRST_PORT = 4200
+OTHER_PORTS = range(20000, 32768)  # below those of connections and of listeners on port 0
+START_TIMEOUT = 120.0  # seconds; the first start migrates the database
+STOP_TIMEOUT = 2.0  # seconds until a server that does not stop is killed
+LOOK_EVERY = 2.0  # seconds
+HEALTH_TIMEOUT = 5.0  # seconds for the server to say that it is well
+SILENCE = 30.0  # seconds after which a server that has answered counts as hung
+
+
+class ServerError(RuntimeError):
+    """The embedded Prefect server did not come up."""
+
+
+class EmbeddedServer:
+    """A Prefect server with its dashboard, on loopback, that ends with this process.
+
+    Killed or hung, it is started again on the same port with the same database; Prefect's client
+    waits that long.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home.absolute()
+        self.log = self.home / "server.log"
+        self.port = _free_port()
+        self._answered = threading.Event()
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: int | None = None  # exit code, where it is not started again
+        self._keeper: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the dashboard is."""
+        return f"http://{HOST}:{self.port}"
+
+    def launch(self) -> None:
+        """Start the server's process and return at once; `wait` tells when it answers."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
+        # The kernel ends the process with the thread that started it, so that one stays.
+        self._keeper = threading.Thread(target=self._keep, name="prefect-server", daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        """Have a server run until `stop`, except when the first one ends by itself or hangs."""
+        while not self._stopping.is_set():
+            self._process = process = self._spawn()
+            hung = time.monotonic() + START_TIMEOUT
+            while process.poll() is None and not self._stopping.wait(LOOK_EVERY):
+                if self._healthy():
+                    hung = time.monotonic() + SILENCE
+                if time.monotonic() > hung:
+                    process.kill()
+            killed = (process.poll() or 0) < 0
+            if self._stopping.is_set() or not (killed or self._answered.is_set()):
+                break
+        self._ended = _end(process)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "uvicorn", "--factory"]
+        command += ["--app-dir", str(prefect.__module_path__.parent)]
+        command += [
+            "prefect.server.api.server:create_app",
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+        ]
+        command += ["--log-level", "error", "--lifespan", "on", "--timeout-graceful-shutdown", "1"]
+        environment = {
+            **os.environ,
+            "PREFECT_HOME": str(self.home),
+            # The dashboard calls the address that these two name, not the one that it came from.
+            "PREFECT_SERVER_API_HOST": HOST,
+            "PREFECT_SERVER_API_PORT": str(self.port),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
+            "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        environment.pop("PREFECT_API_URL", None)
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches the flow first, which still reports to the server.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    def _healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.address}/api/health", timeout=HEALTH_TIMEOUT).is_success
+        except httpx.HTTPError:
+            return False
+
+    def wait(self, timeout: float = 2 * START_TIMEOUT) -> None:  # one that hung is started again
+        """Return when the server answers; ServerError with its last words if it ends or hangs."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if self._ended is not None:
+                raise ServerError(self._failure(f"ended with code {self._ended}"))
+            if self._healthy():
+                self._answered.set()
+                return
+            time.sleep(0.1)
+        raise ServerError(self._failure(f"did not answer within {timeout:.0f} s"))
+
+    def stop(self) -> None:
+        """End the server's process."""
+        self._stopping.set()
+        if self._process is not None:
+            self._process.terminate()
+        if self._keeper is not None:
+            self._keeper.join()
+
+    def _failure(self, what: str) -> str:
+        words = self.log.read_text(errors="replace")
+        remedy = f"Its log is {self.log}."
+        if "Can't locate revision" in words:
+            remedy = (
+                f"Its database in {self.home} was made by a newer Prefect. "
+                "Set PREFECT_HOME to another folder, or remove that one."
+            )
+        return f"The Prefect server on port {self.port} {what}. {remedy}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End a process, by force if need be; its exit code."""
+    process.terminate()
+    try:
+        return process.wait(timeout=STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+@contextlib.contextmanager
+def prefect_server(home: Path) -> Iterator[str]:
+    """Run the body against a Prefect server; yields the dashboard's address.
+
+    Step flows keep no heartbeat: each synchronous flow would otherwise wait for it on exit, up to a
+    second a step.
+    """
+    api = PREFECT_API_URL.value()
+    if api is not None:
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            yield api.removesuffix("/api")
+        return
+    server = EmbeddedServer(home)
+    server.launch()
+    try:
+        server.wait()
+        settings = {
+            PREFECT_API_URL: f"{server.address}/api",
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+        }
+        with temporary_settings(settings):
+            try:
+                yield server.address
+            finally:
+                # Logs on their way would be waited for, when Python ends, while the server is gone.
+                APILogHandler().flush()
+    finally:
+        server.stop()
+
+
+def _free_port() -> int:
+    """Prefect's usual port if it is free, else one that the kernel gives to nobody by itself.
+
+    It is free until the server binds it, seconds later; a scheduler or worker must not get it.
+    """
+    for port in (FIRST_PORT, *random.sample(OTHER_PORTS, 100)):
+        with contextlib.closing(socket.socket()) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ServerError(f"No port is free on {HOST} for the Prefect server.")

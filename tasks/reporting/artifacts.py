@@ -1,0 +1,205 @@
+"""What a person finds on a step's page of the Prefect dashboard: shards, lineage, curves."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+import os
+import re
+import socket
+from typing import TYPE_CHECKING
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from configs.flows import command
+
+if TYPE_CHECKING:
+    from storage.runs.commit_log import Commit
+    from tasks.reporting.attempts import Attempt
+    from tasks.reporting.run_view import Standing
+    from tasks.results import Metrics, Scored
+
+TABLE_STEPS = 200  # the last ones; MLflow has all
+
+
+def key(run: str, what: str) -> str:
+    """An artifact key: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{run}-{what}".lower()).strip("-")
+
+
+def escaped(text: object) -> str:
+    """Text that may come from a model or a user, made harmless in markdown and HTML."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(str(text)))
+
+
+def show_step(run: Standing, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
+    """The step's table of shards and its lineage note."""
+    create_table_artifact(
+        key=key(run.name, "shards"),
+        table=[shard_row(number, shard) for number, shard in enumerate(scored, 1)],
+        description=f"Shards of step {commit.step}: where each was sampled, and how.",
+    )
+    create_markdown_artifact(
+        key=key(run.name, "lineage"),
+        markdown=lineage(run, commit, attempts),
+        description=f"What went into and came out of step {commit.step}.",
+    )
+
+
+def shard_row(number: int, shard: Scored) -> dict[str, str | int | float]:
+    """One line of the table of shards."""
+    stats = shard.sampled.stats
+    return {
+        "shard": number,
+        "worker": stats.worker,
+        "attempt": stats.attempt,
+        "samples": stats.rows,
+        "tokens": stats.tokens,
+        "tokens/s": round(stats.tokens / max(stats.seconds, 1e-9), 1),
+        "seconds": round(stats.seconds, 2),
+        "truncated": stats.truncated,
+        "scoring failed": shard.failures,
+        "policy version": stats.version,
+        "weights held": stats.digest,
+    }
+
+
+def lineage(run: Standing, commit: Commit, attempts: list[Attempt]) -> str:
+    """Markdown: versions, refs, counts, times and retries of a committed step.
+
+    Lists, where an entry is long: the dashboard cuts wide tables off.
+    """
+    lines = [f"### Step {commit.step} of {escaped(run.name)}", ""]
+    for name, weights in (("Sampled with", commit.version_in), ("Gave", commit.version_out)):
+        if weights is not None:
+            lines.append(
+                f"- {name} **version {weights.version}**, digest `{weights.digest}`, in "
+                f"`{run.store.url(weights.key)}`"
+            )
+    lines += ["", "#### Batches", ""]
+    for name, ref in commit.refs.items():
+        columns = ", ".join(f"`{column}`" for column in ref.names)
+        lines.append(f"- **{name}**, {len(ref)} rows of {columns}")
+        objects = sorted(ref.objects)
+        lines += [f"  - `{place}`" for place in objects[:8]]
+        lines += [f"  - and {len(objects) - 8} more"] if len(objects) > 8 else []
+    ledger = commit.ledger
+    lines += [
+        "",
+        f"Prompts so far: {ledger.drawn} drawn = {ledger.trained} trained + {ledger.filtered} "
+        f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
+        "",
+        "#### Where the time went",
+        "",
+        *stage_table(commit, attempts),
+    ]
+    lines += reward_code(commit)
+    if run.origin is not None:
+        lines += ["", f"The run goes on from {escaped(run.origin)}."]
+    store = run.config.store
+    samples = command("lineage", store, run.name, "--version", commit.version_out.version)
+    again = command("replay", store, run.name, commit.step)
+    lines += ["", f"Sample by sample: `{samples}`; made again and compared: `{again}`."]
+    failures = [attempt for attempt in attempts if attempt.error]
+    if failures:
+        lines += ["", "#### Failed attempts, each tried again", ""]
+        lines += [
+            f"- **{attempt.stage} {attempt.shard or ''}**, attempt {attempt.number} on "
+            f"{escaped(attempt.assignment.worker or 'the train workers')}, after "
+            f"{attempt.ended - attempt.started:.1f} s: {escaped(attempt.error)[:300]}"
+            for attempt in failures
+        ]
+    return "\n".join(lines)
+
+
+def stage_table(commit: Commit, attempts: list[Attempt]) -> list[str]:
+    """Seconds, workers and retries of each stage of a step; stages overlap, so shares do too."""
+    whole = commit.metrics.get("time/step") or 0.0
+    lines = ["| stage | seconds | share | calls | retries | workers |", "|---|---|---|---|---|---|"]
+    for stage in dict.fromkeys(attempt.stage for attempt in attempts):
+        own = [attempt for attempt in attempts if attempt.stage == stage]
+        seconds = max(one.ended for one in own) - min(one.started for one in own)
+        workers = sorted({one.assignment.worker for one in own} - {""}) or ["train workers"]
+        lines.append(
+            f"| {stage} | {seconds:.2f} | {seconds / max(whole, 1e-9):.0%} | {len(own)} "
+            f"| {sum(one.number > 1 for one in own)} | {escaped(', '.join(workers))} |"
+        )
+    return [*lines, f"| whole step | {whole:.2f} | | | | |"]
+
+
+def show_run(run: Standing) -> None:
+    """The run's own note: its name, where it works, and where its things are."""
+    lines = [
+        f"### {escaped(run.name)}",
+        "",
+        f"- Flow process {os.getpid()} on {escaped(socket.gethostname())}",
+        f"- Store `{run.store.url(run.name)}`",
+        f"- MLflow `{escaped(run.config.tracking.uri)}`, experiment "
+        f"{escaped(run.config.tracking.experiment)}, run {escaped(run.name)}",
+        f"- Data {escaped(run.source.name)}, {len(run.source)} rows, `{run.source.digest}`",
+    ]
+    if run.origin is not None:
+        what = "trainer state" if run.origin.trainer_state else "weights"
+        lines.append(f"- Goes on from the {what} of **{escaped(run.origin)}**")
+    if run.cursor.fresh:
+        lines.append(f"- {run.cursor.fresh} rows had not been seen; they are drawn first")
+    if run.head:
+        lines.append(f"- Goes on after its step {run.head}")
+    create_markdown_artifact(
+        key=key(run.name, "run"),
+        markdown="\n".join(lines),
+        description=f"What {run.name} is, and where its things are.",
+    )
+
+
+def show_steps(run: Standing, history: list[tuple[int, Metrics]]) -> None:
+    """The run's steps in one table: reward, time by stage, retries."""
+    rows = [
+        {
+            "step": step,
+            "mean reward": round(metrics.get("reward/mean", math.nan), 4),
+            "seconds": round(metrics["time/step"], 2),
+            **{
+                stage: round(metrics[f"time/{stage}"], 2)
+                for stage in ("rollout", "reward", "advantage", "update", "weight_sync")
+                if f"time/{stage}" in metrics
+            },
+            "retries": int(metrics["retries"]),
+        }
+        for step, metrics in history[-TABLE_STEPS:]
+    ]
+    # NaN is no JSON, and the server keeps tables as JSON.
+    table = [{k: v for k, v in row.items() if v == v} for row in rows]
+    create_table_artifact(
+        key=key(run.name, "steps"),
+        table=table,
+        description=f"Steps of {run.name}: mean reward, seconds by stage, retries.",
+    )
+
+
+def reward_code(commit: Commit) -> list[str]:
+    """Markdown lines: which reward functions, to the digest of their lines."""
+    if not commit.reward_code:
+        return []
+    lines = ["", "| reward code | function | lines | file | packages |", "|---|---|---|---|---|"]
+    for digest, functions in commit.reward_code.items():
+        for one in functions:
+            packages = one.get("packages")
+            versions = packages.items() if isinstance(packages, dict) else ()
+            lines.append(
+                f"| `{digest}` | {escaped(one.get('name'))} | `{str(one.get('source'))[:17]}` "
+                f"| `{str(one.get('module'))[:17]}` "
+                f"| {escaped(', '.join(f'{name} {version}' for name, version in versions))} |"
+            )
+    return lines
+
+
+def show_curves(run: Standing, image: bytes) -> None:
+    """The run's curves, as a picture inside a markdown artifact."""
+    picture = base64.b64encode(image).decode()
+    create_markdown_artifact(
+        key=key(run.name, "curves"),
+        markdown=f"![reward, KL and time by stage](data:image/png;base64,{picture})",
+        description=f"Reward, KL and time by stage of {run.name}.",
+    )

@@ -1,0 +1,181 @@
+"""The run in MLflow, fed from the flow: begun with the engines, then a write per step."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from storage.runs.commit_log import history
+from storage.runs.origins import start_of
+from storage.tracking.plots import progress_png
+from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.tracker import Tracker
+from tasks.reporting.flow_run import flow_run_id, flow_run_url
+from tasks.results import Metrics
+
+if TYPE_CHECKING:
+    from storage.runs.commit_log import Commit
+    from tasks.reporting.run_view import Standing
+
+PLOT = "plots/progress.png"
+LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
+
+
+class RunTracker:
+    """A run's page in MLflow. MLflow is imported beside the start of the engines."""
+
+    def __init__(self, run: Standing) -> None:
+        self._run = run
+        self._tracker = Tracker(run.config.tracking)
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._finished = False
+        self.history: list[tuple[int, Metrics]] = []
+        self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
+
+    def start(self) -> None:
+        """Begin the page in the background, or go on with it. To be called inside the flow run."""
+        tracked, head = self._tracked(), self._run.head
+
+        def begin() -> None:
+            try:
+                self._tracker.start(tracked)
+                self._catch_up(head)
+            except Exception as error:  # raised again in the flow's thread by `_ready`
+                self._error = error
+            finally:
+                self._started.set()
+
+        threading.Thread(target=begin, name="mlflow", daemon=True).start()
+
+    def _catch_up(self, head: int) -> None:
+        """What a resumed run did before: its curves, its versions, and what MLflow never heard of.
+
+        A step is committed before MLflow is told of it and its version, so a run may die in between.
+        """
+        if head == start_of(self._run.files):
+            return
+        before = [commit for commit in history(self._run.files) if commit.step <= head]
+        logged = self._tracker.last_step or 0
+        for commit in reversed(before):
+            metrics = {name: x for name, x in commit.metrics.items() if x is not None}
+            self.history.append((commit.step, metrics))
+            if commit.step > logged:
+                self._log(self._tracker, commit, metrics)
+        self.registered = self._tracker.registered()
+        newest = before[0]
+        if self._run.snapshot_due(head) and newest.version_out.version not in self.registered:
+            self._register(self._tracker, newest)
+
+    def step(self, commit: Commit, metrics: Metrics) -> None:
+        """Record a committed step."""
+        tracker = self._ready()
+        self.history.append((commit.step, metrics))
+        self._log(tracker, commit, metrics)
+
+    def _log(self, tracker: Tracker, commit: Commit, metrics: Metrics) -> None:
+        tracker.log_step(commit.step, metrics, at=commit.committed_at, lineage=newest_tags(commit))
+
+    def register(self, commit: Commit) -> None:
+        """Put the policy version that a step made into the model registry."""
+        self._register(self._ready(), commit)
+
+    def _register(self, tracker: Tracker, commit: Commit) -> None:
+        step, weights = commit.step, commit.version_out
+        number = tracker.register_version(
+            weights.version,
+            uri=self._run.store.url(weights.key),
+            digest=weights.digest,
+            step=step,
+            store_uri=self._run.store.uri,
+            lineage=version_tags(commit),
+        )
+        self.registered[weights.version] = number
+
+    def log(self, commit: Commit, metrics: Metrics) -> None:
+        """Record figures that are not a step's own, such as an evaluation of what it made."""
+        self._ready().log_step(commit.step, metrics, at=commit.committed_at)
+
+    def tag(self, name: str, value: str) -> None:
+        """Write a tag on the run's page."""
+        self._ready().tag(name, value)
+
+    @property
+    def model_name(self) -> str:
+        """Name of the run's model in the registry."""
+        return self._ready().model_name
+
+    def number_of(self, version: int) -> str:
+        """Number in the registry of a policy version, which is registered if it is not yet."""
+        if version not in self.registered:
+            last = self._run.last
+            assert last is not None and last.version_out.version == version
+            self.register(last)
+        return self.registered[version]
+
+    def plot(self) -> bytes | None:
+        """The run's curves as a PNG, kept with the run; None before the first step."""
+        if not self.history:
+            return None
+        steps, metrics = zip(*self.history, strict=True)
+        image = progress_png(list(steps), list(metrics), title=self._run.name)
+        self._ready().log_file(PLOT, image)
+        return image
+
+    @property
+    def link(self) -> str:
+        """Where a person sees the run."""
+        return self._ready().link
+
+    def finish(self, error: BaseException | None) -> None:
+        """End the page: finished, failed, or killed by Ctrl-C and cancellation."""
+        if not self._started.wait(timeout=0) or self._error is not None or self._finished:
+            return
+        self._finished = True
+        if error is None:
+            self._tracker.finish("FINISHED")
+        else:
+            self._tracker.finish("FAILED" if isinstance(error, Exception) else "KILLED")
+
+    def _ready(self) -> Tracker:
+        self._started.wait()
+        if self._error is not None:
+            raise self._error
+        return self._tracker
+
+    def _tracked(self) -> TrackedRun:
+        run = self._run
+        return TrackedRun(
+            run=run.name,
+            store_uri=run.store.uri,
+            settings=run.config.model_dump(mode="json"),
+            data=TrackedData(
+                name=run.source.name,
+                digest=run.source.digest,
+                source=run.config.data.source.model_dump(mode="json"),
+                rows=len(run.source),
+            ),
+            model_name=run.config.name,
+            flow_run_id=str(flow_run_id() or "") or None,
+            flow_run_url=flow_run_url(),
+            forked_from=None if run.origin is None else run.origin.run,
+            forked_at=None if run.origin is None else run.origin.step,
+        )
+
+
+def version_tags(commit: Commit) -> dict[str, str]:
+    """What a policy version was made of, as MLflow's tags."""
+    batch = commit.refs["batch"]
+    return {
+        "refrain.sampled_with": commit.version_in.digest,
+        "refrain.samples_trained": str(len(batch)),
+        "refrain.batch": ", ".join(sorted(batch.objects))[:LONGEST_TAG],
+        "refrain.reward_code": ", ".join(sorted(commit.reward_code)),
+        "refrain.prompts_trained_so_far": str(commit.ledger.trained),
+    }
+
+
+def newest_tags(commit: Commit) -> dict[str, str]:
+    """Tags of the run's page that tell of its newest policy version."""
+    newest = {f"{name}.last": value for name, value in version_tags(commit).items()}
+    return {**newest, "refrain.digest.last": commit.version_out.digest}

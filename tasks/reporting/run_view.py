@@ -1,0 +1,42 @@
+"""What a run is and where it stands, as the parts of a run see it.
+
+A run (tasks/run/run.py) is made of its engines, its page in MLflow and its artifacts. These know of
+it only what is here, so that none of them imports the run.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from configs.grpo import GRPOConfig
+from storage.objects.store import Store
+from storage.prompts.cursor import Cursor
+from storage.prompts.source import PromptSource
+from storage.runs.commit_log import Commit
+from storage.runs.origins import Origin
+from storage.runs.run_store import RunStore
+from tasks.reporting.attempts import Attempt
+from tasks.reporting.progress import Progress, Terminal
+
+
+class Standing(Protocol):
+    """Facts of a run; see the attributes of the same names in tasks.run.run.Run."""
+
+    name: str
+    config: GRPOConfig
+    store: Store
+    files: RunStore
+    source: PromptSource
+    origin: Origin | None
+    epoch: int
+    head: int
+    last: Commit | None
+    cursor: Cursor
+    attempts: list[Attempt]
+    cancelled: threading.Event
+    terminal: Terminal
+    progress: Progress
+
+    def snapshot_due(self, step: int) -> bool:
+        """Whether the trainer's state is stored after a step."""

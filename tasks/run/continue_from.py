@@ -1,0 +1,143 @@
+"""Where a new run begins, if its settings say continue_from: weights, trainer state, rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from storage.objects.errors import ObjectMissing, StoreError
+from storage.objects.store import Store
+from storage.prompts.cursor import Cursor
+from storage.prompts.open_source import open_source
+from storage.runs.commit_log import read_commit
+from storage.runs.forks import NoSuchOrigin, begin_at
+from storage.runs.origins import Origin
+from storage.runs.run_store import RunStore
+from storage.runs.seen_rows import seen_at, seen_before, unseen
+from storage.runs.snapshots import base_of
+from storage.tracking.registry import NotRegistered, Registry
+
+if TYPE_CHECKING:
+    from storage.prompts.source import PromptSource
+
+
+from prefect.artifacts import create_markdown_artifact
+from prefect.states import Completed, State
+
+from tasks.reporting.artifacts import escaped
+
+REGISTERED = "models:/"
+
+
+class NothingNew(Exception):
+    """Every row has been seen by the run that this one would go on from; there is nothing to do."""
+
+
+def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray | None]:
+    """What `config.continue_from` means: the origin, and digests of the rows drawn until there.
+
+    None where it is not known what was drawn. Raises ConfigError if there is no such place, and
+    NothingNew.
+    """
+    if config.has_critic:
+        raise ConfigError(
+            f"continue_from = {config.continue_from} takes over a policy, and this run has a critic "
+            "too. Go on by --fork, or run python -m flows.grpo."
+        )
+    store = Store(config.store.uri, config.store.options)
+    parent, step = _place(store, config)
+    try:
+        origin = begin_at(
+            parent,
+            step,
+            fork=False,
+            trainer_state=config.continue_state == "trainer",
+            cursor=config.continue_data == "cursor",
+        )
+        if origin.trainer_state:
+            _check_snapshot(parent, origin)
+    except (NoSuchOrigin, StoreError) as error:
+        raise ConfigError(f"continue_from = {config.continue_from}: {error}") from error
+    owner = RunStore(store, origin.run)
+    source = open_source(config.data.source)
+    reached = Cursor.from_json(read_commit(owner, origin.step).cursor)
+    if config.continue_data == "cursor":
+        if (len(source), source.digest) != (reached.size, reached.digest):
+            raise ConfigError(
+                f"continue_data = cursor, but the data are no longer those of {origin}: "
+                f"{reached.size} rows then, {len(source)} rows of another content now. "
+                "Set continue_data = unseen."
+            )
+        return origin, seen_before(owner)
+    seen = seen_at(owner, reached, source)
+    if config.continue_data == "unseen" and seen is not None and not unseen(source, seen):
+        raise NothingNew(
+            f"Nothing new to train on: all {len(source)} rows of {source.name} were seen by {origin} "
+            "or the runs before it."
+        )
+    return origin, seen
+
+
+def first_cursor(
+    files: RunStore, config: GRPOConfig, source: PromptSource, origin: Origin | None
+) -> Cursor:
+    """Where a run draws first, by its origin and what it keeps of the rows seen before."""
+    if origin is not None and origin.cursor:
+        before = read_commit(RunStore(files.store, origin.run), origin.step)
+        return Cursor.from_json(before.cursor)
+    seen = seen_before(files)
+    first = origin is not None and not origin.fork and config.continue_data == "unseen"
+    new = len(unseen(source, seen)) if first and len(seen) else 0
+    return Cursor.start(config.data, source, new)
+
+
+def fresh_rows(files: RunStore, cursor: Cursor, source: PromptSource) -> list[int]:
+    """The unseen rows with which a run began that has some first; none in later epochs."""
+    if not cursor.fresh or cursor.epoch > 0:
+        return []
+    return unseen(source, seen_before(files))
+
+
+def _place(store: Store, config: GRPOConfig) -> tuple[RunStore, int | None]:
+    """The run that continue_from names, and the step; None for its last."""
+    assert config.continue_from is not None
+    if not config.continue_from.startswith(REGISTERED):
+        name, _, step = config.continue_from.partition("@")
+        return RunStore(store, name), int(step) if step else None
+    model, _, alias = config.continue_from.removeprefix(REGISTERED).partition("@")
+    try:
+        found = Registry(config.tracking).by_alias(model, alias)
+    except NotRegistered as error:
+        raise ConfigError(f"continue_from: {error}") from error
+    if found is None:
+        raise ConfigError(
+            f"continue_from = {config.continue_from}: no version of model {model} has the alias "
+            f"{alias} at {config.tracking.uri}. Run once without continue_from and with "
+            f"promotion.alias = {alias}, or set another alias."
+        )
+    if found.store_uri != store.uri:
+        raise ConfigError(
+            f"continue_from = {config.continue_from} is in the store {found.store_uri}, and "
+            f"store.uri = {store.uri}. Set store.uri to the former."
+        )
+    return RunStore(store, found.run), found.step
+
+
+def _check_snapshot(parent: RunStore, origin: Origin) -> None:
+    base = base_of(RunStore(parent.store, origin.run), origin.step)
+    if base is None or base.version != origin.step:
+        raise ObjectMissing(
+            f"the trainer's state of {origin} is not stored as a snapshot. Name a step with one, "
+            "such as a run's last, or set continue_state = weights."
+        )
+
+
+def skipped(nothing: NothingNew) -> State[None]:
+    """The final state of the flow run; also leaves the note on its page."""
+    create_markdown_artifact(
+        key="skipped", markdown=escaped(nothing), description="Why the run was skipped."
+    )
+    return Completed(name="Skipped", message=str(nothing))

@@ -1,0 +1,289 @@
+"""The engines of a run: which roles it needs, on which pools, and how they are started."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from configs.cluster.kinds import TemporaryTls
+from configs.grpo import GRPOConfig
+from engines.clusters.opening import open_cluster
+from engines.data.data_engine import ScoringSpec
+from engines.processes.certificates import Certificates
+from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
+from engines.rollout.rollout_pool import RolloutPool
+from engines.train.spec import TrainSpec
+from engines.train.trainer import Trainer
+from engines.workers.cluster import Cluster
+from engines.workers.engine import EngineSpec
+from engines.workers.gang import Gang
+from engines.workers.pool import EnginePool
+from storage.runs import snapshots
+from storage.runs.origins import parent_of
+from storage.runs.run_store import RunStore
+from tasks.run.forking import parent_config
+
+if TYPE_CHECKING:
+    from tasks.reporting.run_view import Standing
+
+TrainRole = Literal["actor", "ref", "critic"]
+MODELS = Path(".refrain/models")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handles:
+    """Clients of the engines; making them builds nothing."""
+
+    cluster: Cluster
+    actor: Trainer
+    ref: Trainer | None
+    critic: Trainer | None
+    rollouts: RolloutPool
+    scorers: EnginePool
+
+
+class Engines:
+    """Builds every role's engines in the background, and closes them with the cluster."""
+
+    def __init__(self, run: Standing) -> None:
+        self._run = run
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
+        self._handles: Future[Handles] | None = None
+        self._started: dict[str, Future[None]] = {}
+        self.roles = ["reward", *run.config.trained_roles, "rollout"]
+        self.roles += ["ref"] if run.config.algorithm.needs_reference else []
+
+    def launch(self) -> None:
+        """Begin to start workers and engines; returns at once."""
+        self._run.terminal.doing("starting workers")
+        self._handles = self._threads.submit(self._open)
+        for role in self.roles:
+            self._started[role] = self._threads.submit(self._start, role)
+
+    def workers(self) -> dict[str, list[str]]:
+        """Pool -> names of its live workers; waits for them."""
+        cluster = self._made().cluster
+        return {pool: sorted(cluster.workers(pool)) for pool in sorted(self._run.config.used_pools)}
+
+    def drawn_tokens(self) -> dict[str, int]:
+        """Rollout worker -> tokens drawn since its engine was built; empty while workers start."""
+        handles = self._handles
+        if handles is None or not handles.done() or handles.exception() is not None:
+            return {}
+        return handles.result().rollouts.tokens()
+
+    def wait(self, role: str) -> None:
+        """Return when the role's engines stand; a failed start is tried again."""
+        started = self._started[role]
+        if started.done() and started.exception() is not None:
+            started = self._started[role] = self._threads.submit(self._start, role)
+        started.result()
+
+    def _made(self) -> Handles:
+        assert self._handles is not None, "the engines were not launched"
+        return self._handles.result()
+
+    def _start(self, role: str) -> None:
+        handles = self._made()
+        start: dict[str, Callable[[], object]] = {
+            "reward": handles.scorers.start,
+            "actor": lambda: self._start_trained("actor", handles.actor),
+            "critic": lambda: self._start_trained("critic", self.critic),
+            "rollout": handles.rollouts.start,
+            "ref": lambda: self.ref.at(0),
+        }
+        start[role]()
+        waiting = [name for name, future in self._started.items() if not future.done()]
+        self._run.terminal.doing(f"starting engines: {', '.join(sorted(waiting)) or 'ready'}")
+
+    def _start_trained(self, role: TrainRole, trainer: Trainer) -> None:
+        """Bring a trainer to the run's head; a fork between its parent's snapshots replays first.
+
+        The parent's settings made those steps, so they repeat them. The state is kept as the
+        fork's own snapshot, since its settings may be others.
+        """
+        run, origin = self._run, self._run.origin
+        if origin is not None and not snapshots.has_base(replace(run.files, role=role), run.head):
+            files = parent_of(run.files, origin)
+            settings = parent_config(run.files, origin)
+            settings = settings.model_copy(update={"cluster": run.config.cluster})
+            parent = self._trainer(self._made().cluster, role, files, settings)
+            parent.snapshot(origin.step, run.name, origin.at)
+        trainer.at(run.head)
+
+    def _open(self) -> Handles:
+        config = self._run.config
+        pools = {
+            name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools
+        }
+        environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
+        settings = config.cluster.model_copy(update={"pools": pools})
+        cluster = open_cluster(settings, environment, cancel=self._run.cancelled)
+        return Handles(
+            cluster=cluster,
+            actor=self._trainer(cluster, "actor", self._run.files, config),
+            ref=(
+                self._trainer(cluster, "ref", self._run.files, config)
+                if config.algorithm.needs_reference
+                else None
+            ),
+            critic=(
+                self._trainer(cluster, "critic", self._run.files, config)
+                if config.has_critic
+                else None
+            ),
+            rollouts=self._rollouts(cluster),
+            scorers=self._scorers(cluster),
+        )
+
+    def _trainer(
+        self, cluster: Cluster, role: TrainRole, files: RunStore, config: GRPOConfig
+    ) -> Trainer:
+        """A trainer of a role for a run: this one, or its parent under the parent's settings."""
+        run = self._run
+        spec = train_spec(config, files, role, run.store.cache_bytes)
+        gang = Gang(
+            cluster,
+            config.cluster.roles.pool_of(role),
+            role,
+            EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec),
+            config.train_of(role).deadline,
+            start_timeout=config.cluster.start_timeout,
+        )
+        return Trainer(
+            gang,
+            replace(files, role=role),
+            epoch=run.epoch,
+            cancel=run.cancelled,
+            temperature=config.rollout.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            on_replay=run.progress.replaying,
+            lease_name=run.name,
+        )
+
+    def _rollouts(self, cluster: Cluster) -> RolloutPool:
+        run, config = self._run, self._run.config
+        spec = RolloutSpec(
+            model=config.model,
+            model_cache=str(MODELS.absolute()),
+            rollout=config.rollout,
+            store_uri=run.store.uri,
+            store_options=config.store.options,
+            max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        )
+        return RolloutPool(
+            cluster,
+            config.cluster.roles.rollout,
+            EngineSpec.of(engine_class(config.rollout), spec),
+            run=run.name,
+            epoch=run.epoch,
+            deadline=config.rollout.deadline,
+            start_timeout=config.cluster.start_timeout,
+            tolerance=config.rollout.probe_tolerance,
+            cancel=run.cancelled,
+        )
+
+    def _scorers(self, cluster: Cluster) -> EnginePool:
+        run, config = self._run, self._run.config
+        spec = ScoringSpec(
+            model=config.model,
+            model_cache=str(MODELS.absolute()),
+            data=config.data,
+            rewards=config.rewards,
+            max_new_tokens=config.rollout.max_new_tokens,
+            store_uri=run.store.uri,
+            store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
+        )
+        return EnginePool(
+            cluster,
+            config.cluster.roles.reward,
+            "reward",
+            EngineSpec.of("engines.data.data_engine:ScoringEngine", spec),
+            deadline=config.rollout.deadline,
+            start_timeout=config.cluster.start_timeout,
+            cancel=run.cancelled,
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """The workers."""
+        return self._made().cluster
+
+    @property
+    def scheduler(self) -> str:
+        """Address of the Dask scheduler."""
+        return self._made().cluster.scheduler
+
+    @property
+    def temporary_certificates(self) -> Certificates | None:
+        """Files of the certificates that were made for this cluster alone, if any were."""
+        cluster = self._made().cluster
+        made = isinstance(cluster.config.encryption, TemporaryTls)
+        return cluster.certificate_files if made else None
+
+    @property
+    def actor(self) -> Trainer:
+        """The policy that is trained."""
+        return self._made().actor
+
+    @property
+    def rollouts(self) -> RolloutPool:
+        """The engines that sample."""
+        return self._made().rollouts
+
+    @property
+    def scorers(self) -> EnginePool:
+        """The workers that make prompts, rewards and advantages."""
+        return self._made().scorers
+
+    @property
+    def ref(self) -> Trainer:
+        """The frozen reference."""
+        found = self._made().ref
+        assert found is not None, "the algorithm uses no reference"
+        return found
+
+    @property
+    def critic(self) -> Trainer:
+        """The critic, which is trained beside the policy."""
+        found = self._made().critic
+        assert found is not None, "the algorithm trains no critic"
+        return found
+
+    @property
+    def trained(self) -> list[Trainer]:
+        """What has a state to store; the policy last."""
+        return [self.critic, self.actor] if self._run.config.has_critic else [self.actor]
+
+    def close(self) -> None:
+        """End every engine and worker."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._handles is not None:
+            # Not cancelled by now means opening or open: wait for it, so that nothing is left.
+            with contextlib.suppress(Exception, CancelledError):
+                self._handles.result().cluster.close()
+
+
+def train_spec(
+    config: GRPOConfig, files: RunStore, role: TrainRole, cache_bytes: int = 0
+) -> TrainSpec:
+    """From what a run's train engine of a role is built."""
+    pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
+    return TrainSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        train=train,
+        role=role,
+        store_uri=files.store.uri,
+        store_options=config.store.options,
+        cache_bytes=cache_bytes,
+        run=files.run,
+        threads=config.cluster.pools[pool].threads,
+        seed=config.seed,
+        total_steps=config.steps * train.epochs * train.mini_batches,
+    )

@@ -1,0 +1,102 @@
+"""Beginning a run at a step of another one: RUN@STEP to an origin, under settings that may differ."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.ppo import PPOConfig
+from storage.objects.store import Store
+from storage.prompts.cursor import Cursor
+from storage.prompts.open_source import open_source
+from storage.runs.forks import NoSuchOrigin, begin_at
+from storage.runs.origins import Origin, committer, origin_of, parent_of
+from storage.runs.run_store import RunStore
+
+
+def split(fork: str) -> tuple[str, int | None]:
+    """RUN@STEP as name and step; the step is None for RUN alone, which means its last."""
+    name, at, step = fork.partition("@")
+    if not name or (at and not step.isdigit()):
+        raise ConfigError(
+            f"--fork {fork} names no step. Write RUN@STEP, such as {name or 'RUN'}@20."
+        )
+    return name, int(step) if at else None
+
+
+def origin_of_fork(config: GRPOConfig, fork: str) -> Origin:
+    """The origin of a run that goes on from RUN@STEP under `config`; ConfigError if it cannot."""
+    name, step = split(fork)
+    parent = RunStore(Store(config.store.uri, config.store.options), name)
+    if parent.read_run() is None:
+        raise ConfigError(
+            f"There is no run {name} in {parent.store.uri}. A fork shares its parent's objects, so "
+            "it needs the same store: set store.uri."
+        )
+    try:
+        origin = begin_at(parent, step, fork=True)
+    except NoSuchOrigin as error:
+        raise ConfigError(str(error)) from error
+    before = parent_config(parent, origin)
+    if before.model != config.model:
+        raise ConfigError(
+            f"{origin} was trained from another model, whose weights and optimizer state do not fit "
+            "the one given. A fork keeps its parent's model; start a new run to change it."
+        )
+    if before.has_critic != config.has_critic:
+        with_critic = "with" if before.has_critic else "without"
+        raise ConfigError(
+            f"{origin} was trained {with_critic} a critic. Fork it by "
+            f"python -m flows.{'ppo' if before.has_critic else 'grpo'}."
+        )
+    if config.steps <= origin.at:
+        raise ConfigError(
+            f"steps = {config.steps}, and a fork of {origin} begins after step {origin.at}. "
+            f"Set steps to {origin.at + 1} or more."
+        )
+    update = {
+        "cursor": data_go_on(config, before),
+        "first_group": first_group(config, parent, origin),
+    }
+    return origin.model_copy(update=update)
+
+
+def first_group(config: GRPOConfig, parent: RunStore, origin: Origin) -> int:
+    """The first group such that neither group nor sample numbers come twice."""
+    groups = groups_before(parent, origin)
+    before = parent_config(parent, origin).group_size
+    return max(groups, math.ceil(groups * before / config.group_size))
+
+
+def groups_before(parent: RunStore, origin: Origin) -> int:
+    """Groups that the parent numbered through the origin's step."""
+    owner, step = committer(parent, origin.step)
+    above = origin_of(owner)
+    start, first = (0, 0) if above is None else (above.at, above.first_group)
+    return first + (step - start) * settings_of(owner).prompts_per_step
+
+
+def data_go_on(config: GRPOConfig, before: GRPOConfig) -> bool:
+    """Whether both settings draw the same rows in the same order."""
+    orders = [
+        Cursor.start(settings.data, open_source(settings.data.source))
+        for settings in (config, before)
+    ]
+    return orders[0] == orders[1]
+
+
+def parent_config(child: RunStore, origin: Origin) -> GRPOConfig:
+    """The settings under which the origin's step was made."""
+    return settings_of(parent_of(child, origin))
+
+
+def settings_of(files: RunStore) -> GRPOConfig:
+    """The settings in a run's run.json."""
+    record = files.read_run()
+    if record is None:
+        raise ConfigError(f"There is no run {files.run} in {files.store.uri}.")
+    settings = cast("dict[str, Any]", record["config"])
+    model = PPOConfig if "critic" in settings else GRPOConfig
+    return model.model_validate(settings)

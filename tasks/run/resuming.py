@@ -1,0 +1,72 @@
+"""Whether a run in the store can go on under given settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from storage.runs.commit_log import head
+from storage.runs.live import is_done
+from storage.runs.run_store import RunStore
+
+# What may change between the parts of a run without making its past unrepeatable. A name stands
+# for the setting and all below it.
+MAY_CHANGE = (
+    "steps",
+    "cluster",
+    "tracking",
+    "store.options",
+    "store.snapshot_every",
+    "store.keep_versions",
+    "store.keep_steps",
+    "store.keep_snapshots",
+    "store.cache_mib",
+    "store.uri",
+    "rollout.deadline",
+    "rollout.shards_in_flight",
+    "rollout.max_sequences",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_utilization",
+    "rollout.probe_tolerance",
+    "rewards.timeout",
+    "train.deadline",
+    "evaluation",
+    "promotion",
+)
+
+
+def check_resumable(files: RunStore, config: GRPOConfig) -> None:
+    """ConfigError unless the run is there, unfinished, and its settings fit the given ones."""
+    written = files.read_run()
+    if written is None:
+        raise ConfigError(
+            f"There is no run {files.run} in {files.store.uri}. "
+            "Give --resume the name of a run of that store, or set store.uri."
+        )
+    changed = [
+        key
+        for key in differing(written["config"], config.model_dump(mode="json"))
+        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+    ]
+    if changed:
+        raise ConfigError(
+            f"Run {files.run} was made with other values of {', '.join(changed)}. Set them back, or "
+            f"start a new run. On resuming only these may change: {', '.join(MAY_CHANGE)}."
+        )
+    committed = head(files) or 0
+    if committed >= config.steps and is_done(files, committed):
+        raise ConfigError(
+            f"Run {files.run} is finished: {committed} of {config.steps} steps are committed. "
+            "Set steps higher to train on."
+        )
+
+
+def differing(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Dotted names of the settings in which two configs differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for name in sorted({*old, *new}):
+            found += differing(old.get(name), new.get(name), f"{prefix}{name}.")
+        return found
+    return [] if old == new else [prefix.removesuffix(".")]

@@ -1,0 +1,90 @@
+"""Which failures Prefect tries again: those of the infrastructure, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from prefect import Task
+from prefect.cache_policies import NO_CACHE, CachePolicy
+from prefect.client.schemas.objects import TaskRun
+from prefect.context import TaskRunContext
+from prefect.logging import get_run_logger
+from prefect.states import State
+from prefect.tasks import exponential_backoff
+
+from engines.failures import InfrastructureError
+from storage.objects.store import StoreUnavailable
+from tasks.reporting import events
+from tasks.reporting.attempts import Attempt
+
+if TYPE_CHECKING:
+    from tasks.reporting.run_view import Standing
+
+ATTEMPTS = 4
+RETRYABLE = (InfrastructureError, StoreUnavailable)
+
+
+class TaskOptions(TypedDict):
+    """Arguments that every engine-driving task hands to `prefect.task`."""
+
+    retries: int
+    retry_delay_seconds: Any
+    retry_condition_fn: Any
+    cache_policy: CachePolicy
+    persist_result: bool
+
+
+def infrastructure_only(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Whether a failed attempt is tried again; writes the cause to the task's log."""
+    cause = state.result(raise_on_failure=False)
+    again = isinstance(cause, RETRYABLE)
+    logger = get_run_logger()
+    if again and task_run.run_count < ATTEMPTS:
+        logger.warning("Attempt %d failed and is tried again: %s", task_run.run_count, cause)
+    elif again:
+        logger.error("Attempt %d failed, and it was the last: %s", task_run.run_count, cause)
+    return again
+
+
+# Reuse of finished work is the store's (markers), so Prefect keeps neither cache nor results.
+OPTIONS = TaskOptions(
+    retries=ATTEMPTS - 1,
+    retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    retry_condition_fn=infrastructure_only,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+
+
+@contextlib.contextmanager
+def attempted(run: Standing, step: int, stage: str, shard: int | None = None) -> Iterator[Attempt]:
+    """Record an attempt in the run, and in the task's log: worker, attempt, duration, cause."""
+    context = TaskRunContext.get()
+    number = 1 if context is None else context.task_run.run_count
+    attempt = Attempt(step=step, stage=stage, shard=shard, number=number, started=time.time())
+    run.progress.attempt(step, stage, shard)
+    logger = get_run_logger()
+    try:
+        yield attempt
+    except Exception as error:
+        attempt.error = f"{type(error).__name__}: {error}"
+        events.emit(
+            events.ATTEMPT_FAILED, run.name, step=step, stage=stage, cause=attempt.error[:500]
+        )
+        raise
+    finally:
+        attempt.ended = time.time()
+        run.attempts.append(attempt)
+        where = attempt.assignment.worker or "the train workers"
+        logger.log(
+            logging.WARNING if attempt.error else logging.INFO,
+            "Attempt %d on %s took %.2f s%s",
+            number,
+            where,
+            attempt.ended - attempt.started,
+            f" and failed: {attempt.error}" if attempt.error else "",
+        )

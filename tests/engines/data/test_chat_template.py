@@ -1,0 +1,138 @@
+"""Rows to prompt tokens, with a real tokenizer made on the spot."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from configs.data import DataConfig, FileSource
+from engines.data.chat_template import (
+    EMPTY,
+    TOO_LONG,
+    decode,
+    prompt_of,
+    prompts_of,
+    state_number,
+    tokenize,
+)
+from storage.objects.json_values import JsonValue, Row
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}~{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SYSTEM: JsonValue = {"role": "system", "content": "Be brief."}
+
+
+def user(content: str) -> JsonValue:
+    return {"role": "user", "content": content}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; ~ is special."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="~", unk_token="?")
+    made.chat_template = CHAT
+    return made
+
+
+def config(**settings: object) -> DataConfig:
+    return DataConfig(source=FileSource(path="rows.jsonl"), **settings)  # type: ignore[arg-type]
+
+
+def text_of(ids: list[int]) -> str:
+    return "".join(chr(i + 32) for i in ids)
+
+
+def only(row: Row, tokenizer: PreTrainedTokenizerFast, **settings: object) -> str:
+    tokenized = tokenize([row], config(**settings), tokenizer)
+    assert tokenized.kept == [0]
+    return text_of(tokenized.prompt_ids[0])
+
+
+def test_a_question_becomes_a_chat(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert only({"question": "1+1?"}, tokenizer) == "<user>1+1?~<assistant>"
+    assert (
+        only({"question": "1+1?"}, tokenizer, system_prompt="Be brief.", prompt_suffix=" Go.")
+        == "<system>Be brief.~<user>1+1? Go.~<assistant>"
+    )
+
+
+def test_messages_become_a_chat(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages: list[JsonValue] = [user("a"), {"role": "assistant", "content": "b"}, user("c")]
+    row: Row = {"question": messages}
+    assert (
+        only(row, tokenizer, system_prompt="Be brief.", prompt_suffix="!")
+        == "<system>Be brief.~<user>a~<assistant>b~<user>c!~<assistant>"
+    )
+    assert messages[2] == user("c"), "rows are not changed"
+
+
+def test_messages_keep_their_own_system_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    row: Row = {"question": [SYSTEM, user("a")]}
+    chat = only(row, tokenizer, system_prompt="Talk a lot.")
+    assert chat == "<system>Be brief.~<user>a~<assistant>"
+
+
+def test_a_begun_answer_is_continued(tokenizer: PreTrainedTokenizerFast) -> None:
+    row: Row = {"question": [user("a"), {"role": "assistant", "content": "Well,"}]}
+    assert only(row, tokenizer) == "<user>a~<assistant>Well,"
+
+
+def test_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = {"problem": "1+1="}
+    plain = {"template": "plain", "prompt_column": "problem"}
+    assert only(row, tokenizer, **plain) == "1+1="
+    assert only(row, tokenizer, prompt_suffix=" ", **plain) == "1+1= "
+
+
+def test_long_and_empty_prompts_are_dropped_with_a_reason(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    rows = [{"question": text} for text in ("12345", "123456", "", "1", "1234567")]
+    tokenized = tokenize(rows, config(template="plain", max_prompt_tokens=5), tokenizer)
+    assert [text_of(ids) for ids in tokenized.prompt_ids] == ["12345", "1"]
+    assert tokenized.kept == [0, 3]
+    assert tokenized.dropped == [(1, TOO_LONG), (2, EMPTY), (4, TOO_LONG)]
+    assert tokenize([], config(template="plain"), tokenizer).prompt_ids == []
+
+
+def test_what_rewards_see(tokenizer: PreTrainedTokenizerFast) -> None:
+    settings = config(system_prompt="Be brief.", prompt_suffix="!")
+    assert prompts_of([{"question": "a"}], settings) == ["a!"]
+    assert prompts_of([{"question": [user("a")]}], settings) == [[SYSTEM, user("a!")]]
+    end = tokenizer.eos_token_id
+    assert decode([[tokenizer.vocab["a"], tokenizer.vocab["b"], end], []], tokenizer) == ["ab", ""]
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, [], ["a"], [{"role": "user"}], [{"role": "user", "content": [1]}]]
+)
+def test_other_values_are_no_prompts(value: object) -> None:
+    with pytest.raises(ValueError, match="a prompt is a string, or a list of messages"):
+        prompt_of({"question": value}, config())  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="Prompt 1 of the batch: Column 'question' holds"):
+        prompts_of([{"question": "fine"}, {"question": value}], config())  # type: ignore[dict-item]
+
+
+def test_templates_that_do_not_fit(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"holds chat messages. Set data.template = chat"):
+        tokenize([{"question": [user("a")]}], config(template="plain"), tokenizer)
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match=r"no chat template. Set data.template = plain"):
+        tokenize([{"question": "a"}], config(), bare)
+
+
+def test_equal_states_have_equal_numbers() -> None:
+    board = {"cells": [1, 2], "turn": "x"}
+    assert state_number(board) == state_number({"turn": "x", "cells": [1, 2]})
+    found = [state_number(value) for value in (board, "x", 1, "1", None, [1], [2])]
+    assert len(set(found)) == len(found)
+    assert all(0 <= number < 2**63 for number in found)

@@ -1,0 +1,222 @@
+"""From stored samples to the stored batch that trains: what each method finds there, and counts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.rewards import RewardsConfig
+from engines.data.results import NothingToTrain, TrainingBatch
+from engines.data.training_batch import training_batch
+from engines.train.fsdp_engine import FSDPEngine
+from storage.batches.columns import Status
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, spec
+
+LENGTHS = [3, 5, 4, 2, 6, 3, 0, 4]
+GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
+REWARDS = [1.0, 0.0, 2.0, 0.5, 1.0, 1.0, 0.0, 3.0]
+DROP = RewardsConfig.model_validate({"functions": [{"kind": "function", "path": "json:loads"}]})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "store"))
+
+
+def rows(random: np.random.Generator, low: float, high: float) -> list[np.ndarray]:
+    return [random.uniform(low, high, length).astype(np.float32) for length in LENGTHS]
+
+
+def samples(store: Store, **columns: Any) -> BatchRef:
+    """Eight samples of four prompts; the seventh is empty, the eighth was cut off."""
+    random = np.random.default_rng(0)
+    old = rows(random, -3.0, -0.5)
+    status = np.full(8, Status.OK, dtype=np.int64)
+    status[7] = Status.TRUNCATED
+    prompts = [random.integers(4, 90, 5) for _ in range(4)]
+    made: dict[str, Any] = {
+        "prompt_ids": [prompts[group] for group in GROUPS],
+        "response_ids": [random.integers(4, 90, length) for length in LENGTHS],
+        "response_mask": [np.ones(length, dtype=np.uint8) for length in LENGTHS],
+        "rollout_logprobs": [row + random.normal(0, 0.3, len(row)).astype("f4") for row in old],
+        "old_logprobs": old,
+        "group_id": np.array(GROUPS, dtype=np.int64),
+        "status": status,
+        "reward": np.array(REWARDS, dtype=np.float32),
+        "score/a": np.array(REWARDS, dtype=np.float32),
+    }
+    return write_batch(store, "run/samples.safetensors", {**made, **columns})
+
+
+def trained(
+    store: Store,
+    ref: BatchRef,
+    baselines: BatchRef | None = None,
+    name: str = "batch",
+    **recipe: Any,
+) -> TrainingBatch:
+    algorithm = AlgorithmConfig.model_validate(recipe)
+    return training_batch(
+        store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, f"run/{name}.safetensors"
+    )
+
+
+def column(store: Store, batch: TrainingBatch, name: str) -> list[list[float]]:
+    """A jagged column, row by row."""
+    values, offsets = batch.ref.fetch_numpy(store, name)
+    assert offsets is not None
+    return [values[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+def firsts(store: Store, batch: TrainingBatch) -> list[float]:
+    """The advantage of each row's first token; 0 of an empty row."""
+    return [row[0] if row else 0.0 for row in column(store, batch, "advantages")]
+
+
+def test_a_response_is_one_turn_from_its_prompt(store: Store) -> None:
+    batch = trained(store, samples(store), advantage={"kind": "gigpo", "step_weight": 1.0})
+    alone = trained(store, samples(store), name="plain", advantage={"kind": "dr_grpo"})
+    twice = [2 * value for value in firsts(store, alone)]
+    # The last group's other sample has no tokens, so no turn: its partner's turn is alone.
+    assert firsts(store, batch)[:6] == pytest.approx(twice[:6])
+    assert firsts(store, batch)[7] == pytest.approx(twice[7] / 2)
+
+
+def test_rows_of_one_state_are_compared_over_the_batch(store: Store) -> None:
+    ref = samples(store, state_id=np.array([5, 6, 5, 6, 7, 8, 9, 9], dtype=np.int64))
+    recipe = {"kind": "gigpo", "among": "batch"}
+    got = firsts(store, trained(store, ref, advantage=recipe))
+    # Group: +-1/2 and +-3/4; state 5: rewards 1 and 2; state 6: 0 and 1/2.
+    assert got[:4] == pytest.approx([0.5 - 0.5, -0.5 - 0.25, 0.75 + 0.5, -0.75 + 0.25])
+
+
+def test_turns_and_their_states_come_from_the_samples(store: Store) -> None:
+    turns = [np.minimum(np.arange(length) // 2, 1) for length in LENGTHS]
+    states = [
+        np.where(turn == 0, 1, 2 + group % 2) for turn, group in zip(turns, GROUPS, strict=True)
+    ]
+    ref = samples(store, turn_ids=turns, turn_states=states)
+    recipe = {"kind": "gigpo", "gamma": 0.5, "step_weight": 10.0}
+    got = column(store, trained(store, ref, advantage=recipe), "advantages")
+    # Row 0 has turns of 2 and 1 tokens, row 1 of 2 and 3: returns 0.5, 1 and 0, 0.
+    assert got[0] == pytest.approx([0.5 + 2.5, 0.5 + 2.5, 0.5 + 5.0])
+    assert got[1] == pytest.approx([-0.5 - 2.5] * 2 + [-0.5 - 5.0] * 3)
+
+
+def test_the_greedy_completion_is_what_a_sample_is_compared_with(store: Store) -> None:
+    greedy = write_batch(
+        store,
+        "run/greedy.safetensors",
+        {
+            "group_id": np.array([2, 0, 3, 1], dtype=np.int64),  # in another order
+            "reward": np.array([0.25, 0.5, 1.0, np.nan], dtype=np.float32),
+        },
+    )
+    batch = trained(store, samples(store), greedy, advantage={"kind": "remax"})
+    # Group 1's greedy completion could not be scored: no baseline, so the group does not train.
+    assert batch.ref.fetch_numpy(store, "group_id")[0].tolist() == [0, 0, 2, 2, 3, 3]
+    assert batch.dropped == {"reward_failed": 1} and batch.trained == 3
+    assert firsts(store, batch) == pytest.approx([0.5, -0.5, 0.75, 0.75, 0.0, 2.0])
+    baselines = batch.ref.fetch_numpy(store, "baseline_reward")[0].tolist()
+    assert baselines == [0.5, 0.5, 0.25, 0.25, 1.0, 1.0]
+    assert batch.metrics["reward/baseline_mean"] == pytest.approx((0.5 + 0.25 + 1.0) / 3)
+
+
+def test_shaping_and_selection_are_counted(store: Store) -> None:
+    batch = trained(
+        store,
+        samples(store),
+        shaping={"overlong": {"max_tokens": 6, "buffer": 2}, "truncated": "mask"},
+        selection=[{"kind": "informative"}, {"kind": "best_of", "best": 1}],
+    )
+    metrics = batch.metrics
+    assert metrics["shaping/overlong_samples"] == 2  # of 5 and 6 tokens
+    assert metrics["shaping/truncated_samples"] == 1
+    assert metrics["shaping/penalty_overlong"] == pytest.approx(-(0.5 + 1.0) / 8)
+    # Every group has variance: the overlong sample of group 2 lost its reward.
+    assert metrics["selection/informative_left_out"] == 0
+    assert metrics["selection/best_of_left_out"] == 4
+    assert metrics["selection/samples_kept"] == metrics["selection/samples_left_out"] == 4
+    assert metrics["selection/groups_left_out"] == batch.filtered == 0
+    assert column(store, batch, "response_mask")[-1] == [0, 0, 0, 0]
+    with pytest.raises(NothingToTrain, match=r"algorithm.selection = \[\]"):
+        trained(store, samples(store), name="none", selection=[{"kind": "best_of", "best": 0}])
+
+
+def test_a_penalty_is_a_component_of_its_own(store: Store) -> None:
+    recipe = {"advantage": {"kind": "gdpo", "normalize": False, "over": "samples"}}
+    plain = trained(store, samples(store), name="plain", **recipe)
+    shaped = trained(
+        store, samples(store), shaping={"overlong": {"max_tokens": 6, "buffer": 2}}, **recipe
+    )
+    assert firsts(store, plain)[4] == pytest.approx(firsts(store, plain)[5])
+    assert firsts(store, shaped)[4] < firsts(store, shaped)[5]
+
+
+NORMALISED = {
+    "correction": [
+        {"kind": "truncate", "upper": 1.1, "normalize": True},
+        {"kind": "reject", "statistic": "token_k2", "upper": 0.05},
+    ]
+}
+
+
+def test_corrections_are_stored_with_their_diagnostics(store: Store) -> None:
+    batch = trained(store, samples(store), **NORMALISED)
+    weights, _ = batch.ref.fetch_numpy(store, "correction_weights")
+    kept = batch.ref.fetch_numpy(store, "correction_kept")[0].tolist()
+    assert float(weights.mean()) == pytest.approx(1.0)
+    assert 0 < sum(kept) < len(kept)
+    for name in ("kl", "k3_kl", "log_ppl_diff", "weight_eff_sample_size", "weight_oob_ratio"):
+        assert np.isfinite(batch.metrics[f"correction/{name}"])
+    left_out = batch.metrics["correction/reject_masked_fraction"]
+    assert left_out == pytest.approx(1 - sum(kept) / len(kept))
+    bypass = trained(
+        store, samples(store), name="bypass", ratio_against="rollout_logprobs", correction=[]
+    )
+    assert "correction_weights" not in bypass.ref.names
+
+
+def test_normalised_corrections_do_not_depend_on_micro_batches(
+    store: Store, tmp_path: Path
+) -> None:
+    batch = trained(store, samples(store), **NORMALISED)
+    algorithm = AlgorithmConfig.model_validate(NORMALISED)
+    found = []
+    for budget in (4096, 16):
+        engine = FSDPEngine(spec(tmp_path, micro_batch_tokens=budget))
+        engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
+        result = engine.update(batch.ref, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1)
+        found.append(result.metrics)
+        unstored = batch.ref.drop(["correction_weights", "correction_kept"])
+        with pytest.raises(ValueError, match="needs the columns correction_weights"):
+            engine.update(unstored, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 2)
+        engine.close()
+    names = ("loss", "grad_norm", "correction_weight", "correction_effective_sample_size")
+    for name in (*names, "correction_left_out", "correction_clipped_high", "log_ppl_gap"):
+        assert found[1][f"train/{name}"] == pytest.approx(found[0][f"train/{name}"], rel=1e-4), name
+    assert found[0]["train/correction_weight"] == pytest.approx(1.0)
+
+
+def test_tokens_of_high_entropy_do_not_depend_on_micro_batches(
+    store: Store, tmp_path: Path
+) -> None:
+    recipe = {"entropy": {"top_share": 0.3}}
+    batch = trained(store, samples(store), **recipe)
+    losses = []
+    for budget in (4096, 16):
+        engine = FSDPEngine(spec(tmp_path, micro_batch_tokens=budget))
+        engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
+        algorithm = AlgorithmConfig.model_validate(recipe)
+        result = engine.update(batch.ref, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1)
+        losses.append((result.metrics["train/loss"], result.metrics["train/grad_norm"]))
+        engine.close()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

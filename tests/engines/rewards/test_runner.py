@@ -1,0 +1,552 @@
+"""Scoring in processes of their own: values, TRL's calling convention, hangs, crashes, policies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from configs.data import DataConfig, FileSource, ReasoningGymSource
+from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, RewardsConfig
+from engines.rewards.builtin import extract
+from engines.rewards.failure_policy import RewardsFailed, resolve_failures
+from engines.rewards.protocol import TrainerState
+from engines.rewards.runner import RewardRunner, Scores, check_rewards, load_rewards
+from storage.prompts.open_source import open_source
+
+# Written as for TRL's GRPOTrainer; a completion's text says how it misbehaves.
+FUNCTIONS = """
+import asyncio, math, os, re, subprocess, sys, time
+
+def length(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+def matches(completions, answer):
+    return [completion == a for completion, a in zip(completions, answer)]
+
+def chat_length(prompts, completions, **kwargs):
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    return [len(completion[0]["content"]) for completion in completions]
+
+def picky(completions, **kwargs):
+    scores = []
+    for text in completions:
+        if text == "raise": raise KeyError("no such thing")
+        if text == "hang": time.sleep(600)
+        if text == "regex": re.match(r"(a+)+$", "a" * 60 + "b")
+        if text == "segfault": os.kill(os.getpid(), 11)
+        if text == "exit": os._exit(3)
+        if text == "quit": sys.exit("enough")
+        scores.append({"nan": math.nan, "inf": math.inf, "huge": 1e39, "none": None, "text": "1.0",
+                       "list": [1.0]}.get(text, 1.0))
+    return scores
+
+def short(completions, **kwargs):
+    return [1.0]
+
+def nothing(completions, **kwargs):
+    pass
+
+def always_raises(completions, **kwargs):
+    raise ConnectionError("the judge is down")
+
+async def slow_judge(completions, **kwargs):
+    async def one(text):
+        await asyncio.sleep(0.05)
+        return float(len(text))
+    return await asyncio.gather(*[one(text) for text in completions])
+
+def everything(prompts, completions, completion_ids, trainer_state, log_extra, log_metric,
+               answer, scale, hint, **kwargs):
+    assert "prompt" not in kwargs and set(kwargs) == {"question"}
+    log_extra("seen", [text.upper() for text in completions])
+    log_metric("calls", len(completions))
+    return [len(ids) * scale + trainer_state.global_step for ids in completion_ids]
+
+def short_only(completions, **kwargs):
+    return [1.0 if len(text) < 3 else None for text in completions]
+
+def with_child(completions, **kwargs):
+    if completions[0] == "hang":
+        child = subprocess.Popen(["sleep", "600"])
+        with open(os.environ["PID_FILE"], "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        child.wait()
+    return [1.0] * len(completions)
+
+def counts_calls(completions, **kwargs):
+    with open(os.environ["PID_FILE"], "a") as file:
+        file.write(f"{len(completions)}\\n")
+    if "raise" in completions:
+        raise ValueError("guilty")
+    return [1.0] * len(completions)
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "broken_module.py").write_text("import nowhere_to_be_found")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(4)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return DataConfig(source=FileSource(path=str(path)))
+
+
+def user(name: str, weight: float = 1.0, **params: float) -> FunctionReward:
+    return FunctionReward(path=f"my_rewards:{name}", weight=weight, params=params)
+
+
+class Scoring:
+    """Runners that are closed at the end of a test."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.data = data
+        self.runners: list[RewardRunner] = []
+
+    def runner(self, *functions: FunctionReward, timeout: float = 30.0) -> RewardRunner:
+        config = RewardsConfig(functions=functions, timeout=timeout)
+        self.runners.append(RewardRunner(config, self.data))
+        return self.runners[-1]
+
+    def __call__(
+        self, completions: list[str], *functions: FunctionReward, timeout: float = 30.0
+    ) -> Scores:
+        n = len(completions)
+        rows = [{"question": "1?", "answer": str(i)} for i in range(n)]
+        ids = [[1] * len(text) for text in completions]
+        runner = self.runner(*functions, timeout=timeout)
+        return runner.score(["1?"] * n, completions, rows, ids)
+
+
+@pytest.fixture
+def score(data: DataConfig) -> Iterator[Scoring]:
+    scoring = Scoring(data)
+    yield scoring
+    for runner in scoring.runners:
+        runner.close()
+
+
+def errors(scores: Scores) -> dict[int, str]:
+    assert {failure.index for failure in scores.failures} == set(np.flatnonzero(scores.failed))
+    assert np.isfinite(scores.rewards).all()
+    assert np.isfinite(scores.components).all()
+    assert scores.rewards.dtype == scores.components.dtype == np.float32
+    assert not scores.rewards[scores.failed].any()
+    return {failure.index: failure.error for failure in scores.failures}
+
+
+# Values
+
+
+def test_weighted_sum(score: Scoring) -> None:
+    scores = score(["0", "three", ""], user("length", 0.5), user("matches", 2.0))
+    assert scores.rewards.tolist() == [2.5, 2.5, 0.0]
+    assert scores.names == ("length", "matches")
+    assert scores.components.tolist() == [[1, 1], [5, 0], [0, 0]]
+    assert scores.means() == {"length": 2.0, "matches": pytest.approx(1 / 3)}
+    assert errors(scores) == {}
+
+
+def test_no_samples(score: Scoring) -> None:
+    scores = score([], user("length"))
+    assert scores.rewards.shape == (0,)
+    assert scores.components.shape == (0, 1)
+
+
+def test_every_argument_that_trl_passes(score: Scoring) -> None:
+    runner = score.runner(user("everything", scale=2.0, hint=1))
+    rows = [{"prompt": "p", "question": "q", "answer": "a"}] * 2
+    state = TrainerState(global_step=10, max_steps=20)
+    scores = runner.score(["p", "p"], ["ab", "c"], rows, [[1, 2, 3], [4]], state)
+    assert scores.rewards.tolist() == [16.0, 12.0]
+    assert scores.extras == {"everything/seen": ["AB", "C"]}
+    assert scores.metrics == {"calls": 2.0}
+
+
+def test_conversations(score: Scoring) -> None:
+    runner = score.runner(user("chat_length"))
+    prompt = [{"role": "user", "content": "hi"}]
+    scores = runner.score([prompt, prompt], ["four", ""], [{}, {}])
+    assert scores.rewards.tolist() == [4.0, 0.0]
+
+
+def test_async_functions_are_awaited_together(score: Scoring) -> None:
+    runner = score.runner(user("slow_judge"))
+    runner.start()
+    started = time.perf_counter()
+    for _ in range(2):
+        assert runner.score([""] * 20, ["abc"] * 20, [{}] * 20).rewards.tolist() == [3.0] * 20
+    assert time.perf_counter() - started < 1.5  # 2 s one after the other
+
+
+def test_none_means_not_applicable(score: Scoring) -> None:
+    scores = score(["ab", "abc"], user("short_only", 2.0), user("length"))
+    assert scores.rewards.tolist() == [4.0, 3.0]
+    assert scores.applied.tolist() == [[True, True], [False, True]]
+    assert scores.means()["short_only"] == 1.0
+    alone = score(["ab", "abc"], user("short_only"))
+    assert alone.failed.tolist() == [False, True]
+    assert "no reward function applies" in errors(alone)[1]
+
+
+# Failures
+
+
+def test_wrong_values_fail_their_samples_only(score: Scoring) -> None:
+    wrong = ["nan", "inf", "huge", "text", "list", "none"]
+    said = errors(score([*wrong, "fine"], user("picky")))
+    assert sorted(said) == [0, 1, 2, 3, 4, 5]
+    assert said[0] == "returned nan, which is not a finite float32"
+    assert said[3] == "returned '1.0', which is not a number"
+    assert said[4] == "returned [1.0], which is not a number"
+
+
+def test_an_overflowing_sum_is_a_failure(score: Scoring) -> None:
+    assert "finite float32" in errors(score(["abc"], user("length", weight=3e38)))[0]
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_an_exception_fails_the_guilty_sample_only(score: Scoring, count: int) -> None:
+    completions = ["fine"] * 16
+    guilty = list(range(0, 16, 16 // count))[:count]
+    for index in guilty:
+        completions[index] = "raise"
+    scores = score(completions, user("picky"), user("length"))
+    said = errors(scores)
+    assert sorted(said) == guilty
+    assert set(said.values()) == {"KeyError: 'no such thing' (my_rewards.py:17)"}
+    assert scores.applied[:, 1].all()
+
+
+def test_few_calls_find_a_sample_that_raises(
+    score: Scoring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "calls"))
+    completions = ["fine"] * 64
+    completions[37] = "raise"
+    assert list(errors(score(completions, user("counts_calls")))) == [37]
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls == ["64"] + [str(n) for n in (32, 16, 8, 4, 2, 1) for _ in range(2)]
+
+
+@pytest.mark.parametrize("text", ["segfault", "exit", "quit"])
+def test_a_crash_fails_the_guilty_sample_only(score: Scoring, text: str) -> None:
+    said = errors(score(["fine", text, "fine", "fine"], user("picky")))
+    assert list(said) == [1]
+    reason = {"segfault": "killed by SIGSEGV", "exit": "exited with 3", "quit": "exited with 1"}
+    assert said[1] == f"its process {'was ' if text == 'segfault' else ''}{reason[text]}"
+
+
+@pytest.mark.parametrize("text", ["hang", "regex"])
+def test_a_hang_is_stopped_and_fails_the_guilty_samples_only(score: Scoring, text: str) -> None:
+    """A regex that backtracks holds the interpreter's lock: nothing inside the process could end it."""
+    started = time.perf_counter()
+    said = errors(score([text, "fine", "fine", text, "raise", "fine"], user("picky"), timeout=0.8))
+    assert sorted(said) == [0, 3, 4]
+    assert said[0] == "took longer than 0.8 s"
+    assert "no such thing" in said[4]
+    assert time.perf_counter() - started < 5 * 0.8 + 8  # the budget, and new processes
+
+
+def test_a_function_that_always_hangs_is_given_up(score: Scoring) -> None:
+    started = time.perf_counter()
+    said = errors(score(["hang"] * 40, user("picky"), user("length"), timeout=0.3))
+    assert len(said) == 40
+    assert said[39] == "not scored: finding the samples at fault took more than 1.2 s"
+    assert time.perf_counter() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("always_raises", "ConnectionError: the judge is down"),
+        ("short", "returned 1 values for"),
+        ("nothing", "returned None for 1 samples"),
+    ],
+)
+def test_a_function_that_never_works(score: Scoring, name: str, said: str) -> None:
+    found = errors(score(["a", "b", "c"], user(name)))
+    expected = [0, 1, 2] if name != "short" else []  # one sample at a time, `short` is right
+    assert sorted(found) == expected
+    assert all(said in error for error in found.values())
+
+
+def test_a_process_killed_between_calls_is_replaced(score: Scoring) -> None:
+    runner = score.runner(user("picky"))
+    assert errors(runner.score(["", ""], ["fine"] * 2, [{}, {}])) == {}
+    [child] = reward_children()
+    child.kill()
+    psutil.wait_procs([child], timeout=5)
+    assert errors(runner.score(["", ""], ["fine"] * 2, [{}, {}])) == {}
+
+
+def reward_children() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.Process().children()
+        if process.status() != psutil.STATUS_ZOMBIE
+        and any("engines.rewards.child" in part for part in process.cmdline())
+    ]
+
+
+def test_what_a_hanging_function_started_is_killed_too(
+    score: Scoring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PID_FILE", str(tmp_path / "pids"))
+    assert errors(score(["hang"], user("with_child"), timeout=0.5)) == {0: "took longer than 0.5 s"}
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert gone(pids, seconds=5)
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    """Whether these processes end; one that has ended but has no parent to reap it counts."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        alive = [pid for pid in pids if psutil.pid_exists(pid)]
+        if all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in alive):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_closing_ends_a_call_under_way(score: Scoring) -> None:
+    runner = score.runner(user("picky"))
+    runner.start()
+    threading.Timer(0.3, runner.close).start()
+    started = time.perf_counter()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        runner.score([""], ["hang"], [{}])
+    assert time.perf_counter() - started < 5
+    assert reward_children() == []
+
+
+def test_reward_processes_die_with_their_worker(tmp_path: Path, data: DataConfig) -> None:
+    """A worker killed while a function holds the interpreter's lock in a task thread's call."""
+    program = textwrap.dedent(
+        f"""
+        import sys, threading
+        from configs.data import DataConfig, FileSource
+        from configs.rewards import FunctionReward, RewardsConfig
+        from engines.rewards.runner import load_rewards
+        sys.path.insert(0, {str(tmp_path)!r})
+        runner = load_rewards(
+            RewardsConfig(functions=[FunctionReward(path="my_rewards:picky")]),
+            DataConfig(source=FileSource(path="x.jsonl")),
+        )
+        def task(text):
+            return runner.score([""], [text], [{{}}]).failed
+        for text in ("fine", "regex"):
+            thread = threading.Thread(target=task, args=(text,))
+            thread.start()
+            if text == "fine":  # the thread in which the process was started ends
+                thread.join()
+                assert not task("fine").any()
+                print("warm", flush=True)
+        thread.join()
+        """
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "warm\n"
+        time.sleep(0.3)
+        [child] = psutil.Process(worker.pid).children()
+        assert child.cpu_times().user > 0.05
+    finally:
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+    assert gone([child.pid], seconds=5)
+
+
+# Built-in scorers
+
+
+@pytest.mark.parametrize(
+    ("part", "completion", "found"),
+    [
+        ("last_integer", "3 + 4 = 7.", "7"),
+        ("last_integer", "so -12, or 1,234", "1234"),
+        ("last_integer", "5 - 8 = -3", "-3"),
+        ("last_integer", "none", None),
+        ("last_number", "it is 2.50 or .5", ".5"),
+        ("last_number", "costs $1,200.75.", "1200.75"),
+        ("answer_tag", "<answer>1</answer> no <answer> 2\n</answer>", "2"),
+        ("answer_tag", "<answer>1", None),
+        ("whole", " all of it ", "all of it"),
+    ],
+)
+def test_extraction(part: str, completion: str, found: str | None) -> None:
+    assert extract(completion, part) == found
+
+
+def test_reasoning_gym_scores(score: Scoring) -> None:
+    source = ReasoningGymSource(task="chain_sum", size=8, params={"min_terms": 2, "max_terms": 2})
+    data = DataConfig(source=source)
+    rows = open_source(source).rows(range(8))
+    config = RewardsConfig(functions=[ReasoningGymReward(extract="last_integer")])
+    runner = load_rewards(config, data)
+    assert load_rewards(config, data) is runner
+    right = [f"1 + 1 is 2, so: {row['answer']}." for row in rows]
+    scores = runner.score(["?"] * 8, right, rows)
+    assert scores.rewards.tolist() == [1.0] * 8
+    wrong = runner.score(["?"] * 3, ["", "no idea", "1000000007"], rows[:3])
+    assert errors(wrong) == {}
+    assert wrong.rewards.max() < 0.1
+    runner.close()
+
+
+def test_math_scores(data: DataConfig) -> None:
+    config = RewardsConfig(functions=[MathReward()], timeout=6)
+    answers = ["so\n#### 1,200", "#### 72", "#### 72", "\\frac{1}{3}", "0.5", "####", "#### 3"]
+    completions = [
+        "We get \\boxed{1200}",
+        "3 + 4 = 7, so the answer is 72.",
+        "71",
+        "$\\frac{2}{6}$",
+        "The answer is $\\frac12$.",
+        "4",
+        "$(9^{9^{9^{9^9}}})!$",
+    ]
+    rows = [{"answer": answer} for answer in answers]
+    with RewardRunner(config, data) as runner:
+        started = time.perf_counter()
+        scores = runner.score([""] * 7, completions, rows)
+        assert time.perf_counter() - started < 60
+    said = errors(scores)
+    assert scores.rewards[:5].tolist() == [1, 1, 0, 1, 1]
+    assert "no reward function applies" in said[5]
+    # math-verify reports its own time-outs as wrong answers, that is as 0; ours are failures.
+    assert said[6] == "took longer than 1 s" or not scores.rewards[6]
+
+
+# Checks before a run
+
+
+def test_good_settings_pass(data: DataConfig) -> None:
+    source = open_source(data.source)
+    config = RewardsConfig(functions=[user("length"), user("matches"), MathReward()])
+    check_rewards(config, data, source)
+    assert "my_rewards" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere_at_all:fn", "nowhere_at_all:fn cannot be loaded: ModuleNotFoundError"),
+        (
+            "my_rewards:fnn",
+            "cannot be loaded: AttributeError: module 'my_rewards' has no attribute",
+        ),
+        ("my_rewards:not_a_function", "is a int, not a function"),
+        ("broken_module:fn", "No module named 'nowhere_to_be_found'"),
+        (
+            "my_rewards:everything",
+            "needs a column 'scale'; the columns of .* are: question, answer",
+        ),
+    ],
+)
+def test_bad_functions_are_refused(data: DataConfig, path: str, said: str) -> None:
+    config = RewardsConfig(functions=[FunctionReward(path=path)])
+    with pytest.raises(ValueError, match=said):
+        check_rewards(config, data, open_source(data.source))
+
+
+def test_rewards_that_do_not_fit_the_data_are_refused(data: DataConfig) -> None:
+    source = open_source(data.source)
+    with pytest.raises(ValueError, match="Set data.source.kind = reasoning_gym"):
+        check_rewards(RewardsConfig(functions=[ReasoningGymReward()]), data, source)
+    with pytest.raises(ValueError, match="no column 'solution'"):
+        math = MathReward(answer_column="solution")
+        check_rewards(RewardsConfig(functions=[math]), data, source)
+    with pytest.raises(ValueError, match="no column 'prompt'"):
+        asked = data.model_copy(update={"prompt_column": "prompt"})
+        check_rewards(RewardsConfig(functions=[MathReward()]), asked, source)
+
+
+def test_an_unknown_task_is_refused_without_being_imported_here(
+    tmp_path: Path,
+) -> None:
+    """In a process of its own, since other tests have imported reasoning_gym into this one."""
+    program = textwrap.dedent(
+        f"""
+        import sys
+        from configs.data import DataConfig, ReasoningGymSource
+        from configs.rewards import FunctionReward, RewardsConfig
+        from engines.rewards.runner import check_rewards
+        from storage.prompts.open_source import open_source
+        sys.path.insert(0, {str(tmp_path)!r})
+        rewards = RewardsConfig(functions=[FunctionReward(path="my_rewards:length")])
+        data = DataConfig(source=ReasoningGymSource(task="chain_sums"))
+        try:
+            check_rewards(rewards, data, open_source(data.source))
+        except ValueError as error:
+            print(error)
+        assert "reasoning_gym" not in sys.modules
+        """
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert out.stdout == (
+        "data.source.task is 'chain_sums', which reasoning-gym does not have; "
+        "close to it are chain_sum, decimal_chain_sum.\n"
+    )
+
+
+def test_two_rewards_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 rewards named length. Give each a name of its own"):
+        RewardsConfig(functions=[user("length"), FunctionReward(path="other:length")])
+
+
+# What becomes of groups
+
+
+GROUPS = np.array([7, 7, 7, 3, 3, 3, 5, 5, 5])
+FAILED = np.array([0, 1, 0, 0, 0, 0, 1, 1, 0], dtype=bool)
+
+
+def test_drop_leaves_out_groups_with_a_failure() -> None:
+    resolution = resolve_failures(GROUPS, FAILED, "drop")
+    assert resolution.keep.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 3}
+    assert resolution.groups_dropped == 2
+
+
+def test_complete_goes_on_with_the_others() -> None:
+    resolution = resolve_failures(GROUPS, FAILED, "complete")
+    assert resolution.keep.tolist() == [True, False, True] + [True] * 3 + [False] * 3
+    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 1}
+    assert resolution.groups_dropped == 1
+
+
+def test_abort_says_how_many() -> None:
+    with pytest.raises(RewardsFailed, match="3 of 9 samples, in 2 of 3 groups"):
+        resolve_failures(GROUPS, FAILED, "abort")
+    assert resolve_failures(GROUPS, np.zeros(9, dtype=bool), "abort").keep.all()
+
+
+@pytest.mark.parametrize("policy", ["drop", "complete", "abort"])
+def test_groups_of_one_and_none_at_all(policy: str) -> None:
+    one = resolve_failures(np.array([4]), np.array([False]), policy)  # type: ignore[arg-type]
+    assert one.keep.tolist() == [True]
+    none = resolve_failures(np.array([], dtype=np.int64), np.array([], dtype=bool), policy)  # type: ignore[arg-type]
+    assert none.keep.tolist() == []
+    assert none.groups_dropped == 0

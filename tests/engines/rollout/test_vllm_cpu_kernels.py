@@ -1,0 +1,54 @@
+"""The fused norm on CPU gives what vLLM's own operations give, and is what an engine uses."""
+
+import pytest
+import torch
+
+ir = pytest.importorskip("vllm.ir")
+
+from engines.rollout import vllm_cpu_kernels as vllm_cpu  # noqa: E402
+from engines.rollout.vllm_cpu_kernels import PROVIDER  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    if PROVIDER not in ir.ops.rms_norm.impls:
+        vllm_cpu.register()
+
+
+def impl(name, provider):
+    return getattr(ir.ops, name).impls[provider]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2 * 2**-8)]
+)
+@pytest.mark.parametrize("shape", [(1, 32), (7, 576), (64, 2048)])
+def test_the_norm_is_that_of_vllms_operations(shape, dtype, tolerance):
+    x, residual = (torch.randn(shape, dtype=dtype) * 3 for _ in range(2))
+    weight = torch.randn(shape[-1], dtype=dtype)
+    fused = impl("rms_norm", PROVIDER).impl_fn(x, weight, 1e-5)
+    plain = impl("rms_norm", "native").impl_fn(x, weight, 1e-5)
+    torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
+
+    # The norm is of the sum as it is kept, rounded, as in transformers; vLLM's norm is of the exact sum.
+    _, total = impl("fused_add_rms_norm", "native").impl_fn(x, residual, weight, 1e-5)
+    plain = impl("rms_norm", "native").impl_fn(total, weight, 1e-5)
+    fused, held = impl("fused_add_rms_norm", PROVIDER).impl_fn(
+        x.clone(), residual.clone(), weight, 1e-5
+    )
+    torch.testing.assert_close(held, total, rtol=0, atol=0)
+    torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.ones(2, 30), torch.ones(30)),
+        (torch.ones(2, 128)[:, :64], torch.ones(64)),
+        (torch.ones(2, 64), torch.ones(64, dtype=torch.bfloat16)),
+        (torch.ones(2, 64), None),
+    ],
+)
+def test_what_the_kernel_does_not_take_goes_to_vllms_operations(x, weight):
+    assert not impl("rms_norm", PROVIDER).supports_args(x, weight, 1e-5, None)
+    assert not impl("fused_add_rms_norm", PROVIDER).supports_args(x, x, weight, 1e-5, None)

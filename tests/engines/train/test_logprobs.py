@@ -1,0 +1,102 @@
+"""Chunked log-probs, entropy and their gradients against the plain formulas."""
+
+import pytest
+import torch
+
+from engines.train.logprobs import token_statistics
+
+
+def inputs(tokens=13, size=6, words=17, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, size, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(words, size, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, words, (tokens,), generator=generator)
+    return hidden.requires_grad_(True), weight.requires_grad_(True), labels
+
+
+def plain(hidden, weight, labels, temperature):
+    logits = (hidden @ weight.t()) / temperature
+    table = logits.log_softmax(-1)
+    probs = table.exp()
+    return table.gather(-1, labels[:, None])[:, 0], -(probs * table).sum(-1), probs.square().sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 1000])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_values_and_gradients_equal_the_plain_formula(chunk, temperature):
+    hidden, weight, labels = inputs()
+    got = token_statistics(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        chunk=chunk,
+        entropy_gradient=True,
+        squared=True,
+    )
+    want = plain(hidden, weight, labels, temperature)
+    torch.testing.assert_close(got.logprobs, want[0])
+    torch.testing.assert_close(got.entropy, want[1])
+    torch.testing.assert_close(got.sum_pi_squared, want[2])
+    up = torch.randn(2, 13, dtype=torch.float64)
+    ours = torch.autograd.grad((up[0] * got.logprobs + up[1] * got.entropy).sum(), (hidden, weight))
+    theirs = torch.autograd.grad((up[0] * want[0] + up[1] * want[1]).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_entropy_has_no_gradient_unless_asked_for():
+    got = token_statistics(*inputs())
+    assert got.logprobs.requires_grad
+    assert not got.entropy.requires_grad
+    assert got.sum_pi_squared is None
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight, labels = inputs()
+    token_statistics(hidden, weight.detach(), labels, chunk=4).logprobs.sum().backward()
+    assert hidden.grad is not None
+    hidden2, weight2, _ = inputs()
+    token_statistics(hidden2.detach(), weight2, labels, chunk=4).logprobs.sum().backward()
+    torch.testing.assert_close(
+        weight2.grad, torch.autograd.grad(plain(hidden2, weight2, labels, 1.0)[0].sum(), weight2)[0]
+    )
+
+
+def test_no_tokens():
+    hidden, weight, _ = inputs(tokens=0)
+    got = token_statistics(hidden, weight, torch.zeros(0, dtype=torch.long))
+    got.logprobs.sum().backward()
+    assert got.logprobs.shape == (0,)
+    assert not weight.grad.any()
+
+
+def test_large_logits_cost_no_digits():
+    hidden, weight, labels = inputs(dtype=torch.float32)
+    scaled = token_statistics(hidden * 60, weight, labels)
+    exact = plain(hidden.double() * 60, weight.double(), labels, 1.0)
+    torch.testing.assert_close(scaled.logprobs.double(), exact[0], rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(scaled.entropy.double(), exact[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_that_cannot_be_gives_no_nan():
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [2.0, 0.0], [-float("inf"), 0.0]])
+    got = token_statistics(
+        hidden, weight.nan_to_num(neginf=-3e38), torch.tensor([0]), entropy_gradient=True
+    )
+    (got.logprobs + got.entropy).sum().backward()
+    assert torch.isfinite(got.entropy).all()
+    torch.testing.assert_close(
+        got.logprobs, torch.tensor([1.0, 2.0]).log_softmax(-1)[:1], rtol=1e-6, atol=1e-6
+    )
+
+
+def test_bfloat16_sums_in_float32():
+    hidden, weight, labels = inputs(tokens=40, dtype=torch.bfloat16)
+    got = token_statistics(hidden, weight, labels, chunk=7)
+    assert got.logprobs.dtype == torch.float32
+    got.logprobs.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16
+    logits = (hidden @ weight.t()).float()
+    want = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    torch.testing.assert_close(got.logprobs, want, rtol=1e-5, atol=1e-5)

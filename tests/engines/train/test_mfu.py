@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from engines.train.mfu import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("device", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("a device of the future", None),
+    ],
+)
+def test_a_device_is_known_by_its_name(device: str, rate: float | None) -> None:
+    assert peak_flops(device) == rate

@@ -1,0 +1,241 @@
+"""Small engines for tests of the cluster, the host and the gang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar
+
+from engines.failures import InfrastructureError
+from engines.workers.engine import Call, Engine, EngineSpec, Ranked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Payload:
+    """Argument of the dummy engines."""
+
+    tag: str = ""  # to tell specs apart
+    build_seconds: float = 0.0  # how long the engine takes to build
+
+
+class NotYet(InfrastructureError):
+    """An engine's own retryable error."""
+
+    def __init__(self, *, left: int) -> None:  # does not survive pickling
+        super().__init__(f"{left} left")
+
+
+class Dummy(Engine):
+    """Sleeps, fails, counts, starts children."""
+
+    REMOTE: ClassVar = {
+        "count": Call(),
+        "nap": Call(),
+        "fail": Call(),
+        "fail_softly": Call(),
+        "threads": Call(),
+        "environ": Call(),
+        "spawn": Call(),
+        "loaded": Call(),
+        "note": Call(),
+        "say": Call(),
+    }
+
+    def __init__(self, payload: Payload) -> None:
+        time.sleep(payload.build_seconds)
+        self.counter = 0
+        self.closed = False
+        self.lock = threading.Lock()
+
+    def count(self) -> int:
+        """How often this has been called."""
+        with self.lock:
+            self.counter += 1
+            return self.counter
+
+    def nap(self, seconds: float) -> int:
+        """Sleep; the number of naps so far."""
+        time.sleep(seconds)
+        return self.count()
+
+    def close(self) -> None:
+        """Remember it."""
+        self.closed = True
+
+    def note(self, path: str) -> None:
+        """Leave a line in a file."""
+        with open(path, "a") as file:
+            file.write("called\n")
+
+    def fail(self, text: str, seconds: float = 0.0) -> None:
+        """The user's mistake."""
+        time.sleep(seconds)
+        raise ValueError(text)
+
+    def fail_softly(self) -> None:
+        """The machinery's."""
+        raise NotYet(left=3)
+
+    def threads(self) -> int:
+        """Threads that torch would use."""
+        import torch
+
+        return int(torch.get_num_threads())
+
+    def environ(self, name: str) -> str | None:
+        """An environment variable of the worker."""
+        return os.environ.get(name)
+
+    def spawn(self) -> int:
+        """Pid of a child that outlives this process unless somebody ends it."""
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+    def say(self, text: str) -> None:
+        """Print."""
+        print(text)
+
+    def loaded(self, module: str) -> bool:
+        """Whether a module has been imported on the worker."""
+        return module in sys.modules
+
+
+class Summing(Ranked):
+    """Ranks that really meet, by Gloo."""
+
+    REMOTE: ClassVar = {
+        "total": Call(split="rows", collect="all"),
+        "nap_on": Call(collect="all"),
+        "pid": Call(collect="all"),
+    }
+
+    def __init__(self, payload: Payload) -> None:
+        self.rank = 0
+
+    def join(
+        self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
+    ) -> str:
+        """Make a Gloo process group."""
+        import torch.distributed as dist
+
+        self.leave()
+        self.rank = rank
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
+        )
+        return f"rank {rank} of {world}, generation {generation}"
+
+    def leave(self) -> None:
+        """Destroy the process group, if any."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def total(self, value: float) -> float:
+        """Sum of `value` over the ranks."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor([value])
+        dist.all_reduce(tensor)
+        return float(tensor.item())
+
+    def nap_on(self, rank: int, seconds: float) -> float:
+        """One rank comes late to a collective."""
+        if rank == self.rank:
+            time.sleep(seconds)
+        return self.total(1.0)
+
+    def pid(self) -> int:
+        """Process id of the rank."""
+        return os.getpid()
+
+
+class Lone(Ranked):
+    """Ranks that only pretend to meet; quick, since they need no torch."""
+
+    REMOTE: ClassVar = {
+        "rows": Call(split="rows", collect="concat"),
+        "mean": Call(split="rows", collect="reduce"),
+        "lead": Call(split="rows", collect="first"),
+        "each": Call(collect="all"),
+        "fail_on": Call(collect="all"),
+        "nap": Call(collect="all"),
+    }
+
+    def __init__(self, payload: Payload) -> None:
+        self.rank = -1
+        self.counter = 0
+
+    def join(
+        self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
+    ) -> tuple[str, int]:
+        """Remember the rank."""
+        self.rank = rank
+        return host, port
+
+    def leave(self) -> None:
+        """Forget it."""
+        self.rank = -1
+
+    def rows(self, rows: list[int]) -> list[int]:
+        """Rows that went through this rank."""
+        return rows
+
+    def mean(self, value: float) -> float:
+        """A number to be averaged over the ranks."""
+        return value
+
+    def lead(self, value: float) -> float:
+        """A number of which rank 0's counts."""
+        return value
+
+    def each(self) -> tuple[int, int]:
+        """Rank, and how often this was called."""
+        self.counter += 1
+        return self.rank, self.counter
+
+    def fail_on(self, rank: int, text: str, machinery: bool = False) -> None:
+        """One rank fails, the others wait for it."""
+        if rank == self.rank:
+            raise NotYet(left=1) if machinery else ValueError(text)
+        time.sleep(60)
+
+    def nap(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+    @staticmethod
+    def concat(method: str, parts: list[list[int]]) -> list[object]:
+        """Parts in rank order, marked."""
+        return ["concat", *parts]
+
+    @staticmethod
+    def reduce(method: str, parts: list[float]) -> float:
+        """Mean over the ranks."""
+        return sum(parts) / len(parts)
+
+
+def dummy(tag: str = "", build_seconds: float = 0.0) -> EngineSpec:
+    """A spec of Dummy."""
+    payload = Payload(tag=tag, build_seconds=build_seconds)
+    return EngineSpec.of("tests.engines.workers.dummies:Dummy", payload)
+
+
+def summing() -> EngineSpec:
+    """A spec of Summing."""
+    return EngineSpec.of("tests.engines.workers.dummies:Summing", Payload())
+
+
+def lone() -> EngineSpec:
+    """A spec of Lone."""
+    return EngineSpec.of("tests.engines.workers.dummies:Lone", Payload())

@@ -1,0 +1,367 @@
+"""The cluster and calls on engines: real workers, real deaths."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from distributed import LocalCluster
+
+from configs.cluster.cluster import ClusterConfig, PoolConfig
+from engines.clusters.opening import open_cluster
+from engines.failures import (
+    CallCancelled,
+    CallDeadline,
+    ClusterLost,
+    InfrastructureError,
+    NoWorkers,
+    StaleIncarnation,
+    WorkerLost,
+)
+from engines.processes import dask_settings
+from engines.processes.parent_death import session
+from engines.workers import calls
+from engines.workers.messages import Lease
+from tests.engines.conftest import left_after, one_pool_roles
+from tests.engines.workers.dummies import dummy
+
+pytestmark = pytest.mark.cluster
+
+DEADLINE = 60.0
+
+
+def build(cluster, address, tag=""):
+    return calls.build(cluster, address, "role", dummy(tag), deadline=DEADLINE)
+
+
+def call(cluster, address, method, lease=None, deadline=DEADLINE, cancel=None, **kwargs):
+    return calls.submit(
+        cluster, address, "role", method, kwargs, lease, deadline=deadline, cancel=cancel
+    )
+
+
+def lease(call, **kwargs):
+    return Lease(run="run", epoch=1, step=0, call=call, **kwargs)
+
+
+def in_thread(function, *args, **kwargs):
+    """Run a call in a thread; returns a function that waits for (result or error, seconds)."""
+    began = time.monotonic()
+    ended = []
+
+    def run():
+        try:
+            ended.append(function(*args, **kwargs))
+        except Exception as error:
+            ended.append(error)
+        ended.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait():
+        thread.join(60)
+        return ended
+
+    return wait
+
+
+def running(cluster, address, count):
+    """Wait until a worker runs so many calls."""
+    until = time.monotonic() + 20
+    while len(calls.status_of(cluster, address).running) != count:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_workers_have_their_names_slots_and_environment(cluster, pair, solo):
+    assert list(cluster.workers("pair")) == ["pair-0", "pair-1"]
+    assert list(cluster.workers("solo")) == ["solo-0"]
+    build(cluster, pair[0])
+    build(cluster, solo)
+    assert call(cluster, pair[0], "environ", name="REFRAIN_TEST") == "from the caller"
+    assert call(cluster, pair[0], "environ", name="CUDA_VISIBLE_DEVICES") == ""
+    assert call(cluster, solo, "environ", name="REFRAIN_TEST") is None
+    assert not call(cluster, pair[0], "loaded", module="torch")
+    assert not call(cluster, pair[0], "loaded", module="prefect")
+
+
+def test_torch_has_the_pools_threads_on_every_thread(cluster, solo):
+    build(cluster, solo)
+    assert call(cluster, solo, "threads") == 2
+    assert calls.control(cluster, solo, "role", "threads") == 2
+
+
+def test_an_engines_own_exception_comes_back(cluster, pair):
+    build(cluster, pair[0])
+    with pytest.raises(ValueError, match="a wrong column") as caught:
+        call(cluster, pair[0], "fail", text="a wrong column")
+    (note,) = caught.value.__notes__
+    assert "role.fail on worker pair-0" in note
+    assert "dummies.py" in note
+    with pytest.raises(InfrastructureError, match="3 left"):
+        call(cluster, pair[0], "fail_softly")
+
+
+def test_control_passes_calls_that_fill_the_worker(cluster, solo):
+    build(cluster, solo)
+    first = in_thread(call, cluster, solo, "nap", seconds=3.0)
+    running(cluster, solo, 1)
+    assert calls.control(cluster, solo, "role", "environ", {"name": "OMP_NUM_THREADS"}) == "2"
+    assert len(calls.status_of(cluster, solo).running) == 1  # still the nap
+    first()
+
+
+def test_the_slots_are_the_calls_at_once(cluster, pair):
+    build(cluster, pair[1])
+    waits = [in_thread(call, cluster, pair[1], "nap", seconds=0.5) for _ in range(3)]
+    running(cluster, pair[1], 2)
+    took = sorted(wait()[1] for wait in waits)
+    assert took[2] >= 1.0
+
+
+def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(cluster, pair):
+    report = build(cluster, pair[0])
+    call(cluster, pair[0], "say", text="the last words")
+    wait = in_thread(call, cluster, pair[0], "nap", seconds=30.0)
+    running(cluster, pair[0], 1)
+    died = time.monotonic()
+    os.kill(calls.status_of(cluster, pair[0]).pid, signal.SIGKILL)
+    error, _ = wait()
+    assert time.monotonic() - died < 10  # of the 30 s of the nap
+    assert isinstance(error, WorkerLost)
+    assert error.worker == "pair-0"
+    assert "which ends: the last words" in str(error)
+    address = cluster.wait("pair", 2)["pair-0"]
+    assert address != pair[0]
+    again = build(cluster, address)
+    assert again.fresh
+    assert again.incarnation != report.incarnation
+    with pytest.raises(StaleIncarnation):
+        call(cluster, address, "count", lease("x").at(report.incarnation))
+    with pytest.raises(WorkerLost, match="any more"):
+        call(cluster, pair[0], "count")
+
+
+def test_what_a_killed_worker_started_is_ended(cluster, pair):
+    build(cluster, pair[0])
+    child = call(cluster, pair[0], "spawn")
+    os.kill(calls.status_of(cluster, pair[0]).pid, signal.SIGKILL)
+    assert left_after(5, [child]) == []
+
+
+def test_a_call_past_its_deadline_restarts_the_worker(cluster, pair):
+    build(cluster, pair[1])
+    child = call(cluster, pair[1], "spawn")
+    began = time.monotonic()
+    with pytest.raises(CallDeadline, match=r"role.nap on worker pair-1 did not end within 1 s"):
+        call(cluster, pair[1], "nap", seconds=60.0, deadline=1.0)
+    assert time.monotonic() - began < 15  # of 60 s
+    assert left_after(5, [child]) == []
+    assert cluster.wait("pair", 2)["pair-1"] != pair[1]
+
+
+def test_a_stopped_worker_is_past_its_deadline_too(cluster, pair):
+    build(cluster, pair[1])
+    wait = in_thread(call, cluster, pair[1], "nap", seconds=0.5, deadline=1.0)
+    running(cluster, pair[1], 1)
+    os.kill(calls.status_of(cluster, pair[1]).pid, signal.SIGSTOP)
+    error, seconds = wait()
+    assert isinstance(error, CallDeadline)
+    assert seconds < 20  # the deadline, and the time in which a worker must report its status
+    assert cluster.wait("pair", 2)["pair-1"] != pair[1]
+
+
+def test_time_in_the_queue_does_not_count(cluster, solo):
+    build(cluster, solo)
+    waits = [in_thread(call, cluster, solo, "nap", seconds=1.2, deadline=3.0) for _ in range(3)]
+    ends = [wait() for wait in waits]
+    assert all(isinstance(result, int) for result, _ in ends), ends
+    assert max(seconds for _, seconds in ends) >= 3.6  # longer than the deadline of one call
+
+
+def test_dask_never_runs_a_finished_call_again(cluster, pair, tmp_path):
+    build(cluster, pair[0])
+    path = tmp_path / "calls"
+    held = calls.start(
+        cluster, pair[0], "role", "note", {"path": str(path)}, None, deadline=DEADLINE
+    )
+    assert held.done.wait(20)  # finished, its future still held
+    cluster.restart(["pair-0"])
+    time.sleep(1)
+    with pytest.raises(WorkerLost):
+        held.wait(5)
+    assert path.read_text() == "called\n"
+
+
+def test_a_lease_makes_a_call_run_once(cluster, pair):
+    report = build(cluster, pair[0], tag="once")
+    right = lease("only", incarnation=report.incarnation)
+    assert call(cluster, pair[0], "count", right) == 1
+    assert call(cluster, pair[0], "count", right) == 1
+    assert calls.stop(cluster, pair[0], "role")
+    with pytest.raises(InfrastructureError, match="no engine for role 'role'"):
+        call(cluster, pair[0], "count", right)
+
+
+def test_a_cancel_event_ends_the_wait(cluster, pair):
+    build(cluster, pair[0])
+    cancel = threading.Event()
+    threading.Timer(0.3, cancel.set).start()
+    with pytest.raises(CallCancelled):
+        call(cluster, pair[0], "nap", seconds=3.0, cancel=cancel)
+    assert len(calls.status_of(cluster, pair[0]).running) == 1  # the engine itself goes on
+    running(cluster, pair[0], 0)
+
+
+def test_a_pool_without_enough_workers_is_an_error_that_names_it(cluster):
+    began = time.monotonic()
+    with pytest.raises(NoWorkers, match="pool 'solo' has 1 of 2 live workers"):
+        cluster.wait("solo", 2, timeout=0.5)
+    assert time.monotonic() - began < 10  # the default is a minute
+    with pytest.raises(ValueError, match="'sole' is no pool"):
+        cluster.workers("sole")
+
+
+def test_nothing_listens_beyond_this_machine(cluster):
+    addresses = {
+        connection.laddr.ip
+        for process in session(cluster._node.pid)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+
+
+def test_joining_a_running_cluster_finds_its_engines_and_leaves_them(cluster, pair):
+    first = build(cluster, pair[0], tag="joined")
+    config = cluster.config.model_copy(
+        update={"kind": "address", "address": cluster.client.scheduler.address}
+    )
+    with open_cluster(config) as joined:
+        assert joined.members() == cluster.members()
+        second = build(joined, pair[0], tag="joined")
+        assert (second.incarnation, second.fresh) == (first.incarnation, False)
+    assert call(cluster, pair[0], "count") == 1
+
+
+def test_a_scheduler_that_would_run_calls_again_is_refused():
+    with LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as dask:
+        config = ClusterConfig(kind="address", address=dask.scheduler_address)
+        with pytest.raises(ValueError, match="ALLOWED_FAILURES=0"):
+            open_cluster(config)
+
+
+def test_an_address_where_nobody_answers_is_refused():
+    config = ClusterConfig(kind="address", address="tcp://127.0.0.1:9", start_timeout=0.5)
+    with pytest.raises(ValueError, match=r"cluster.address = tcp://127.0.0.1:9 does not answer"):
+        open_cluster(config)
+
+
+def test_an_address_that_is_taken_by_something_silent_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        config = ClusterConfig(kind="address", address=address, start_timeout=1.0)
+        with pytest.raises(ValueError, match=rf"cluster.address = {address} does not answer"):
+            open_cluster(config)
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_starts():
+    config = ClusterConfig(pools={"p": PoolConfig(gpus=64)}, roles=one_pool_roles("p"))
+    with pytest.raises(ValueError, match=r"cluster.pools.p wants 1 workers with 64 GPUs"):
+        open_cluster(config)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_lost_scheduler_ends_calls_and_workers(number, monkeypatch):
+    monkeypatch.setattr("engines.workers.cluster.ASK_TIMEOUT", 2.0)
+    config = ClusterConfig(pools={"p": PoolConfig()}, roles=one_pool_roles("p"))
+    with open_cluster(config) as cluster:
+        (address,) = cluster.workers("p").values()
+        build(cluster, address)
+        pids = [process.pid for process in session(cluster._node.pid)]
+        pids.append(call(cluster, address, "spawn"))
+        wait = in_thread(call, cluster, address, "nap", seconds=60.0)
+        running(cluster, address, 1)
+        os.kill(cluster._node.pid, number)
+        error, seconds = wait()
+        assert isinstance(error, ClusterLost)
+        assert "The run can be resumed." in str(error)
+        if number == signal.SIGKILL:
+            assert "ended (exit status -9)" in str(error)
+        assert seconds < 30
+        with pytest.raises(ClusterLost, match="can be resumed"):
+            cluster.workers("p")
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert left_after(0, pids) == []
+
+
+def test_the_settings_hold_on_the_scheduler(cluster):
+    assert dask_settings.SETTINGS["distributed.scheduler.allowed-failures"] == 0
+    seen = cluster.client.run_on_scheduler(
+        lambda dask_scheduler: (
+            dask_scheduler.allowed_failures,
+            dask_scheduler.worker_ttl,
+            dask_scheduler.no_workers_timeout,
+            type(dask_scheduler.extensions.get("stealing")),
+        )
+    )
+    assert seen[:3] == (0, None, 30.0)
+
+
+@pytest.mark.slow
+def test_workers_that_others_started(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.getcwd(),
+        "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
+        "DASK_DISTRIBUTED__WORKER__DAEMON": "False",
+    }
+    dask = [sys.executable, "-m", "dask"]
+    host = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
+    worker = ["worker", address, "--resources", "p=2", "--nthreads", "3", "--memory-limit", "0"]
+    commands = [
+        [*dask, "scheduler", "--port", address.rpartition(":")[2], *host],
+        [*dask, *worker, "--name", "mine", "--local-directory", str(tmp_path), *host],
+    ]
+    started = [
+        subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.DEVNULL)
+        for command in commands
+    ]
+    try:
+        config = ClusterConfig(
+            kind="address",
+            address=address,
+            pools={"p": PoolConfig(env={"REFRAIN_TEST": "late"})},
+            roles=one_pool_roles("p"),
+        )
+        with open_cluster(config) as cluster:
+            (mine,) = cluster.workers("p").values()
+            build(cluster, mine)
+            assert call(cluster, mine, "environ", name="REFRAIN_TEST") == "late"
+            child = call(cluster, mine, "spawn")
+            with pytest.raises(CallDeadline):
+                call(cluster, mine, "nap", seconds=60.0, deadline=1.0)
+            assert left_after(2, [child]) == []
+            back = cluster.wait("p")["mine"]
+            build(cluster, back)
+            assert call(cluster, back, "environ", name="REFRAIN_TEST") == "late"
+        pids = [process.pid for one in started for process in session(one.pid)]
+        started[1].kill()  # the nanny: its worker must not stay behind
+        started[0].kill()
+        assert left_after(5, pids) == []
+    finally:
+        for one in started:
+            os.killpg(one.pid, signal.SIGKILL) if one.poll() is None else None
+            one.wait()

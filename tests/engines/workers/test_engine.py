@@ -1,0 +1,101 @@
+"""The REMOTE table and engine specs."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from engines.workers.engine import Call, Engine, EngineSpec, Ranked, calls_of
+from tests.engines.workers.dummies import Dummy, Payload, Summing, dummy
+
+
+def test_a_name_that_is_no_method_is_refused_when_the_class_is_created():
+    with pytest.raises(TypeError, match=r"Wrong.REMOTE\['updaet'\] names no method"):
+
+        class Wrong(Engine):
+            REMOTE: ClassVar = {"updaet": Call()}
+
+            def update(self) -> None: ...
+
+
+def test_a_bare_argument_is_refused():
+    with pytest.raises(TypeError, match="batch has no annotation"):
+
+        class Wrong(Engine):
+            REMOTE: ClassVar = {"update": Call()}
+
+            def update(self, batch) -> None: ...
+
+
+def test_a_bare_return_is_refused():
+    with pytest.raises(TypeError, match="the return value has no annotation"):
+
+        class Wrong(Engine):
+            REMOTE: ClassVar = {"update": Call()}
+
+            def update(self): ...
+
+
+def test_an_entry_that_is_no_call_is_refused():
+    with pytest.raises(TypeError, match=r"Make it a Call"):
+
+        class Wrong(Engine):
+            REMOTE: ClassVar = {"update": "rows"}
+
+            def update(self) -> None: ...
+
+
+@pytest.mark.parametrize("collect", ["concat", "reduce"])
+def test_a_collector_must_be_a_static_method(collect):
+    with pytest.raises(TypeError, match=f"no static method {collect}"):
+
+        class Wrong(Engine):
+            REMOTE: ClassVar = {"update": Call(collect=collect)}
+
+            def update(self) -> None: ...
+
+            def concat(self) -> None: ...
+
+            def reduce(self) -> None: ...
+
+
+def test_an_inherited_method_counts():
+    class Child(Dummy):
+        REMOTE: ClassVar = {"count": Call()}
+
+    assert calls_of(Child) == {"count": Call()}
+
+
+def test_ranked_engines_can_also_be_joined():
+    assert calls_of(Summing).keys() == Summing.REMOTE.keys() | {"join", "leave"}
+    assert "join" not in calls_of(Dummy)
+    assert issubclass(Summing, Ranked)
+
+
+def test_a_spec_has_the_digest_of_class_and_payload():
+    assert dummy("a") == dummy("a")
+    assert dummy("a").digest != dummy("b").digest
+    assert dummy("a").digest != EngineSpec.of("other:Dummy", Payload(tag="a")).digest
+
+
+def test_the_flow_process_imports_no_engine_library():
+    code = (
+        "import sys, engines.workers.gang, engines.workers.placement; "
+        "print(sorted({'torch', 'vllm', 'transformers', 'prefect'} & set(sys.modules)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert printed.stdout == "[]\n"
+
+
+def test_a_pydantic_payload_and_a_dataclass_payload_both_have_digests():
+    from configs.cluster.cluster import PoolConfig
+
+    @dataclass(frozen=True)
+    class Nested:
+        pool: PoolConfig
+
+    two, three = PoolConfig(workers=2), PoolConfig(workers=3)
+    assert EngineSpec.of("m:C", two).digest != EngineSpec.of("m:C", three).digest
+    assert EngineSpec.of("m:C", Nested(two)).digest != EngineSpec.of("m:C", Nested(three)).digest

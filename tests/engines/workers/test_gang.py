@@ -1,0 +1,128 @@
+"""Gangs: ranks that live and die together."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from configs.cluster.cluster import ClusterConfig
+from engines.failures import CallCancelled, GangFailed, GangLost, InfrastructureError
+from engines.workers.gang import Gang
+from engines.workers.messages import Lease
+from tests.engines.workers.dummies import lone, summing
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def gang(cluster, pair):
+    """A formed gang of two that needs no torch."""
+    gang = Gang(cluster, "pair", "lone", lone(), 60.0)
+    gang.form()
+    return gang
+
+
+def test_real_ranks_meet_lose_one_and_meet_again(cluster, pair):
+    gang = Gang(cluster, "pair", "sum", summing(), 120.0)
+    report = gang.form()
+    assert report.generation == 1
+    assert report.workers == ("pair-0", "pair-1")
+    assert report.joins[1] == "rank 1 of 2, generation 1"
+    assert gang.call("total", per_rank=[{"value": 1.0}, {"value": 2.0}]) == [3.0, 3.0]
+
+    victim = gang.call("pid")[1]
+    threading.Timer(0.5, os.kill, [victim, signal.SIGKILL]).start()
+    began = time.monotonic()
+    with pytest.raises(GangLost, match=r"rank 1 \(worker pair-1\)") as caught:
+        gang.call("nap_on", kwargs={"rank": 1, "seconds": 60.0})
+    assert time.monotonic() - began < 6
+    assert isinstance(caught.value, InfrastructureError)
+    assert not gang.formed
+
+    assert gang.form().generation == 2
+    assert gang.call("total", per_rank=[{"value": 3.0}, {"value": 4.0}]) == [7.0, 7.0]
+
+
+def test_results_are_collected_as_the_table_says(gang):
+    assert gang.call("rows", per_rank=[{"rows": [1]}, {"rows": [2]}]) == ["concat", [1], [2]]
+    assert gang.call("mean", per_rank=[{"value": 1.0}, {"value": 2.0}]) == 1.5
+    assert gang.call("lead", per_rank=[{"value": 1.0}, {"value": 2.0}]) == 1.0
+    assert [rank for rank, _ in gang.call("each")] == [0, 1]
+
+
+def test_a_gang_of_one_works_alike(cluster, solo):
+    gang = Gang(cluster, "solo", "lone", lone(), 60.0)
+    assert gang.form().workers == ("solo-0",)
+    assert gang.call("rows", kwargs={"rows": [1]}) == ["concat", [1]]
+    assert gang.call("mean", kwargs={"value": 2.0}) == 2.0
+    assert gang.call("each") == [(0, 1)]
+
+
+def test_a_call_runs_once_on_every_rank(gang):
+    right = Lease(run="run", epoch=1, step=0, call="each")
+    assert gang.call("each", right) == gang.call("each", right)
+    assert gang.call("each")[0][1] == gang.call("each", right)[0][1] + 1
+
+
+def test_a_rank_past_the_deadline_ends_the_gang(gang, pair):
+    began = time.monotonic()
+    with pytest.raises(GangLost, match="did not end within 1 s"):
+        gang.call("nap", kwargs={"seconds": 60.0}, deadline=1.0)
+    assert time.monotonic() - began < 6
+    assert not gang.formed
+    with pytest.raises(GangLost, match="not formed"):
+        gang.call("each")
+    assert gang.form().generation == 2
+    assert [rank for rank, _ in gang.call("each")] == [0, 1]
+
+
+def test_a_ranks_own_mistake_ends_the_gang_for_good(gang):
+    with pytest.raises(GangFailed, match=r"rank 1 .*: a wrong row") as caught:
+        gang.call("fail_on", kwargs={"rank": 1, "text": "a wrong row"})
+    assert not isinstance(caught.value, InfrastructureError)
+    assert isinstance(caught.value.__cause__, ValueError)
+    gang.form()
+    with pytest.raises(GangLost, match="1 left"):
+        gang.call("fail_on", kwargs={"rank": 0, "text": "", "machinery": True})
+
+
+def test_cancelling_ends_the_gang(gang):
+    cancel = threading.Event()
+    threading.Timer(0.3, cancel.set).start()
+    with pytest.raises(CallCancelled):
+        gang.call("nap", kwargs={"seconds": 60.0}, cancel=cancel)
+    assert not gang.formed
+
+
+def test_colocated_gangs_take_turns_and_do_not_end_each_others_new_workers(cluster, gang):
+    other = Gang(cluster, "pair", "other", lone(), 60.0)
+    other.form()
+    with pytest.raises(GangLost):
+        gang.call("nap", kwargs={"seconds": 60.0}, deadline=1.0)
+    gang.form()
+    with pytest.raises(GangLost, match="not formed"):
+        other.call("each")
+    assert gang.formed
+    other.form()
+    assert gang.formed
+    naps = [
+        threading.Thread(target=one.call, args=("nap",), kwargs={"kwargs": {"seconds": 0.4}})
+        for one in (gang, other)
+    ]
+    began = time.monotonic()
+    for nap in naps:
+        nap.start()
+    for nap in naps:
+        nap.join()
+    assert time.monotonic() - began >= 0.8
+
+
+def test_wrong_use_is_an_error_before_anything_runs(gang):
+    with pytest.raises(ValueError, match="1 entries for 2 ranks"):
+        gang.call("each", per_rank=[{}])
+    with pytest.raises(ValueError, match="offers no 'foo'"):
+        gang.call("foo")
+    assert gang.formed
+    assert isinstance(gang.cluster.config, ClusterConfig)

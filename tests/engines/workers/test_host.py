@@ -1,0 +1,193 @@
+"""The engine host, without Dask: leases, at-most-once calls, builds."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from engines.failures import (
+    EngineMissing,
+    InfrastructureError,
+    StaleIncarnation,
+    StaleLease,
+    StaleVersion,
+)
+from engines.workers.engine import EngineSpec
+from engines.workers.host import RECORDS, EngineHost
+from engines.workers.messages import Lease, Ticket
+from tests.engines.workers.dummies import Payload, dummy, lone
+
+
+@dataclass
+class FakeWorker:
+    """What the host reads of a Dask worker that has no nanny."""
+
+    name: str = "pool-0"
+    address: str = "tcp://here:1"
+    nanny: None = None
+    state: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(total_resources={}))
+
+
+@pytest.fixture
+def host():
+    host = EngineHost()
+    host.setup(FakeWorker())
+    host.build("role", dummy())
+    return host
+
+
+def lease(call="a", *, epoch=1, step=0, **kwargs):
+    return Lease(run="run", epoch=epoch, step=step, call=call, **kwargs)
+
+
+def test_building_the_same_engine_again_does_nothing(host):
+    host.call("role", "count", {})
+    report = host.build("role", dummy())
+    assert not report.fresh
+    assert host.call("role", "count", {}).value == 2
+
+
+def test_building_another_engine_closes_the_old_one_and_forgets_its_results(host):
+    old = host.tenants["role"].engine
+    host.call("role", "count", {}, lease())
+    report = host.build("role", dummy("other"))
+    assert report.fresh
+    assert old.closed
+    assert host.call("role", "count", {}, lease()).value == 1
+
+
+def test_concurrent_builds_make_one_engine(host):
+    reports = []
+    threads = [
+        threading.Thread(
+            target=lambda: reports.append(host.build("slow", dummy(build_seconds=0.2)))
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(report.fresh for report in reports) == [False, False, True]
+
+
+def test_an_engine_in_use_is_not_closed(host):
+    thread = threading.Thread(target=host.call, args=("role", "nap", {"seconds": 0.3}))
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(InfrastructureError, match="while it runs"):
+        host.stop("role")
+    thread.join()
+    assert host.stop("role")
+    assert not host.stop("role")
+
+
+def test_only_engines_are_built(host):
+    with pytest.raises(TypeError, match="is no engine"):
+        host.build("role2", EngineSpec.of("tests.engines.workers.dummies:Payload", Payload()))
+
+
+def test_a_finished_call_is_not_run_again(host):
+    assert host.call("role", "count", {}, lease()).value == 1
+    again = host.call("role", "count", {}, lease())
+    assert (again.value, again.repeated) == (1, True)
+    assert host.call("role", "count", {}, lease("b")).value == 2
+    assert host.call("role", "count", {}, lease(step=1)).value == 3
+    assert host.call("role", "count", {}, lease(epoch=2)).value == 4
+    assert host.call("role", "count", {}).value == 5
+
+
+def test_a_failed_call_may_be_tried_again(host):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            host.call("role", "fail", {"text": "no"}, lease())
+
+
+def test_a_duplicate_waits_for_the_call_in_flight(host):
+    values = []
+
+    def nap():
+        values.append(host.call("role", "nap", {"seconds": 0.3}, lease()).value)
+
+    threads = [threading.Thread(target=nap) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values == [1, 1, 1]
+
+
+def test_a_duplicate_shares_the_failure_of_the_call_in_flight(host):
+    errors = []
+
+    def fail():
+        try:
+            host.call("role", "fail", {"text": "no", "seconds": 0.3}, lease())
+        except ValueError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=fail) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2
+
+
+def test_an_older_epoch_is_refused(host):
+    host.call("role", "count", {}, lease(epoch=3))
+    with pytest.raises(StaleLease, match="epoch 2 of run run"):
+        host.call("role", "count", {}, lease("b", epoch=2))
+    other_run = Lease(run="other", epoch=1, step=0, call="a")
+    assert host.call("role", "count", {}, other_run).value == 2
+
+
+def test_another_incarnation_is_refused(host):
+    assert host.call("role", "count", {}, lease(incarnation=host.incarnation)).value == 1
+    with pytest.raises(StaleIncarnation, match="pool-0 has been restarted"):
+        host.call("role", "count", {}, lease("b", incarnation="earlier"))
+
+
+def test_another_version_is_refused(host):
+    host.tenants["role"].engine.version = 4
+    assert host.call("role", "count", {}, lease(version=4)).value == 1
+    with pytest.raises(StaleVersion, match="holds policy version 4, but the call needs version 5"):
+        host.call("role", "count", {}, lease("b", version=5))
+
+
+def test_a_missing_engine_and_a_method_that_is_not_remote(host):
+    with pytest.raises(EngineMissing, match="no engine for role 'other'"):
+        host.call("other", "count", {})
+    with pytest.raises(ValueError, match="offers no 'close'"):
+        host.call("role", "close", {})
+
+
+def test_records_are_bounded(host):
+    for number in range(RECORDS + 10):
+        host.call("role", "count", {}, lease(str(number)))
+    assert len(host.records) == RECORDS
+    assert not host.flights
+
+
+def test_a_lone_rank_collects_its_own_result(host):
+    host.build("lone", lone())
+    assert host.call("lone", "rows", {"rows": [1, 2]}).value == [1, 2]
+    alone = host.call("lone", "rows", {"rows": [1, 2]}, None, Ticket(alone=True))
+    assert alone.value == ["concat", [1, 2]]
+
+
+def test_status_lists_engines_and_running_calls(host):
+    thread = threading.Thread(
+        target=host.call, args=("role", "nap", {"seconds": 0.3}, lease(), Ticket(token="t"))
+    )
+    thread.start()
+    time.sleep(0.1)
+    status = host.status()
+    thread.join()
+    assert status.engines["role"].digest == dummy().digest
+    (running,) = status.running
+    assert (running.role, running.method, running.call, running.token) == ("role", "nap", "a", "t")
+    assert 0.05 < running.age < 5
+    assert not host.status().running

@@ -1,0 +1,229 @@
+"""BatchRef's operations against a plain list of rows; its JSON; its size."""
+
+import json
+import pickle
+import uuid
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from storage.batches.refs import BatchRef
+from storage.batches.writing import Jagged, write_batch
+from storage.objects.store import Store
+
+Row = dict[str, object]
+STORE = Store(f"memory://refs-{uuid.uuid4().hex[:8]}")
+
+row = st.fixed_dictionaries(
+    {
+        "response_ids": st.lists(st.integers(-(2**62), 2**62), max_size=4),
+        "reward": st.floats(-10, 10, width=32),
+        "worker": st.text(max_size=3),
+        "note": st.one_of(
+            st.none(), st.booleans(), st.dictionaries(st.text(max_size=2), st.integers())
+        ),
+    }
+)
+batches = st.lists(row, min_size=1, max_size=5)
+
+
+def written(rows: list[Row]) -> BatchRef:
+    lengths = [len(r["response_ids"]) for r in rows]  # type: ignore[arg-type]
+    ids = [token for r in rows for token in r["response_ids"]]  # type: ignore[attr-defined]
+    columns = {
+        "response_ids": Jagged(np.array(ids, np.int64), np.concatenate([[0], np.cumsum(lengths)])),
+        "reward": np.array([r["reward"] for r in rows], np.float32),
+        "worker": [r["worker"] for r in rows],
+        "note": [{"value": r["note"]} for r in rows],
+    }
+    return write_batch(STORE, f"{uuid.uuid4().hex}.safetensors", columns)
+
+
+def read(ref: BatchRef) -> list[Row]:
+    columns = {name: ref.fetch_list(STORE, name) for name in ref.names}
+    rows: list[Row] = []
+    for number in range(len(ref)):
+        found: Row = {name: values[number] for name, values in columns.items()}
+        for name in ("response_ids", "renamed"):
+            if name in found:
+                found[name] = found[name].tolist()  # type: ignore[attr-defined]
+        if "note" in found:
+            found["note"] = found["note"]["value"]  # type: ignore[index]
+        rows.append(found)
+    return rows
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_operations_like_a_list(data: st.DataObject) -> None:
+    pool = [
+        (written(rows), list(rows)) for rows in data.draw(st.lists(batches, min_size=1, max_size=3))
+    ]
+    for _ in range(data.draw(st.integers(0, 6))):
+        ref, rows = data.draw(st.sampled_from(pool))
+        match data.draw(
+            st.sampled_from(["rows", "take", "concat", "with_columns", "chunk", "json"])
+        ):
+            case "rows":
+                start, stop = data.draw(st.tuples(st.integers(-6, 6), st.integers(-6, 6)))
+                result = ref.rows(start, stop), rows[slice(start, stop)]
+            case "take":
+                number = st.integers(0, max(len(rows) - 1, 0))
+                index = data.draw(st.lists(number, max_size=8 if rows else 0))
+                result = ref.take(index), [rows[n] for n in index]
+            case "concat":
+                others = data.draw(st.lists(st.sampled_from(pool), max_size=3))
+                result = (
+                    BatchRef.concat([ref, *(other for other, _ in others)]),
+                    rows + [r for _, more in others for r in more],
+                )
+            case "with_columns":
+                if not rows:
+                    continue
+                fresh = data.draw(st.lists(row, min_size=len(rows), max_size=len(rows)))
+                added = written(fresh)[["reward", "note"]]
+                result = (
+                    ref.with_columns(added),
+                    [
+                        {**r, "reward": f["reward"], "note": f["note"]}
+                        for r, f in zip(rows, fresh, strict=True)
+                    ],
+                )
+            case "chunk":
+                n = data.draw(st.integers(1, 4))
+                by = data.draw(st.sampled_from([None, "tokens"]))
+                parts = ref.chunk(n, by=by, store=STORE)
+                assert len(parts) == n
+                assert sorted(map(repr, (r for part in parts for r in read(part)))) == sorted(
+                    map(repr, read(ref))
+                )
+                if by is None:
+                    assert read(BatchRef.concat(parts)) == rows
+                continue
+            case _:
+                result = BatchRef.from_json(json.loads(json.dumps(ref.to_json()))), rows
+        assert len(result[0]) == len(result[1])
+        pool.append(result)
+    for ref, rows in pool:
+        assert read(ref) == rows
+        assert read(pickle.loads(pickle.dumps(ref))) == rows
+        lengths = ref.lengths(STORE, "response_ids").tolist()
+        assert lengths == [len(r["response_ids"]) for r in rows]  # type: ignore[arg-type]
+
+
+def some(rows: int = 4) -> BatchRef:
+    return write_batch(
+        STORE,
+        f"{uuid.uuid4().hex}.safetensors",
+        {
+            "response_ids": [[n] * n for n in range(rows)],
+            "reward": np.arange(rows, dtype=np.float32),
+        },
+    )
+
+
+def test_renaming_and_dropping() -> None:
+    ref = some().rename({"response_ids": "renamed"})
+    assert ref.names == ("renamed", "reward")
+    both = BatchRef.concat([ref, some().rename({"response_ids": "renamed"}), ref.rows(1, 2)])
+    both = BatchRef.from_json(both.to_json())
+    assert [r["renamed"] for r in read(both)] == [[], [1], [2, 2], [3, 3, 3]] * 2 + [[1]]
+    assert ref.drop(["reward"]).names == ("renamed",)
+    with pytest.raises(ValueError, match="one name"):
+        ref.rename({"renamed": "reward"})
+
+
+def test_user_mistakes_are_named() -> None:
+    ref = some()
+    with pytest.raises(ValueError, match="no column 'rewrad'; it has response_ids, reward"):
+        ref[["rewrad"]]
+    with pytest.raises(ValueError, match=r"ref\[\['reward'\]\]"):
+        ref["reward"]  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="Row 4 is outside the batch's 4 rows"):
+        ref.take([0, 4])
+    with pytest.raises(ValueError, match="Row -1 is outside"):
+        ref.take([-1])
+    with pytest.raises(ValueError, match="flatnonzero"):
+        ref.take(np.array([True, False, True, True]))
+    with pytest.raises(ValueError, match="have 3 rows, the batch 4"):
+        ref.with_columns(some(3))
+    with pytest.raises(ValueError, match="do not both have column reward"):
+        BatchRef.concat([ref, ref.drop(["reward"])])
+    other = write_batch(STORE, "x", {"x": np.arange(4)}).rename({"x": "reward"})
+    with pytest.raises(ValueError, match=r"'reward' is .*I64.* in batch 1"):
+        BatchRef.concat([ref[["reward"]], other])
+    with pytest.raises(ValueError, match="at least one batch"):
+        BatchRef.concat([])
+    with pytest.raises(ValueError, match="dense: its rows have no lengths"):
+        ref.lengths(STORE, "reward")
+    with pytest.raises(ValueError, match="one number per row"):
+        ref.chunk(2, by="tokens")
+
+
+def test_size_does_not_grow_with_the_rows() -> None:
+    names = [f"column_{number}" for number in range(20)]
+    columns = {name: np.zeros(100_000, np.float32) for name in names}
+    ref = write_batch(STORE, "wide.safetensors", columns)
+    assert len(pickle.dumps(ref)) < 3000
+    assert len(pickle.dumps(ref.rows(17, 90_000))) < 3000
+    kept = np.flatnonzero(np.arange(100_000) // 8 % 5 != 3)  # whole groups, as a filter leaves them
+    assert len(pickle.dumps(ref.take(kept))) < 4000
+    for part in ref.chunk(8, by=np.random.default_rng(0).integers(1, 900, 100_000)):
+        assert len(pickle.dumps(part)) < 3000
+    shards = [
+        write_batch(STORE, f"shard-{n}.safetensors", {m: np.zeros(64) for m in names})
+        for n in range(64)
+    ]
+    assert len(pickle.dumps(BatchRef.concat(shards))) < 10_000
+
+
+def test_a_shuffle_costs_two_bytes_a_row() -> None:
+    ref = write_batch(STORE, "shuffled.safetensors", {"x": np.zeros(4096), "y": np.zeros(4096)})
+    shuffled = ref.take(np.random.default_rng(0).permutation(4096))
+    assert len(json.dumps(shuffled.to_json())) < 2.7 * 4096
+
+
+def test_objects_are_those_of_the_rows() -> None:
+    first, second = some(), some()
+    both = BatchRef.concat([first, second])
+    assert both.objects == first.objects | second.objects
+    assert both.rows(0, 4).objects == first.objects
+    assert both.take([6, 5]).objects == second.objects
+    assert both.rows(2, 2).objects == frozenset()
+    assert len(BatchRef.concat(both.chunk(3)).column("reward").sources) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(format="other/9"), "not of format refrain.batch/1"),
+        (lambda v: v.pop("rows"), "no 'rows'"),
+        (lambda v: v.update(rows=5), "a view of 4 rows does not fit 5"),
+        (lambda v: v["views"][0].__setitem__(1, [0, 400]), "does not fit"),
+        (lambda v: v["views"][0].__setitem__(0, [7]), "out of range"),
+        (lambda v: v["columns"].update(reward=["dense", "F33", [], 0]), "'reward' is malformed"),
+        (lambda v: v["columns"].update(reward="x"), "unpack"),
+        (lambda v: v["sources"].__setitem__(0, [1, 2, 3, 4]), "source 1 is malformed"),
+    ],
+)
+def test_malformed_json_is_one_sentence(change, message: str) -> None:
+    value = some().to_json()
+    change(value)
+    with pytest.raises(ValueError, match=message) as raised:
+        BatchRef.from_json(value)
+    assert str(raised.value).startswith("Malformed batch reference: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_as_a_field_of_a_model() -> None:
+    class Carrier(BaseModel):
+        ref: BatchRef
+
+    carrier = Carrier(ref=some())
+    again = Carrier.model_validate_json(carrier.model_dump_json())
+    assert read(again.ref) == read(carrier.ref)
+    with pytest.raises(ValueError, match="Malformed batch reference"):
+        Carrier.model_validate({"ref": {"format": "x"}})

@@ -1,0 +1,119 @@
+"""Local files: what a killed writer leaves, and two processes at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from storage.objects.store import Store, StoreError
+
+WRITER = """
+import os, sys
+import storage.objects.backends as backends
+from storage.objects.store import Store
+
+store = Store(sys.argv[1])
+written = backends._write_all
+
+def slowly(file, chunk):
+    written(file, memoryview(chunk)[: len(chunk) // 2])
+    print("half", flush=True)
+    sys.stdin.read()
+
+backends._write_all = slowly
+{call}
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'store.write("run/x.bin", b"n" * 10_000_000)',
+        'store.create("run/new.bin", b"n" * 10_000_000)',
+        'store.replace("run/x.bin", b"n" * 10_000_000, b"old")',
+    ],
+)
+def test_a_killed_writer_leaves_nothing_to_read(store: Store, call: str) -> None:
+    store.write("run/x.bin", b"old")
+    program = WRITER.format(call=call)
+    with subprocess.Popen(
+        [sys.executable, "-c", program, store.uri], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"half\n"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(timeout=30)
+    assert store.list() == ["run/x.bin"]
+    assert store.children("run") == ["x.bin"]
+    assert store.read("run/x.bin") == b"old"
+    store.replace("run/x.bin", b"next", b"old")  # the killed writer's lock went with it
+    assert store.read("run/x.bin") == b"next"
+
+
+SWAPPER = """
+import sys
+from storage.objects.store import Conflict, Store
+
+store, won = Store(sys.argv[1]), 0
+while True:
+    current = int(store.read("counter"))
+    if current >= 200:
+        break
+    try:
+        store.replace("counter", b"%d" % (current + 1), b"%d" % current)
+        won += 1
+    except Conflict:
+        pass
+print(won)
+"""
+
+
+def test_compare_and_swap_between_processes(store: Store) -> None:
+    store.write("counter", b"0")
+    writers = [
+        subprocess.Popen([sys.executable, "-c", SWAPPER, store.uri], stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    wins = [int(writer.communicate(timeout=120)[0]) for writer in writers]
+    assert store.read("counter") == b"200"
+    assert sum(wins) == 200
+
+
+def test_relative_addresses_mean_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = Store("file://.refrain/store")
+    store.write("k", b"v")
+    monkeypatch.chdir("/")
+    assert store.read("k") == b"v"
+    assert Store(f"{tmp_path}/.refrain/store").read("k") == b"v"
+    assert store.url("k") == f"file://{tmp_path}/.refrain/store/k"
+
+
+def test_empty_folders_go_with_their_last_object(store: Store, tmp_path: Path) -> None:
+    store.write("run/a/b/x", b"1")
+    store.write("run/c", b"2")
+    store.delete(["run/a/b/x"])
+    assert sorted(os.listdir(tmp_path / "store" / "run")) == ["c"]
+
+
+def test_what_a_killed_writer_left_goes_with_its_folder(store: Store, tmp_path: Path) -> None:
+    store.write("run/v1/x", b"1")
+    store.write("run/v2/x", b"1")
+    for folder, age in (("v1", 7200), ("v2", 60)):
+        half = tmp_path / "store" / "run" / folder / ".y.0123.tmp"
+        half.write_bytes(b"half")
+        os.utime(half, (time.time() - age,) * 2)
+    store.delete(["run/v1/x", "run/v2/x"])
+    assert os.listdir(tmp_path / "store" / "run") == ["v2"]  # that one may still be written
+
+
+def test_no_permission_is_one_sentence(store: Store) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    os.makedirs(store.url("").removeprefix("file://"), mode=0o500)
+    with pytest.raises(StoreError, match="Could not write .*Permission denied"):
+        store.write("k", b"v")

@@ -1,0 +1,342 @@
+"""Sources of prompts, and the order in which their rows are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.data import DataConfig, FileSource, HubSource, ReasoningGymSource
+from storage.objects.json_values import pack, unpack
+from storage.prompts.cursor import Cursor, Exhausted, draw, epoch_order
+from storage.prompts.datasets import ReasoningGymRows
+from storage.prompts.open_source import open_source
+
+ROWS = [
+    {"question": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(25)
+]
+
+
+def write_jsonl(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> str:
+    return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> str:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=7)
+    return str(path)
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def file(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue(request.param)
+
+
+# Files
+
+
+def test_a_file_gives_the_rows_asked_for(file: str) -> None:
+    source = open_source(FileSource(path=file))
+    assert len(source) == 25
+    assert source.columns == ("question", "answer", "level")
+    wanted = [24, 0, 13, 13, 6, 7]
+    assert source.rows(wanted) == [ROWS[i] for i in wanted]
+    assert source.rows([]) == []
+    with pytest.raises(IndexError, match="no row 25"):
+        source.rows([25])
+    with pytest.raises(IndexError):
+        source.rows([-1])
+
+
+def test_the_digest_is_that_of_the_bytes(file: str) -> None:
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    assert open_source(FileSource(path=file)).digest == f"sha256:{digest}"
+
+
+def test_a_source_is_opened_once_until_its_file_changes(jsonl: str) -> None:
+    first = open_source(FileSource(path=jsonl))
+    assert open_source(FileSource(path=jsonl)) is first
+    write_jsonl(Path(jsonl), [*ROWS, {"question": "new", "answer": "row"}])
+    assert len(open_source(FileSource(path=jsonl))) == 26
+
+
+def test_a_file_is_read_at_any_fsspec_address() -> None:
+    with fsspec.open("memory://prompts/rows.jsonl", "wb") as stream:
+        stream.write(b'{"question": "a"}\n{"question": "b"}')
+    source = open_source(FileSource(path="memory://prompts/rows.jsonl"))
+    assert source.rows([1, 0]) == [{"question": "b"}, {"question": "a"}]
+
+
+def test_blank_lines_and_text_beyond_ascii(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "é"}\n\n  \n{"q": "日本"}\r\n\n', encoding="utf-8")
+    assert open_source(FileSource(path=str(path))).rows([0, 1]) == [{"q": "é"}, {"q": "日本"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": ', "Row 2 (line 4)"),
+        ("[1, 2]", "Row 2 (line 4)"),
+        ('{"answer": "4"}', "Row 2 (line 4) of .* has no column 'question'"),
+        ('{"question": null}', "Row 2 (line 4) of .* has no value in column 'question'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"question": "1"}}\n\n{{"question": "2"}}\n{line}\n{{"question": "3"}}\n')
+    source = open_source(FileSource(path=str(path)))
+    with pytest.raises(ValueError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        source.check_columns(["question"])
+
+
+def test_parquet_names_the_row_without_a_value(tmp_path: Path) -> None:
+    rows = [{"q": str(i), "a": None if i == 9 else "x"} for i in range(12)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=5)
+    source = open_source(FileSource(path=str(tmp_path / "rows.parquet")))
+    source.check_columns(["q"], nullable=["a"])
+    with pytest.raises(ValueError, match="Row 9 .* no value in column 'a'"):
+        source.check_columns(["q", "a"])
+    with pytest.raises(ValueError, match="no column 'b'; its columns are: a, q"):
+        source.check_columns(["b"])
+
+
+def test_parquet_keeps_dates_as_text_and_refuses_bytes(tmp_path: Path) -> None:
+    from datetime import date
+
+    rows = [{"q": "when", "day": date(2025, 1, 2)}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert open_source(FileSource(path=str(tmp_path / "a.parquet"))).rows([0]) == [
+        {"q": "when", "day": "2025-01-02"}
+    ]
+    pq.write_table(pa.Table.from_pylist([{"image": b"\xff"}]), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match="Row 0 of .* type bytes has no JSON form"):
+        open_source(FileSource(path=str(tmp_path / "b.parquet"))).rows([0])
+
+
+def test_unusable_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "fake.parquet").write_text("no")
+    for name, said in (
+        ("absent.jsonl", "there is no such file"),
+        ("empty.jsonl", "the file has no rows"),
+        ("rows.csv", "only .jsonl, .ndjson and .parquet"),
+        ("fake.parquet", "not a Parquet file"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            open_source(FileSource(path=str(tmp_path / name)))
+    with pytest.raises(ValueError, match="cannot be opened"):
+        open_source(FileSource(path="nosuch://place/rows.jsonl"))
+
+
+# Hub
+
+
+def test_the_hub_without_its_library_says_what_to_install() -> None:
+    if importlib.util.find_spec("datasets"):
+        pytest.skip("the datasets library is installed")
+    with pytest.raises(ValueError, match="Install the extra 'hub'"):
+        open_source(HubSource(name="openai/gsm8k", subset="main"))
+
+
+def test_hub_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    source = open_source(HubSource(name=str(tmp_path)))
+    assert source.rows([3, 1]) == [ROWS[3], ROWS[1]]
+    assert len(source) == 25
+    assert source.digest.startswith("sha256:")
+    source.check_columns(["question"])
+    with pytest.raises(ValueError, match="no column 'b'"):
+        source.check_columns(["b"])
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        open_source(HubSource(name=str(tmp_path), split="dev"))
+
+
+# reasoning-gym
+
+
+def gym(task: str = "chain_sum", **params: int) -> ReasoningGymSource:
+    return ReasoningGymSource(task=task, size=40, seed=7, params=params)
+
+
+def test_reasoning_gym_makes_the_same_rows_again() -> None:
+    source = open_source(gym(min_terms=2, max_terms=2))
+    assert len(source) == 40
+    source.check_columns(["question", "answer"])
+    [row, again] = source.rows([5, 5])
+    assert row == again
+    assert set(row) == {"question", "answer", "metadata"}
+    assert json.dumps(row)
+    assert unpack(str(row["metadata"]))["difficulty"]["num_terms"] == (2, 2)
+    assert source.digest != open_source(gym(min_terms=2, max_terms=3)).digest
+
+
+def test_reasoning_gym_refuses_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="close to it are chain_sum"):
+        open_source(gym("chain_sums")).rows([0])
+    with pytest.raises(ValueError, match="refuses: .*unexpected keyword argument 'terms'"):
+        open_source(gym(terms=2)).rows([0])
+    with pytest.raises(ValueError, match="refuses: max_terms must be >= min_terms"):
+        open_source(gym(min_terms=3, max_terms=2)).rows([0])
+    with pytest.raises(ValueError, match="no column 'solution'"):
+        open_source(gym()).check_columns(["solution"])
+
+
+@pytest.mark.parametrize("task", ["arc_agi", "rearc", "graph_color", "knights_knaves", "countdown"])
+def test_scorers_judge_a_stored_row_as_the_fresh_one(task: str) -> None:
+    """Plain JSON turns tuples into lists, and arc_agi then gives a right answer 0.05."""
+    source = ReasoningGymRows(gym(task))
+    problem = source.problems[0]
+    [row] = source.rows([0])
+    entry = {**row, "metadata": unpack(json.loads(json.dumps(row["metadata"])))}
+    fresh = source.problems.score_answer(problem["answer"], problem)
+    assert source.problems.score_answer(row["answer"], entry) == fresh
+
+
+json_like = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.just("$tuple") | st.integers(), inner)
+        | st.frozensets(st.integers() | st.tuples(st.text(), st.integers())).map(set)
+    ),
+    max_leaves=12,
+)
+
+
+@given(json_like)
+def test_packed_values_come_back_equal_and_of_the_same_types(value: object) -> None:
+    back = unpack(pack(value))
+    assert back == value
+    assert repr(type(back)) == repr(type(value))
+
+
+# Order
+
+
+class Counted:
+    """A source of which only the size is looked at."""
+
+    def __init__(self, size: int, digest: str = "sha256:0") -> None:
+        self.size = size
+        self.digest = digest
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def start(size: int, shuffle: bool = True, seed: int = 0) -> tuple[Counted, Cursor]:
+    source = Counted(size)
+    config = DataConfig(source=FileSource(path="x.jsonl"), shuffle=shuffle, seed=seed)
+    return source, Cursor.start(config, source)
+
+
+@settings(max_examples=60)
+@given(
+    size=st.integers(1, 40),
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    seed=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+    cut=st.integers(0, 12),
+)
+def test_every_row_once_per_epoch_and_resuming_changes_nothing(
+    size: int, sizes: list[int], seed: int, shuffle: bool, cut: int
+) -> None:
+    source, cursor = start(size, shuffle, seed)
+    drawn: list[int] = []
+    for number, n in enumerate(sizes):
+        if number == cut:  # the run dies, and goes on from the commit's JSON
+            cursor = Cursor.from_json(json.loads(json.dumps(cursor.to_json())))
+            epoch_order.cache_clear()
+        rows, cursor = draw(source, cursor, n)
+        assert len(rows) == n
+        drawn += rows
+    for begin in range(0, len(drawn) - size + 1, size):
+        assert sorted(drawn[begin : begin + size]) == list(range(size))
+    assert cursor.epoch * size + cursor.position == len(drawn)
+    # However it is cut into draws, the sequence is the same.
+    source, whole = start(size, shuffle, seed)
+    assert draw(source, whole, len(drawn))[0] == drawn
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = {tuple(epoch_order(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+    source, cursor = start(50, shuffle=False)
+    assert draw(source, cursor, 60)[0] == [*range(50), *range(10)]
+
+
+def test_the_order_is_fixed_for_good() -> None:
+    """These numbers must never change: a resumed run relies on them."""
+    assert epoch_order(10, 42, 0).tolist() == [4, 8, 1, 9, 3, 6, 0, 7, 2, 5]
+
+
+def test_the_first_row_is_fair() -> None:
+    firsts = Counter(int(epoch_order(5, 1, epoch)[0]) for epoch in range(2000))
+    assert max(abs(count - 400) for count in firsts.values()) < 80
+
+
+def test_epochs_end() -> None:
+    source, cursor = start(10)
+    first, cursor = draw(source, cursor, 8, epochs=2)
+    assert cursor.remaining(2) == 12
+    second, cursor = draw(source, cursor, 8, epochs=2)
+    last, cursor = draw(source, cursor, 8, epochs=2)
+    assert len(last) == 4
+    assert Counter(first + second + last) == Counter(dict.fromkeys(range(10), 2))
+    with pytest.raises(Exhausted, match="All 2 epochs of 10 rows"):
+        draw(source, cursor, 1, epochs=2)
+    assert len(draw(source, cursor, 3, epochs=3)[0]) == 3  # the settings now allow more
+
+
+def test_changed_data_and_broken_cursors_are_refused() -> None:
+    _, cursor = start(10)
+    with pytest.raises(ValueError, match="The data has changed"):
+        draw(Counted(11), cursor, 1)
+    with pytest.raises(ValueError, match="The data has changed"):
+        draw(Counted(10, "sha256:1"), cursor, 1)
+    with pytest.raises(ValueError, match="cursor's epoch is '1', where int is expected"):
+        Cursor.from_json({**cursor.to_json(), "epoch": "1"})
+    with pytest.raises(ValueError, match="cursor's digest is None"):
+        Cursor.from_json({k: v for k, v in cursor.to_json().items() if k != "digest"})
+
+
+def test_an_order_is_not_writable() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        epoch_order(4, 0, 0)[:] = np.arange(4)
+
+
+def test_importing_loads_no_data_library() -> None:
+    program = (
+        "import sys, storage.prompts.open_source, storage.prompts.cursor, storage.tracking.tracker, storage.tracking.plots, "
+        "engines.rewards.runner, engines.data.chat_template; "
+        "print([m for m in ('torch', 'transformers', 'pyarrow', 'datasets', 'reasoning_gym', "
+        "'mlflow', 'matplotlib', 'sympy') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stdout.strip() == "[]"

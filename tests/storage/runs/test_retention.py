@@ -1,0 +1,162 @@
+"""What a sweep removes, and that it never takes what a kept commit needs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.runs.commit_log import Commit, commit, head, read_commit
+from storage.runs.retention import sweep
+from storage.runs.run_store import RunStore
+from storage.runs.snapshots import mark, snapshots
+from storage.runs.weights import WeightsRef, publish, stream
+
+
+def step_of(run: RunStore, step: int, also: BatchRef | None = None) -> None:
+    """A step as the flow makes it: samples of two shards, weights, a commit."""
+    shards = []
+    for shard in range(2):
+        key = run.stage_key(step, "rollout", shard, "k")
+        shards.append(write_batch(run.store, key, {"reward": [float(step), shard]}))
+        run.finish(key, {"ref": shards[-1].to_json()})
+    refs = {"batch": BatchRef.concat(shards)}
+    if also is not None:
+        refs["carried"] = also
+    out = publish_version(run, step)
+    before = read_commit(run, step - 1).version_out if step > 1 else publish_version(run, 0)
+    commit(run, Commit(step=step, parent=step - 1, refs=refs, version_in=before, version_out=out))
+
+
+def publish_version(run: RunStore, version: int) -> WeightsRef:
+    return publish(
+        run.store,
+        run.run,
+        version,
+        [("w", torch.full((4,), float(version)))],
+        {"config.json": b"{}"},
+    )
+
+
+def snapshot_of(run: RunStore, step: int) -> None:
+    run.store.write(f"{run.state_key(step)}/0.distcp", b"state")
+    mark(run, step)
+
+
+def versions(run: RunStore) -> list[int]:
+    return [int(name[1:]) for name in run.store.children(f"{run.run}/weights")]
+
+
+@pytest.fixture
+def swept(run: RunStore) -> RunStore:
+    for step in range(1, 11):
+        step_of(run, step)
+        if step in (3, 6, 9):
+            snapshot_of(run, step)
+    return run
+
+
+def all_is_there(run: RunStore, steps: range) -> None:
+    """Everything that a rebuild from the kept snapshots needs can be read."""
+    for step in steps:
+        for ref in read_commit(run, step).refs.values():
+            ref.verify(run.store)
+    last = read_commit(run, steps[-1])
+    for ref in (last.version_in, last.version_out):
+        list(stream(run.store, ref))
+
+
+def test_what_stays_and_what_goes(swept: RunStore) -> None:
+    removed = sweep(swept, keep_versions=2, keep_steps=2, keep_snapshots=2, tagged={4})
+    assert versions(swept) == [4, 6, 9, 10]
+    assert snapshots(swept) == [6, 9]
+    kept_steps = [s for s in range(1, 11) if len(swept.store.list(swept.step_key(s))) > 1]
+    assert kept_steps == [7, 8, 9, 10]  # after snapshot 6, though only 2 were asked for
+    all_is_there(swept, range(7, 11))
+    assert all(swept.store.exists(swept.commit_key(step)) for step in range(1, 11))
+    assert not any(swept.store.exists(key) for key in removed)
+    assert len(removed) == len(set(removed)) > 20
+    assert sweep(swept, keep_versions=2, keep_steps=2, keep_snapshots=2, tagged={4}) == []
+
+
+def test_markers_go_first(swept: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[list[str]] = []
+    delete = Store.delete
+
+    def noting(store: Store, keys: list[str]) -> None:
+        deleted.append(list(keys))
+        delete(store, keys)
+
+    monkeypatch.setattr(Store, "delete", noting)
+    sweep(swept, keep_versions=1, keep_steps=1, keep_snapshots=1)
+    for markers, others in zip(deleted[::2], deleted[1::2], strict=True):
+        assert all(key.endswith(".json") for key in markers)
+        assert not any(key.endswith(("manifest.json", "marker.json")) for key in others)
+
+
+def test_a_batch_that_a_kept_commit_names_stays(run: RunStore) -> None:
+    step_of(run, 1)
+    carried = read_commit(run, 1).refs["batch"].rows(0, 1)
+    for step in range(2, 8):
+        step_of(run, step, also=carried if step == 7 else None)
+    snapshot_of(run, 6)
+    sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=1)
+    all_is_there(run, range(7, 8))
+    left = run.store.list(f"{run.step_key(1)}/rollout")
+    assert left == [run.stage_key(1, "rollout", 0, "k")]
+    for step in range(8, 10):
+        step_of(run, step)
+    snapshot_of(run, 9)
+    sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=1)
+    assert run.store.list(f"{run.step_key(1)}/rollout") == []
+
+
+def test_without_a_snapshot_every_batch_stays(run: RunStore) -> None:
+    for step in range(1, 5):
+        step_of(run, step)
+    sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=2)
+    all_is_there(run, range(1, 5))
+    assert versions(run) == [3, 4]  # the last commit names both
+
+
+def test_all_steps_are_kept_unless_asked(swept: RunStore) -> None:
+    sweep(swept, keep_versions=1, keep_steps=None, keep_snapshots=1)
+    all_is_there(swept, range(1, 11))
+
+
+def test_what_is_not_committed_is_not_touched(swept: RunStore) -> None:
+    publish_version(swept, 11)
+    key = swept.stage_key(11, "rollout", 0, "k")
+    ref = write_batch(swept.store, key, {"reward": [1.0]})
+    swept.store.write(f"{swept.state_key(12)}/0.distcp", b"being written")
+    sweep(swept, keep_versions=1, keep_steps=1, keep_snapshots=1)
+    assert 11 in versions(swept)
+    ref.verify(swept.store)
+    assert swept.store.exists(f"{swept.state_key(12)}/0.distcp")
+    assert head(swept) == 10
+
+
+def test_a_critics_snapshots_stay_and_go_with_the_policys(run: RunStore) -> None:
+    critic = replace(run, role="critic")
+    for step in range(1, 7):
+        step_of(run, step)
+        if step % 2 == 0:
+            snapshot_of(critic, step)
+            snapshot_of(run, step)
+    snapshot_of(critic, 7)  # its flow was killed before the policy's was written
+    assert snapshots(run) == [2, 4, 6] and snapshots(critic) == [2, 4, 6, 7]
+    removed = sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=2)
+    assert snapshots(run) == [4, 6] and snapshots(critic) == [4, 6, 7]
+    assert any("/critic/000002/" in key for key in removed)
+
+
+def test_an_unfinished_old_snapshot_goes(swept: RunStore) -> None:
+    swept.store.write(f"{swept.state_key(5)}/0.distcp", b"its writer died")
+    removed = sweep(swept, keep_versions=20, keep_steps=None, keep_snapshots=3)
+    assert removed == [f"{swept.state_key(5)}/0.distcp"]
+
+
+def test_a_new_run_has_nothing_to_remove(run: RunStore) -> None:
+    assert sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=1) == []

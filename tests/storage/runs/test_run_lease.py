@@ -1,0 +1,144 @@
+"""One writer per run: refusal, takeover, fencing."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from storage.objects.errors import StoreUnavailable
+from storage.runs.run_lease import Holder, LeaseHeld, LeaseLost, RunLease, _encode, _host
+from storage.runs.run_store import RunStore
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_second_writer_is_refused_by_name(run: RunStore, clock: Clock) -> None:
+    lease = RunLease.acquire(run, "grpo-first", ttl=60, clock=clock)
+    assert lease.epoch == 1
+    clock.now += 59
+    with pytest.raises(
+        LeaseHeld,
+        match=r"Run run is being written by grpo-first \(process \d+ on .*for the next 1 s",
+    ):
+        RunLease.acquire(run, "grpo-second", ttl=60, clock=clock)
+    lease.check()
+
+
+def test_renewing_holds_on(run: RunStore, clock: Clock) -> None:
+    lease = RunLease.acquire(run, "first", ttl=60, clock=clock)
+    for _ in range(5):
+        clock.now += 50
+        lease.renew()
+    with pytest.raises(LeaseHeld):
+        RunLease.acquire(run, "second", ttl=60, clock=clock)
+
+
+def test_a_released_run_is_free_at_once(run: RunStore, clock: Clock) -> None:
+    first = RunLease.acquire(run, "first", ttl=60, clock=clock)
+    first.release()
+    first.release()
+    assert RunLease.acquire(run, "second", ttl=60, clock=clock).epoch == 2
+    with pytest.raises(LeaseLost, match="was released"):
+        first.check()
+
+
+def test_an_expired_lease_is_taken_over_and_fenced(run: RunStore, clock: Clock) -> None:
+    first = RunLease.acquire(run, "first", ttl=60, clock=clock)
+    clock.now += 65  # within the grace
+    with pytest.raises(LeaseHeld):
+        RunLease.acquire(run, "second", ttl=60, clock=clock)
+    clock.now += 2
+    second = RunLease.acquire(run, "second", ttl=60, clock=clock)
+    assert second.epoch == first.epoch + 1
+    for use in (first.check, first.renew, first.check):
+        with pytest.raises(
+            LeaseLost, match=r"was taken over by second \(epoch 2\).*must not write"
+        ):
+            use()
+    first.release()  # leaves the second's lease alone
+    second.check()
+
+
+def test_a_lease_that_ran_out_does_not_pass(run: RunStore, clock: Clock) -> None:
+    lease = RunLease.acquire(run, "first", ttl=60, clock=clock)
+    clock.now += 61
+    with pytest.raises(LeaseLost, match="has run out"):
+        lease.check()
+
+
+def test_a_dead_process_is_not_waited_for(run: RunStore, clock: Clock) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        started = psutil.Process(process.pid).create_time()
+    holder = Holder(
+        owner="dead", host=_host(), pid=process.pid, started=started, nonce="n", epoch=7,
+        ttl=60, expires=clock.now + 60,
+    )  # fmt: skip
+    run.store.write(run.lease_key, _encode(holder))
+    assert RunLease.acquire(run, "next", ttl=60, clock=clock).epoch == 8
+    elsewhere = holder.model_copy(update={"host": "another machine", "epoch": 9})
+    run.store.write(run.lease_key, _encode(elsewhere))
+    with pytest.raises(LeaseHeld, match="another machine"):
+        RunLease.acquire(run, "next", ttl=60, clock=clock)
+
+
+def test_a_reused_pid_is_another_process(run: RunStore, clock: Clock) -> None:
+    alive = psutil.Process()
+    holder = Holder(
+        owner="old", host=_host(), pid=alive.pid, started=alive.create_time() - 500, nonce="n",
+        epoch=1, ttl=60, expires=clock.now + 60,
+    )  # fmt: skip
+    run.store.write(run.lease_key, _encode(holder))
+    assert RunLease.acquire(run, "next", ttl=60, clock=clock).epoch == 2
+
+
+def test_of_many_one_gets_the_run(run: RunStore) -> None:
+    held: list[int] = []
+    start = threading.Barrier(6)
+
+    def work(number: int) -> None:
+        start.wait()
+        with contextlib.suppress(LeaseHeld):
+            held.append(RunLease.acquire(run, f"writer {number}", ttl=60).epoch)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert held == [1]
+
+
+def test_a_context_renews_itself_and_lets_go(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunLease.acquire(run, "first", ttl=0.6) as lease:
+        tries = 0
+        replace = type(run.store).replace
+
+        def failing_once(*args: object) -> None:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise StoreUnavailable("for a moment")
+            replace(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(run.store), "replace", failing_once)
+        time.sleep(1.5)
+        lease.check()
+        assert tries >= 4
+    assert RunLease.acquire(run, "second", ttl=60).epoch == 2
+    assert "run-lease" not in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,310 @@
+"""The tracker against MLflow on SQLite, and the picture of a run's progress."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.storage import TrackingConfig
+from storage.objects.json_values import JsonValue
+from storage.tracking.plots import progress_png
+from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.tracker import Tracker, TrackingError, flatten
+
+SETTINGS: dict[str, JsonValue] = {
+    "seed": 3,
+    "data": {"source": {"kind": "file", "path": "rows.jsonl"}, "system_prompt": "x" * 2000},
+    "rewards": {"functions": [{"kind": "math"}]},
+    "empty": {},
+}
+
+
+def page(run: str = "tiny-1") -> TrackedRun:
+    return TrackedRun(
+        run=run,
+        store_uri="file:///store",
+        settings=SETTINGS,
+        data=TrackedData(
+            name="rows.jsonl", digest="sha256:" + "ab" * 32, source={"kind": "file"}, rows=25
+        ),
+        model_name="tiny",
+        flow_run_id="flow-1",
+        flow_run_url="http://prefect/runs/flow-run/flow-1",
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tracking")
+
+
+@pytest.fixture
+def config(folder: Path) -> TrackingConfig:
+    return TrackingConfig(uri=f"sqlite:///{folder}/deep/mlflow.db")
+
+
+@pytest.fixture
+def tracker(config: TrackingConfig, request: pytest.FixtureRequest) -> Iterator[Tracker]:
+    tracker = Tracker(config)
+    tracker.start(page(request.node.name))
+    yield tracker
+    tracker.finish()
+
+
+def client(config: TrackingConfig):  # type: ignore[no-untyped-def]
+    from mlflow import MlflowClient
+
+    return MlflowClient(config.uri)
+
+
+def test_a_run_has_a_page(tracker: Tracker, config: TrackingConfig, folder: Path) -> None:
+    run = client(config).get_run(tracker.run_id)
+    assert run.info.run_name == "test_a_run_has_a_page"
+    assert run.info.status == "RUNNING"
+    assert run.data.tags["prefect.flow_run_id"] == "flow-1"
+    assert "](http://prefect/runs/flow-run/flow-1)" in run.data.tags["mlflow.note.content"]
+    assert run.data.params["data.source.path"] == "rows.jsonl"
+    assert run.data.params["rewards.functions"] == '[{"kind": "math"}]'
+    assert len(run.data.params["data.system_prompt"]) == 500
+    [data] = run.inputs.dataset_inputs
+    assert data.dataset.name == "rows.jsonl"
+    assert data.dataset.digest == ("ab" * 32)[:36]
+    artifacts = folder / "deep" / "mlartifacts" / "refrain" / tracker.run_id / "artifacts"
+    assert yaml.safe_load((artifacts / "config.yaml").read_text()) == SETTINGS
+    assert str(folder / "deep" / "mlflow.db") in tracker.link
+
+
+def test_metrics_and_files(tracker: Tracker, config: TrackingConfig) -> None:
+    assert tracker.last_step is None
+    for step in (1, 2):
+        tracker.log_step(step, {"reward/mean": 0.1 * step, "time/rollout": 3.0}, at=1e9 + step)
+    tracker.log_file("plots/progress.png", b"one")
+    tracker.log_file("plots/progress.png", b"two")
+    tracker.log_file("note.md", "text")
+    assert tracker.last_step == 2
+    mlflow = client(config)
+    history = mlflow.get_metric_history(tracker.run_id, "reward/mean")
+    assert [(m.step, m.value) for m in history] == [(1, 0.1), (2, 0.2)]
+    place = Path(mlflow.download_artifacts(tracker.run_id, "plots/progress.png"))
+    assert place.read_bytes() == b"two"
+
+
+def test_a_step_recorded_again_is_one_point(
+    tracker: Tracker, config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer died between MLflow's write of the metrics and that of the tags."""
+    figures = {"reward/mean": 0.1, "time/rollout": 3.7}
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlflow.store.tracking.sqlalchemy_store.SqlAlchemyStore._set_tags", dies)
+        with pytest.raises(KeyboardInterrupt):
+            tracker.log_step(1, figures, at=1234567890.123)
+    assert tracker.last_step is None
+    tracker.log_step(1, figures, at=1234567890.123)
+    tracker.log_step(2, figures, at=1234567891.5)
+    for name in figures:
+        history = client(config).get_metric_history(tracker.run_id, name)
+        assert [(m.step, m.timestamp) for m in history] == [(1, 1234567890123), (2, 1234567891500)]
+
+
+def test_resuming_goes_on_with_the_page(config: TrackingConfig) -> None:
+    first = Tracker(config)
+    first.start(page("resumed"))
+    first.log_step(7, {"kl": 0.5}, at=1e9)
+    first.finish("KILLED")
+    again = Tracker(config)
+    changed: dict[str, JsonValue] = {**SETTINGS, "seed": 4, "new": True}
+    again.start(replace(page("resumed"), flow_run_id="flow-2", settings=changed))
+    assert again.run_id == first.run_id
+    assert again.last_step == 7
+    run = client(config).get_run(again.run_id)
+    assert run.info.status == "RUNNING"
+    assert run.data.tags["prefect.flow_run_id"] == "flow-2"
+    assert (run.data.params["seed"], run.data.params["new"]) == ("3", "true")
+    other_store = Tracker(config)
+    other_store.start(replace(page("resumed"), store_uri="file:///other"))
+    assert other_store.run_id != first.run_id
+
+
+def test_a_fork_is_a_child_of_its_parent(config: TrackingConfig) -> None:
+    parent, child = Tracker(config), Tracker(config)
+    parent.start(page("parent"))
+    child.start(replace(page("child"), forked_from="parent"))
+    tags = client(config).get_run(child.run_id).data.tags
+    assert tags["mlflow.parentRunId"] == parent.run_id
+    assert tags["refrain.forked_from"] == "parent"
+
+
+def test_versions_are_registered_once(tracker: Tracker, config: TrackingConfig) -> None:
+    def register(version: int) -> str:
+        return tracker.register_version(
+            version,
+            uri=f"file:///store/run/weights/v{version:06d}",
+            digest=f"xxh3:{version}",
+            step=version,
+            store_uri="file:///store",
+        )
+
+    numbers = [register(version) for version in (0, 5, 0, 5)]
+    assert numbers == [numbers[0], numbers[1]] * 2
+    mlflow = client(config)
+    latest = mlflow.get_model_version_by_alias("tiny", "latest")
+    assert str(latest.version) == numbers[1]
+    assert latest.source == "file:///store/run/weights/v000005"
+    assert latest.run_id == tracker.run_id
+    assert latest.tags["refrain.digest"] == "xxh3:5"
+    assert latest.tags["refrain.step"] == latest.tags["refrain.version"] == "5"
+    assert tracker.registered() == {0: numbers[0], 5: numbers[1]}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, "FINISHED"), (ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")],
+)
+def test_leaving_the_context_ends_the_run(
+    config: TrackingConfig, error: type[BaseException] | None, status: str
+) -> None:
+    tracker = Tracker(config)
+    try:
+        with tracker:
+            tracker.start(page(f"ends {status}"))
+            if error is not None:
+                raise error
+    except (ValueError, KeyboardInterrupt) as raised:
+        assert type(raised) is error
+    assert client(config).get_run(tracker.run_id).info.status == status
+
+
+def test_an_unstarted_tracker_can_be_left(config: TrackingConfig) -> None:
+    with Tracker(config):
+        pass
+
+
+def test_failures_of_mlflow_are_tracking_errors(tracker: Tracker, config: TrackingConfig) -> None:
+    with pytest.raises(TrackingError, match=r"MLflow at sqlite:///.* failed: "):
+        tracker.log_step(1, {"a name with *": 1.0}, at=1e9)
+    deleted = config.model_copy(update={"experiment": "gone"})
+    Tracker(deleted).start(page())
+    experiment = client(config).get_experiment_by_name("gone").experiment_id
+    client(config).delete_experiment(experiment)
+    with pytest.raises(TrackingError, match="The MLflow experiment gone has been deleted"):
+        Tracker(deleted).start(page())
+
+
+def test_addresses() -> None:
+    with pytest.raises(ValueError, match=r"tracking.uri is ./mlruns. Set it to sqlite:///"):
+        Tracker(TrackingConfig(uri="./mlruns"))
+    server = Tracker(TrackingConfig(uri="http://127.0.0.1:9"))
+    with pytest.raises(
+        TrackingError, match=r"server at http://127.0.0.1:9 does not answer .*Start"
+    ):
+        server.start(page())
+
+
+def test_flattened_settings() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1, {"e": None}], "f": None, "g": "x"}) == {
+        "a.b": "1",
+        "a.c": "{}",
+        "d": '[1, {"e": null}]',
+        "f": "null",
+        "g": "x",
+    }
+
+
+def test_two_processes_can_make_the_database_at_once_and_quietly(tmp_path: Path) -> None:
+    """Relative to the working directory, which gets nothing but the folder that was asked for."""
+    program = textwrap.dedent(
+        """
+        import logging, sys, threading
+        logging.basicConfig(level=logging.INFO)
+        from tests_page import page
+        from configs.storage import TrackingConfig
+        from storage.tracking.tracker import Tracker
+        tracker = Tracker(TrackingConfig(uri="sqlite:///.refrain/mlflow.db"))
+        with tracker:
+            tracker.start(page(sys.argv[1]))
+            tracker.log_step(1, {"kl": 0.0}, at=1e9)
+            tracker.register_version(
+                0, uri="file:///store/" + sys.argv[1], digest="x", step=0, store_uri="file:///store"
+            )
+        logging.getLogger("later").info("heard")
+        print([thread.name for thread in threading.enumerate()])
+        """
+    )
+    (tmp_path / "tests_page.py").write_text(Path(__file__).read_text())
+    work = tmp_path / "work"
+    work.mkdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, name],
+            cwd=work,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("a", "b")
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=150)
+        assert process.returncode == 0, err
+        assert out == "['MainThread']\n"
+        assert err == "INFO:later:heard\n"
+    assert [path.name for path in work.iterdir()] == [".refrain"]
+
+
+def test_logging_of_others_is_left_alone(tracker: Tracker) -> None:
+    assert logging.getLogger("somebody.else").isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("alembic.runtime.migration").isEnabledFor(logging.INFO)
+
+
+# Plots
+
+
+def record(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": 0.1 + step / 50,
+        "reward/std": 0.2,
+        "kl": 0.001 * step,
+        "time/rollout": 3.0,
+        "time/update": 5.0,
+    }
+
+
+def pixels(png: bytes):  # type: ignore[no-untyped-def]
+    from matplotlib import image
+
+    return image.imread(io.BytesIO(png))
+
+
+@pytest.mark.parametrize("count", [0, 1, 12, 400])
+def test_progress_is_drawn_for_any_number_of_steps(count: int) -> None:
+    steps = range(1, count + 1)
+    picture = pixels(progress_png(steps, [record(step) for step in steps], "tiny-1"))
+    assert picture.shape[:2] == (825, 990)
+    assert (picture[..., :3] != 1).any()
+
+
+def test_gaps_in_the_records_are_no_error() -> None:
+    progress_png([1, 2, 3], [{}, {"reward/mean": 0.5}, {"time/eval": 2.0, "reward/std": 1.0}])
+
+
+def test_a_drawing_changes_with_its_numbers() -> None:
+    steps = [1, 2]
+    once = progress_png(steps, [record(1), record(2)])
+    assert once == progress_png(steps, [record(1), record(2)])
+    assert once != progress_png(steps, [record(1), record(9)])
