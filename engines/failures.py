@@ -69,15 +69,15 @@ class EngineMissing(InfrastructureError):
     """The worker holds no engine for the role: it was restarted, or `build` was not called."""
 
 
-class StaleLease(RuntimeError):
-    """A call's lease is older than what the worker has seen: another flow took over the run."""
+class StaleCall(RuntimeError):
+    """A call is older than what the worker has seen: another flow took over the run."""
 
 
-class StaleIncarnation(StaleLease, InfrastructureError):
+class StaleIncarnation(StaleCall, InfrastructureError):
     """The call was meant for a worker that has been restarted since: build, then call again."""
 
 
-class StaleVersion(StaleLease, InfrastructureError):
+class StaleVersion(StaleCall, InfrastructureError):
     """The engine holds another policy version than the call needs: sync, then call again."""
 
 
@@ -197,9 +197,5 @@ def import_class(path: str) -> type:
     return found
 
 
-class WeightsMismatch(RuntimeError):
-    """What a sync offered or loaded is not the version that was asked for; names the tensor."""
-
-
 class WeightMismatch(RuntimeError):
-    """A rollout engine does not hold the weights that it was given."""
+    """An engine does not hold the weights that it was given, or was offered others; names them."""

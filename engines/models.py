@@ -100,7 +100,7 @@ def companion_files(directory: Path) -> dict[str, bytes]:
     }
 
 
-def tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved in `directory`."""
     from transformers import AutoTokenizer
 

@@ -20,7 +20,7 @@ from configs.flows import SETTINGS
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe
 from engines.clusters.slurm_jobs import BusySlurm, Task
-from tasks.launch.submission import Status, Submission, new_submission, submitted
+from tasks.launch.submission import Submission, SubmissionStatus, new_submission, submitted
 
 FOLDER = SlurmConfig().folder
 FAILED = 1
@@ -84,7 +84,7 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _described(status: Status) -> list[str]:
+def _described(status: SubmissionStatus) -> list[str]:
     """A submission for a person: first a line, then its jobs."""
     state = "no job in the queue" if status.flow is None else _job(status.flow)
     if status.done:

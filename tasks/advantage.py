@@ -44,7 +44,7 @@ def advantage(
     with attempted(run, step, "advantage") as attempt:
         result = run.engines.scorers.call(
             "advantages",
-            run.lease(step, f"advantages-{key}"),
+            run.call_id(step, f"advantages-{key}"),
             attempt.assignment,
             samples=samples,
             baselines=baselines,

@@ -111,13 +111,13 @@ def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
 
 def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
-    figures = {name: value for name, value in record.metrics.items() if value is not None}
-    run.tracker.step(record, figures)
+    metrics = {name: value for name, value in record.metrics.items() if value is not None}
+    run.tracker.step(record, metrics)
     if run.snapshot_due(record.step):
         run.tracker.register(record)
     try:
         show_step(run, record, scored, attempts)
-        tell(run, record, scored, figures)
+        tell(run, record, scored, metrics)
         run.tidy()
     except StoreUnavailable as error:  # what is left over goes after the next step
         get_run_logger().warning(
@@ -127,16 +127,16 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
         )
 
 
-def tell(run: Run, record: Commit, scored: list[Scored], figures: dict[str, float]) -> None:
+def tell(run: Run, record: Commit, scored: list[Scored], metrics: dict[str, float]) -> None:
     """Events of a committed step, on which the automations act."""
     events.emit(
         events.STEP_COMMITTED,
         run.name,
         step=record.step,
-        seconds=round(figures["time/step"], 2),
-        retries=int(figures["retries"]),
+        seconds=round(metrics["time/step"], 2),
+        retries=int(metrics["retries"]),
     )
-    if left_out := int(figures.get("train/skipped_steps", 0)):
+    if left_out := int(metrics.get("train/skipped_steps", 0)):
         events.emit(events.NOT_FINITE, run.name, step=record.step, optimizer_steps=left_out)
     if failed := sum(shard.failures for shard in scored):
         events.emit(events.SCORING_FAILED, run.name, step=record.step, samples=failed)

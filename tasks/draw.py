@@ -30,7 +30,7 @@ def draw(run: Run, step: int) -> Prompts:
         with attempted(run, step, "prompts") as attempt:
             made = run.engines.scorers.call(
                 "prompts",
-                run.lease(step, f"prompts-{key}"),
+                run.call_id(step, f"prompts-{key}"),
                 attempt.assignment,
                 rows=rows,
                 first_group=group,

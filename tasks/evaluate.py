@@ -58,7 +58,7 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
     with attempted(run, run.after, "held-out") as attempt:
         made = run.engines.scorers.call(
             "prompts",
-            run.lease(run.after, f"held-out-{key}"),
+            run.call_id(run.after, f"held-out-{key}"),
             attempt.assignment,
             rows=rows,
             first_group=0,
@@ -97,7 +97,7 @@ def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> Batch
     with attempted(run, run.after, "score", shard) as attempt:
         scored = run.engines.scorers.call(
             "score",
-            run.lease(run.after, f"evaluate-{shard}-{key}"),
+            run.call_id(run.after, f"evaluate-{shard}-{key}"),
             attempt.assignment,
             prompts=part,
             samples=sampled.ref,

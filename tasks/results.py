@@ -1,4 +1,4 @@
-"""What tasks hand to each other: refs, counts and figures, never tensors."""
+"""What tasks hand to each other: refs, counts and metrics, never tensors."""
 
 from __future__ import annotations
 

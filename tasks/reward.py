@@ -31,7 +31,7 @@ def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
     with attempted(run, step, "reward", shard) as attempt:
         result = run.engines.scorers.call(
             "score",
-            run.lease(step, f"score-{shard}-{key}"),
+            run.call_id(step, f"score-{shard}-{key}"),
             attempt.assignment,
             prompts=sampled.prompts,
             samples=sampled.ref,

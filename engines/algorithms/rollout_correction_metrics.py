@@ -1,7 +1,7 @@
 """Figures that tell how far the rollout engine is from the trainer, over a whole batch.
 
 They have maxima, deviations and quotients, so they are computed where the whole batch is. What can
-be added over micro-batches is in objective.py. A batch without a token of mask 1 has no figures.
+be added over micro-batches is in objective.py. A batch without a token of mask 1 has no metrics.
 """
 
 from __future__ import annotations
@@ -170,14 +170,14 @@ def _deviation(values: Tensor) -> Tensor:
     return values.std() if values.numel() > 1 else values.new_zeros(())
 
 
-def figures_of_gap(mismatch: Mismatch, steps: Sequence[CorrectionStep]) -> dict[str, float]:
-    """The gap of the two policies, and of each step its own figures: weights, rejections, shares.
+def correction_metrics(mismatch: Mismatch, steps: Sequence[CorrectionStep]) -> dict[str, float]:
+    """The gap of the two policies, and of each step its own metrics: weights, rejections, shares.
 
-    Of two steps of one kind the later one's figures stand.
+    Of two steps of one kind the later one's metrics stand.
     """
-    figures = mismatch_metrics(mismatch)
-    if not figures or not steps:
-        return figures
+    metrics = mismatch_metrics(mismatch)
+    if not metrics or not steps:
+        return metrics
     functions = []
     for step in steps:
         function = imported(step.path) if step.kind == "function" else CORRECTIONS[step.kind]
@@ -185,13 +185,13 @@ def figures_of_gap(mismatch: Mismatch, steps: Sequence[CorrectionStep]) -> dict[
         if isinstance(step, WeightCorrection):
             bounds = (step.lower, math.inf if step.upper is None else step.upper)
             plain = function(mismatch, **{**step.arguments(), "normalize": False})
-            figures |= weight_metrics(mismatch, plain, step.level, *bounds)
+            metrics |= weight_metrics(mismatch, plain, step.level, *bounds)
         elif isinstance(step, RejectCorrection):
             kept = function(mismatch, **step.arguments())
             low, high = _scale(step)
-            figures |= rejection_metrics(mismatch, kept, step.statistic, low, high)
+            metrics |= rejection_metrics(mismatch, kept, step.statistic, low, high)
     _, kept = correct(mismatch, functions)
-    return figures | kept_metrics(mismatch, kept)
+    return metrics | kept_metrics(mismatch, kept)
 
 
 def _scale(step: RejectCorrection) -> tuple[float | None, float]:
@@ -259,9 +259,9 @@ def _beyond(mismatch: Mismatch, params: Mapping[str, object]) -> tuple[Tensor, T
     return above, below
 
 
-def effective_sample_size(figures: Mapping[str, float]) -> dict[str, float]:
+def effective_sample_size(metrics: Mapping[str, float]) -> dict[str, float]:
     """(mean f)^2 / mean f^2 of the correction's factor f over tokens, 1 at best; {} without one."""
-    mean, square = (figures.get(f"correction_factor{end}") for end in ("", "_squared"))
+    mean, square = (metrics.get(f"correction_factor{end}") for end in ("", "_squared"))
     if mean is None or square is None:
         return {}
     size = divide(torch.tensor(mean * mean), torch.tensor(square))

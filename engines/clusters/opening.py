@@ -206,13 +206,13 @@ def check_members(cluster: Cluster) -> None:
         cluster.client.run, examine, workers=[one.address for one in members.values()]
     )
     for one in members.values():
-        traits = answers[one.address]
-        if not traits.nanny:
+        info = answers[one.address]
+        if not info.nanny:
             raise ValueError(
                 f"Worker {one.name} at {one.address} has no nanny, so nobody would start it again. "
                 "Start it without --no-nanny."
             )
-        if traits.daemonic:
+        if info.daemonic:
             raise ValueError(
                 f"Worker {one.name} at {one.address} may not start processes, which vLLM does. "
                 "Start it with DASK_DISTRIBUTED__WORKER__DAEMON=False."

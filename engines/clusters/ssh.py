@@ -25,7 +25,7 @@ from engines.processes.node import NodePlan, WorkerPlan
 from engines.processes.node_process import NodeProcess
 from engines.processes.process_setup import MALLOC
 from engines.workers.cluster import Cluster
-from engines.workers.placement import Node, place
+from engines.workers.placement import NodeResources, place
 
 CONNECT_TIMEOUT = 60.0  # seconds to log in and start Python
 LOOK_EVERY = 1.0  # seconds between looks at the connections
@@ -74,7 +74,7 @@ def check(config: ClusterConfig) -> None:
     place(config.pools, list(machines_of(config).values()))
 
 
-def machines_of(config: ClusterConfig) -> dict[str, Node]:
+def machines_of(config: ClusterConfig) -> dict[str, NodeResources]:
     """What each machine offers."""
     hosts = config.ssh.hosts
     with ThreadPoolExecutor(len(hosts)) as threads:
@@ -90,7 +90,7 @@ def command(config: ClusterConfig, host: str, module: str) -> list[str]:
     return ["ssh", *OPTIONS, *config.ssh.options, host, there]
 
 
-def look_at(config: ClusterConfig, host: str) -> Node:
+def look_at(config: ClusterConfig, host: str) -> NodeResources:
     """What a machine offers; ValueError when it cannot be used."""
     try:
         done = subprocess.run(
@@ -121,11 +121,11 @@ def look_at(config: ClusterConfig, host: str) -> Node:
                 f"cluster.ssh.hosts: {host} has {name} {found['versions'][name]}, this machine "
                 f"{here}. Install the same version there, or set cluster.ssh.python."
             )
-    return Node(name=host, cores=found["node"]["cores"], gpus=tuple(found["node"]["gpus"]))
+    return NodeResources(name=host, cores=found["node"]["cores"], gpus=tuple(found["node"]["gpus"]))
 
 
 def workers_of(
-    config: ClusterConfig, env: Environments, machines: Mapping[str, Node]
+    config: ClusterConfig, env: Environments, machines: Mapping[str, NodeResources]
 ) -> dict[str, list[WorkerPlan]]:
     """The workers of each machine, checked machine by machine."""
     forwarded = given(config.ssh.forward_environment)

@@ -21,7 +21,7 @@ from engines.algorithms.inputs import AdvantageBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.objective import resolved_corrections
 from engines.algorithms.rollout_correction import Mismatch, correct
-from engines.algorithms.rollout_correction_metrics import figures_of_gap
+from engines.algorithms.rollout_correction_metrics import correction_metrics
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -43,7 +43,7 @@ class Chosen:
 def write_advantages(
     store: Store, chosen: Chosen, algorithm: AlgorithmConfig, out_key: str
 ) -> tuple[BatchRef, dict[str, float]]:
-    """The samples with advantages, mask, and what else the update needs; the method's figures."""
+    """The samples with advantages, mask, and what else the update needs; the method's metrics."""
     samples = chosen.samples
     offsets = jagged(store, samples, "response_mask")[1]
     rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
@@ -59,7 +59,7 @@ def write_advantages(
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
     if mismatch is not None and algorithm.ratio_against == "old_logprobs":
         mismatch = replace(mismatch, advantages=advantages)
-        gap = figures_of_gap(mismatch, algorithm.correction)
+        gap = correction_metrics(mismatch, algorithm.correction)
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
         if algorithm.correction:
             weights, kept = correct(mismatch, resolved_corrections(algorithm))

@@ -21,10 +21,10 @@ from configs.data import DataConfig, Source
 from configs.model import Model
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import prompts_of, state_number, tokenize
-from engines.data.results import MadePrompts, SampleFailure, Scored, TrainingBatch
+from engines.data.results import AdvantagesResult, PromptsResult, SampleFailure, ScoreResult
 from engines.rewards.runner import RewardRunner, code_digest
 from engines.workers.engine import Call, Engine
-from storage.batches.columns import Status
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
@@ -35,7 +35,7 @@ PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
 
 
-class ScoringSpec(Settings):
+class DataSpec(Settings):
     """From what the engine is built."""
 
     model: Model = Field(description="The model, for its tokenizer.")
@@ -48,7 +48,7 @@ class ScoringSpec(Settings):
     cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
-class ScoringEngine(Engine):
+class DataEngine(Engine):
     """Prompts, rewards and advantages; see the module's docstring."""
 
     REMOTE: ClassVar[Mapping[str, Call]] = {
@@ -58,19 +58,19 @@ class ScoringEngine(Engine):
         "advantages": Call(),
     }
 
-    def __init__(self, spec: ScoringSpec) -> None:
-        from engines.models import materialize, tokenizer
+    def __init__(self, spec: DataSpec) -> None:
+        from engines.models import load_tokenizer, materialize
 
         self._spec = spec
         self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
-        self._tokenizer = tokenizer(materialize(spec.model, Path(spec.model_cache)))
+        self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
         self._rewards = RewardRunner(spec.rewards, spec.data)
         self._rewards.start()
 
     def prompts(
         self, rows: list[int], first_group: int, out_key: str, source: Source | None = None
-    ) -> MadePrompts:
+    ) -> PromptsResult:
         """Write the prompts of rows, of the data set or of another source with the same columns.
 
         Groups are numbered on from `first_group`.
@@ -80,7 +80,7 @@ class ScoringEngine(Engine):
         made = tokenize(found, self._spec.data, self._tokenizer)
         dropped = tuple((rows[position], reason) for position, reason in made.dropped)
         if not made.kept:
-            return MadePrompts(ref=None, dropped=dropped)
+            return PromptsResult(ref=None, dropped=dropped)
         count = len(made.kept)
         columns: dict[str, object] = {
             "prompt_ids": made.prompt_ids,
@@ -93,7 +93,7 @@ class ScoringEngine(Engine):
             columns["state_id"] = np.asarray(
                 [state_number(found[p][state]) for p in made.kept], dtype=np.int64
             )
-        return MadePrompts(ref=write_batch(self._store, out_key, columns), dropped=dropped)
+        return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=dropped)
 
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """A few short sequences of the dataset, and how many tokens of each stand for the prompt."""
@@ -107,7 +107,7 @@ class ScoringEngine(Engine):
             )
         return tokens, [len(ids) // 2 for ids in tokens]
 
-    def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> Scored:
+    def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ScoreResult:
         """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
         repeat = len(samples) // len(prompts)
         found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
@@ -128,7 +128,7 @@ class ScoringEngine(Engine):
         columns: dict[str, object] = {
             # A failed sample's reward is not a number, so that no mistake can make it count as 0.
             "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
-            "status": np.where(scores.failed, np.int64(Status.FAILED), status),
+            "status": np.where(scores.failed, np.int64(SampleStatus.FAILED), status),
             "reward_code": [code_digest(code)] * len(samples),
         }
         for position, name in enumerate(scores.names):
@@ -137,7 +137,7 @@ class ScoringEngine(Engine):
                 given, scores.components[:, position], np.float32("nan")
             )
         sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
-        return Scored(
+        return ScoreResult(
             ref=write_batch(self._store, out_key, columns),
             failures=tuple(
                 SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
@@ -155,7 +155,7 @@ class ScoringEngine(Engine):
         algorithm: AlgorithmConfig,
         out_key: str,
         baselines: BatchRef | None = None,
-    ) -> TrainingBatch:
+    ) -> AdvantagesResult:
         """Choose the samples that train, and write their advantages.
 
         baselines: scored greedy completions of the prompts. Raises RewardsFailed

@@ -12,7 +12,7 @@ from storage.batches.refs import BatchRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingBatch:
+class AdvantagesResult:
     """The samples of a step that train."""
 
     ref: BatchRef  # the kept samples with advantages
@@ -27,7 +27,7 @@ class NothingToTrain(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MadePrompts:
+class PromptsResult:
     """Rows that became prompts."""
 
     ref: BatchRef | None  # prompt_ids, group_id, prompt_row, row; None when all were dropped
@@ -44,7 +44,7 @@ class SampleFailure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
+class ScoreResult:
     """A scored shard."""
 
     ref: BatchRef  # reward, score/<function>, status, reward_code

@@ -21,7 +21,7 @@ def sample_metrics(
     lengths: NDArray[np.int64],
     groups: NDArray[np.int64],
 ) -> dict[str, float]:
-    """Reward, length and group figures of all samples of a step, failed ones left out.
+    """Reward, length and group metrics of all samples of a step, failed ones left out.
 
     Args:
         rewards: [N], the weighted sums; not a number where failed.
@@ -35,7 +35,7 @@ def sample_metrics(
     least one such sample.
     """
     good = ~failed
-    figures = {
+    metrics = {
         "samples/total": float(len(rewards)),
         "samples/failed": float(failed.sum()),
         "response/tokens_mean": float(lengths.mean()),
@@ -43,13 +43,13 @@ def sample_metrics(
         "response/truncated_fraction": float(truncated.mean()),
     }
     if not good.any():
-        return figures
+        return metrics
     scores, ids = rewards[good], groups[good]
     _, index = np.unique(ids, return_inverse=True)
     count = np.bincount(index)
     mean = np.bincount(index, scores) / count
     spread = np.sqrt(np.bincount(index, (scores - mean[index]) ** 2) / count)
-    figures |= {
+    metrics |= {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
         "reward/min": float(scores.min()),
@@ -58,8 +58,8 @@ def sample_metrics(
         "groups/without_variance": float((spread == 0).mean()),
     }
     for name, component in components.items():
-        figures[f"reward/{name}"] = float(component[good].mean())
-    return figures
+        metrics[f"reward/{name}"] = float(component[good].mean())
+    return metrics
 
 
 def reward_metrics(
@@ -72,12 +72,12 @@ def reward_metrics(
     """
     group = Groups.of(groups, ~rewards.isnan())
     counted = group.sizes > 0
-    figures = {
+    metrics = {
         "group_std": group.deviation(rewards)[counted].mean(),
         "zero_std_groups": group.uniform(rewards)[counted].double().mean(),
     }
     for name, component in {"reward": rewards, **components}.items():
         whole = Groups.of(torch.zeros_like(groups), ~component.isnan())
-        figures[f"{name}_mean"] = component.nanmean()
-        figures[f"{name}_std"] = whole.deviation(component).squeeze(0)
-    return {name: float(value) for name, value in figures.items()}
+        metrics[f"{name}_mean"] = component.nanmean()
+        metrics[f"{name}_std"] = whole.deviation(component).squeeze(0)
+    return {name: float(value) for name, value in metrics.items()}

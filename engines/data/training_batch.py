@@ -22,10 +22,10 @@ from engines.data.advantage_columns import (
     numbers,
     write_advantages,
 )
-from engines.data.results import NothingToTrain, TrainingBatch
+from engines.data.results import AdvantagesResult, NothingToTrain
 from engines.data.sample_metrics import sample_metrics
 from engines.rewards.failure_policy import resolve_failures
-from storage.batches.columns import Status
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -38,7 +38,7 @@ def training_batch(
     on_failure: RewardsConfig,
     max_new_tokens: int,
     out_key: str,
-) -> TrainingBatch:
+) -> AdvantagesResult:
     """Choose the samples that train and write their advantages.
 
     baselines: group_id and reward of each prompt's greedy completion, where the method wants them.
@@ -46,11 +46,11 @@ def training_batch(
     """
     groups, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     per_sample = None if baselines is None else baseline_rewards(store, baselines, groups)
-    failed = status == Status.FAILED
+    failed = status == SampleStatus.FAILED
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
     whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure).keep)
-    metrics = figures(store, samples, groups, status)
+    metrics = metrics_of(store, samples, groups, status)
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
     dropped = len(np.unique(groups)) - len(np.unique(groups[whole]))
@@ -74,7 +74,7 @@ def training_batch(
     ref, advantages = write_advantages(store, chosen, algorithm, out_key)
     trained = len(np.unique(groups[index]))
     filtered = len(np.unique(groups[whole])) - trained
-    return TrainingBatch(
+    return AdvantagesResult(
         ref=ref,
         trained=trained,
         filtered=filtered,
@@ -102,7 +102,7 @@ def shaped_samples(
     ids, _ = jagged(store, samples, "response_ids")
     rows = Rows.of_offsets(torch.from_numpy(np.array(offsets)))
     rewards = numbers(store, samples, "reward")
-    truncated = torch.from_numpy(dense(store, samples, "status") == Status.TRUNCATED)
+    truncated = torch.from_numpy(dense(store, samples, "status") == SampleStatus.TRUNCATED)
     shaped = shape(
         rewards,
         numbers(store, samples, "group_id"),
@@ -155,15 +155,15 @@ def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
     }
 
 
-def figures(
+def metrics_of(
     store: Store, samples: BatchRef, groups: NDArray[np.int64], status: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Reward and length figures of all samples, before anything is left out but failures."""
+    """Reward and length metrics of all samples, before anything is left out but failures."""
     return sample_metrics(
         rewards=dense(store, samples, "reward"),
         components={name: part.numpy() for name, part in components(store, samples).items()},
-        failed=status == Status.FAILED,
-        truncated=status == Status.TRUNCATED,
+        failed=status == SampleStatus.FAILED,
+        truncated=status == SampleStatus.TRUNCATED,
         lengths=samples.lengths(store, "response_ids"),
         groups=groups,
     )

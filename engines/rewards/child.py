@@ -31,10 +31,10 @@ from engines.rewards.protocol import (
     TRL_ARGUMENTS,
     TRL_HIDDEN_COLUMNS,
     Broken,
-    Call,
     Code,
     Ready,
     Reply,
+    RewardCall,
     Start,
 )
 
@@ -69,7 +69,7 @@ def main(socket: int, owner: int, dump: int) -> None:
         connection.send(ready)
         while True:
             try:
-                call: Call = connection.recv()
+                call: RewardCall = connection.recv()
             except EOFError:
                 return
             connection.send(answer(call))
@@ -83,7 +83,7 @@ def _die_with(owner: int) -> None:
         os._exit(1)
 
 
-def _load(start: Start) -> tuple[Callable[[Call], Reply], Ready]:
+def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
     function = find_function(start.path)
     code = code_of(function, start.packages)
     if start.built_in:
@@ -157,7 +157,7 @@ class FunctionScorer:
         self._names = {p.name for p in parameters}
         self._loop = asyncio.Runner()  # one for the life of the process: sessions stay usable
 
-    def __call__(self, call: Call) -> Reply:
+    def __call__(self, call: RewardCall) -> Reply:
         metrics: dict[str, list[float]] = {}
         extras: dict[str, list[Any]] = {}
 
@@ -207,7 +207,7 @@ class SampleScorer:
         self._scorer = scorer
         self._seconds = seconds
 
-    def __call__(self, call: Call) -> Reply:
+    def __call__(self, call: RewardCall) -> Reply:
         values: list[float | None] = []
         errors: dict[int, str] = {}
         tracebacks: dict[str, str] = {}
@@ -233,7 +233,7 @@ async def _finish(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _columns(call: Call) -> dict[str, list[Any]]:
+def _columns(call: RewardCall) -> dict[str, list[Any]]:
     """The data set's columns, one list entry per sample; None where a row lacks a column."""
     names = dict.fromkeys(name for row in call.rows for name in row)
     return {
@@ -243,7 +243,7 @@ def _columns(call: Call) -> dict[str, list[Any]]:
     }
 
 
-def _completions(call: Call) -> list[Any]:
+def _completions(call: RewardCall) -> list[Any]:
     """Text for a prompt that is text, a list with one message for a prompt of messages."""
     return [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

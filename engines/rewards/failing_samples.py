@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from engines.rewards.process import CallTimedOut, ProcessDied, RewardProcess
-from engines.rewards.protocol import Call, Reply
+from engines.rewards.protocol import Reply, RewardCall
 
 ISOLATION_BUDGET = 4  # deadlines that finding the guilty samples of one batch may take
 FIRST_LOOK = 1 / 8  # of the deadline: what a sample gets at first when samples are called singly
@@ -41,7 +41,7 @@ class Column:
     tracebacks: dict[str, str] = field(default_factory=dict)  # of errors, by the error
 
 
-def score_column(process: RewardProcess, batch: Call, seconds: float) -> Column:
+def score_column(process: RewardProcess, batch: RewardCall, seconds: float) -> Column:
     """Score all samples of `batch` by one function, with `seconds` as the deadline of a call.
 
     RuntimeError when the function's process cannot be started again: no sample is to blame.
@@ -60,7 +60,9 @@ class _Fault:
 
 
 class _Scoring:
-    def __init__(self, process: RewardProcess, batch: Call, seconds: float, column: Column) -> None:
+    def __init__(
+        self, process: RewardProcess, batch: RewardCall, seconds: float, column: Column
+    ) -> None:
         self._process = process
         self._batch = batch
         self._seconds = seconds
@@ -143,8 +145,8 @@ class _Scoring:
                 whole[sample] = entry
 
 
-def _part(batch: Call, samples: Sequence[int]) -> Call:
-    return Call(
+def _part(batch: RewardCall, samples: Sequence[int]) -> RewardCall:
+    return RewardCall(
         prompts=[batch.prompts[i] for i in samples],
         completions=[batch.completions[i] for i in samples],
         completion_ids=[batch.completion_ids[i] for i in samples],

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from threading import Event, Lock, Timer
 
 from engines.failures import InfrastructureError
-from engines.rewards.protocol import Broken, Call, Ready, Reply, Start
+from engines.rewards.protocol import Broken, Ready, Reply, RewardCall, Start
 
 DUMP_SECONDS = 0.05  # in which a process that hangs writes its stacks before it is killed
 
@@ -73,7 +73,7 @@ class RewardProcess:
         with self._lock:
             return self._ensure_started()
 
-    def call(self, call: Call, seconds: float) -> Reply:
+    def call(self, call: RewardCall, seconds: float) -> Reply:
         """Score samples. CallTimedOut or ProcessDied when the function hangs or takes the process
         with it; the next call starts a new one. Raises as `start` does."""
         with self._lock:
@@ -138,7 +138,7 @@ class RewardProcess:
         if self._closed:
             raise RuntimeError(f"The reward function {self.name} has been closed.")
 
-    def _exchange(self, message: Start | Call, seconds: float) -> Ready | Broken | Reply:
+    def _exchange(self, message: Start | RewardCall, seconds: float) -> Ready | Broken | Reply:
         """Send a message and await the answer; TimeoutError, and the process killed, if it is late.
 
         A timer kills rather than a poll with a time-out: it frees every blocking step, whichever

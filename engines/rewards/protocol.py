@@ -74,7 +74,7 @@ class Broken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RewardCall:
     """Samples to score; every list has one entry per sample."""
 
     prompts: Sequence[Prompt]

@@ -21,7 +21,7 @@ from configs.data import DataConfig, ReasoningGymSource
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
 from engines.rewards.failing_samples import Column, score_column
 from engines.rewards.process import RewardProcess
-from engines.rewards.protocol import Call, Prompt, Start, TrainerState
+from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
 from storage.objects.digests import key_of
 from storage.objects.json_values import Row
 from storage.prompts.source import PromptSource
@@ -134,7 +134,7 @@ class RewardRunner:
         Failures of samples are part of the result. RuntimeError only when a function's process
         cannot be started, ValueError when a function cannot be loaded.
         """
-        batch = Call(
+        batch = RewardCall(
             prompts=prompts,
             completions=completions,
             completion_ids=completion_ids or [()] * len(completions),

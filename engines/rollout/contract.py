@@ -171,7 +171,7 @@ class RolloutEngine(Protocol):
     def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
         """Load a policy version from the store.
 
-        Raises WeightsMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
+        Raises WeightMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
         engine then refuses to sample until a sync succeeds, and shards in flight fail.
         """
         ...

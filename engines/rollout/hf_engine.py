@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engines import models
-from engines.failures import WeightsMismatch
+from engines.failures import WeightMismatch
 from engines.rollout.contract import (
     REMOTE,
     EngineDead,
@@ -31,7 +31,7 @@ from engines.rollout.contract import (
     sample_seed,
 )
 from engines.rollout.hf_decoding import Decoding
-from engines.rollout.samples import Completion, Prompts, read_prompts, write_samples
+from engines.rollout.samples import Completion, PromptTokens, read_prompts, write_samples
 from engines.rollout.weight_reader import Held, LoadedWeights, check_manifest
 from engines.workers.engine import Engine
 from storage.objects.store import Store
@@ -58,7 +58,7 @@ class HFEngine(Engine):
         directory = models.materialize(spec.model, Path(spec.model_cache))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = models.build_untied(directory, spec.rollout.dtype, device)
-        self._tokenizer = models.tokenizer(directory)
+        self._tokenizer = models.load_tokenizer(directory)
         self._ends = models.end_token_ids(directory)
         self._held: Held | None = None
         self._digests: dict[int, str] = {}
@@ -103,7 +103,7 @@ class HFEngine(Engine):
                 raise
             held = loaded.held()
             if held.digest != weights.digest:
-                raise WeightsMismatch(
+                raise WeightMismatch(
                     f"Loaded digest {held.digest} of policy version {held.version}, "
                     f"not {weights.digest}."
                 )
@@ -197,7 +197,9 @@ class HFEngine(Engine):
         if self._closed:
             raise EngineDead(f"rollout engine {self._spec.name} is closed")
 
-    def _sample(self, shard: _Shard, prompts: Prompts, request: RolloutRequest) -> list[Completion]:
+    def _sample(
+        self, shard: _Shard, prompts: PromptTokens, request: RolloutRequest
+    ) -> list[Completion]:
         """All completions of a shard, as many sequences at once as the settings allow."""
         sampling = request.sampling
         at_once = max(1, self._spec.rollout.max_sequences // sampling.n)

@@ -18,7 +18,7 @@ from engines.rollout.weight_probe import Loaded, Probe
 from engines.workers.calls import control
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
-from engines.workers.messages import Lease
+from engines.workers.messages import CallId
 from engines.workers.pool import Assignment, EnginePool
 from storage.runs.weights import WeightsRef
 
@@ -68,10 +68,10 @@ class RolloutPool(EnginePool):
 
     def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult:
         """Sample a shard on one of the engines."""
-        lease = self._lease(request.step, f"generate-{request.shard}-{request.attempt}")
+        call_id = self._call_id(request.step, f"generate-{request.shard}-{request.attempt}")
         with self.picked(assignment) as (name, address):
             named = dataclasses.replace(request, worker=name)
-            return self.submit(address, "generate", lease, {"request": named})
+            return self.submit(address, "generate", call_id, {"request": named})
 
     def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, Loaded]:
         """Load a version into every live engine; returns worker name -> report.
@@ -123,7 +123,7 @@ class RolloutPool(EnginePool):
         assert probe is not None
         version = weights.version
         report: SyncReport = self.submit(
-            address, "sync", self._lease(version, "sync"), {"weights": weights}
+            address, "sync", self._call_id(version, "sync"), {"weights": weights}
         )
         if report.version != version or report.digest != weights.digest:
             raise WeightMismatch(
@@ -133,7 +133,7 @@ class RolloutPool(EnginePool):
         scores = self.submit(
             address,
             "score",
-            self._lease(version, "score"),
+            self._call_id(version, "score"),
             {"token_ids": probe.tokens, "prompt_lengths": probe.prompt_lengths},
         )
         error = self._check(name, version, scores, probe)
@@ -155,5 +155,5 @@ class RolloutPool(EnginePool):
             )
         return error
 
-    def _lease(self, step: int, call: str) -> Lease:
-        return Lease(run=self.run, epoch=self.epoch, step=step, call=f"rollout-{call}")
+    def _call_id(self, step: int, call: str) -> CallId:
+        return CallId(run=self.run, epoch=self.epoch, step=step, call=f"rollout-{call}")

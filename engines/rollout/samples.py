@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
-from storage.batches.columns import Status
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -19,7 +19,7 @@ PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row", "state_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompts:
+class PromptTokens:
     """The prompts of a shard, read."""
 
     tokens: list[list[int]]  # [P] token ids of each
@@ -40,7 +40,7 @@ class Completion:
     finish_reason: str  # stop: an end token or stop string; length: the limit
 
 
-def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> Prompts:
+def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptTokens:
     """The token ids of `prompts`; ValueError naming a row that leaves no room for a completion."""
     values, offsets = prompts.fetch_numpy(store, "prompt_ids")
     assert offsets is not None
@@ -53,13 +53,13 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> Prompts
             )
     ids = values.tolist()
     rows = [ids[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
-    return Prompts(tokens=rows, groups=groups.tolist())
+    return PromptTokens(tokens=rows, groups=groups.tolist())
 
 
 def write_samples(
     store: Store,
     request: RolloutRequest,
-    prompts: Prompts,
+    prompts: PromptTokens,
     completions: Sequence[Completion],
     *,
     engine: str,
@@ -87,7 +87,7 @@ def write_samples(
             "sample_id": np.array(
                 [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
             ),
-            "status": np.where(truncated, Status.TRUNCATED, Status.OK).astype(np.int64),
+            "status": np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64),
             "finish_reason": [c.finish_reason for c in completions],
             "weights_digest": [digests[version] for version in last],
             "worker": [worker] * rows,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from engines import models
-from engines.failures import WeightsMismatch
+from engines.failures import WeightMismatch
 from engines.rollout import vllm_arguments as vllm_terms
 from engines.rollout.contract import (
     REMOTE,
@@ -25,7 +25,7 @@ from engines.rollout.contract import (
     sample_seed,
     worker_environment,
 )
-from engines.rollout.samples import Completion, Prompts, read_prompts, write_samples
+from engines.rollout.samples import Completion, PromptTokens, read_prompts, write_samples
 from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import Held, check_manifest
 from engines.workers.engine import Engine
@@ -168,7 +168,9 @@ class VllmEngine(Engine):
             WeightTransferInitRequest(init_info=address)
         )
 
-    async def _sample_shard(self, prompts: Prompts, request: RolloutRequest) -> list[Completion]:
+    async def _sample_shard(
+        self, prompts: PromptTokens, request: RolloutRequest
+    ) -> list[Completion]:
         """All completions of a shard, row i of prompt i // n; may be ended by _end_shards."""
         task = asyncio.create_task(self._sample_all(prompts, request))
         self._shards[task] = None
@@ -183,7 +185,7 @@ class VllmEngine(Engine):
         finally:
             del self._shards[task]
 
-    async def _sample_all(self, prompts: Prompts, request: RolloutRequest) -> list[Completion]:
+    async def _sample_all(self, prompts: PromptTokens, request: RolloutRequest) -> list[Completion]:
         # While a sync runs nothing is admitted, so that a request's salt is the version whose keys
         # and values it may share with others.
         await self._admitted.wait()
@@ -304,12 +306,12 @@ class VllmEngine(Engine):
         version = await llm.get_weight_version()
         for report in reports:
             if (report["version"], report["digest"]) != (weights.version, weights.digest):
-                raise WeightsMismatch(
+                raise WeightMismatch(
                     f"A vLLM worker loaded policy version {report['version']} with digest "
                     f"{report['digest']}, not {weights.version} with {weights.digest}."
                 )
         if version != str(weights.version):
-            raise WeightsMismatch(f"vLLM reports policy version {version}, not {weights.version}.")
+            raise WeightMismatch(f"vLLM reports policy version {version}, not {weights.version}.")
         self._digests[weights.version] = reports[0]["digest"]
         self._hold(Held(version=weights.version, digest=reports[0]["digest"]))
         return reports[0]

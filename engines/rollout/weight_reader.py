@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engines.failures import WeightsMismatch
+from engines.failures import WeightMismatch
 from storage.objects.store import Store
 from storage.runs.weights import TensorEntry, WeightsRef, open_manifest, stream, weights_digest
 
@@ -54,25 +54,25 @@ class LoadedWeights:
 def check_manifest(
     store: Store, weights: WeightsRef, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise WeightsMismatch naming the first tensor that the version lacks or has otherwise.
+    """Raise WeightMismatch naming the first tensor that the version lacks or has otherwise.
 
     Done before anything is loaded: vLLM keeps the old values of a weight that does not come.
     """
     offered = {name: entry.shape for name, entry in open_manifest(store, weights).tensors.items()}
     for name, shape in expected.items():
         if name not in offered:
-            raise WeightsMismatch(
+            raise WeightMismatch(
                 f"Policy version {weights.version} ({weights.key}) has no tensor {name}, which the "
                 "rollout engine needs. Publish every weight, the output head also where it is tied."
             )
         if offered[name] != shape:
-            raise WeightsMismatch(
+            raise WeightMismatch(
                 f"Tensor {name} of policy version {weights.version} ({weights.key}) has shape "
                 f"{offered[name]}, the rollout engine's model {shape}."
             )
     extra = sorted(set(offered) - set(expected))
     if extra:
-        raise WeightsMismatch(
+        raise WeightMismatch(
             f"Policy version {weights.version} ({weights.key}) has a tensor {extra[0]} that the "
             "rollout engine's model has not."
         )

@@ -139,7 +139,7 @@ class FSDPEngine(Ranked):
         """
         forward = self._forward(temperature)
 
-        def figures(micro: MicroBatch) -> dict[str, Tensor]:
+        def computed(micro: MicroBatch) -> dict[str, Tensor]:
             logprobs, entropy, *squares = forward.policy(
                 micro.packed,
                 temperature=forward.temperature,
@@ -150,7 +150,7 @@ class FSDPEngine(Ranked):
             found = {column: logprobs, "entropy": entropy}
             return {**found, "sum_pi_squared": squares[0]} if squared else found
 
-        return self._columns(batch, out_key, figures, (column, "sum_pi_squared"))
+        return self._columns(batch, out_key, computed, (column, "sum_pi_squared"))
 
     def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
         """Write the critic's value of every response token; all rows, in their order."""
@@ -158,16 +158,16 @@ class FSDPEngine(Ranked):
         if not isinstance(critic, Critic):
             raise ValueError(f"An engine of role {self._spec.role} has no values. Ask the critic.")
 
-        def figures(micro: MicroBatch) -> dict[str, Tensor]:
+        def computed(micro: MicroBatch) -> dict[str, Tensor]:
             return {"values": critic(micro.packed)[0]}
 
-        return self._columns(batch, out_key, figures, ("values",))
+        return self._columns(batch, out_key, computed, ("values",))
 
     def _columns(
         self,
         batch: BatchRef,
         out_key: str,
-        figures: Callable[[MicroBatch], dict[str, Tensor]],
+        computed: Callable[[MicroBatch], dict[str, Tensor]],
         names: tuple[str, ...],
     ) -> ColumnsResult:
         ref, sums = write_token_columns(
@@ -175,7 +175,7 @@ class FSDPEngine(Ranked):
             self._joined(),
             batch,
             out_key,
-            figures,
+            computed,
             names,
             budget=self._spec.train.micro_batch_tokens,
             cost=self._cost,

@@ -21,16 +21,16 @@ def write_token_columns(
     meeting: Meeting,
     batch: BatchRef,
     out_key: str,
-    figures: Callable[[MicroBatch], Mapping[str, Tensor]],
+    computed: Callable[[MicroBatch], Mapping[str, Tensor]],
     columns: Collection[str],
     *,
     budget: int,
     cost: CostModel,
 ) -> tuple[BatchRef | None, dict[str, float]]:
-    """Write the columns that figures(micro_batch) gives for this rank's rows [R], without gradients.
+    """Write the columns that computed(micro_batch) gives for this rank's rows [R], without gradients.
 
     Ranks take contiguous rows, so that their refs, concatenated, are in the batch's order. Returns
-    the ref (None where this rank has no rows), and the sum of each figure, written or not, over the
+    the ref (None where this rank has no rows), and the sum of each column, written or not, over the
     tokens of mask 1, with the number of those tokens as "tokens". budget: tokens of a forward pass.
     """
     plan = plan_logprobs(read_lengths(store, batch), world=meeting.world, budget=budget, cost=cost)
@@ -39,7 +39,7 @@ def write_token_columns(
     for rows in plan.ranks[meeting.rank]:
         micro = read_micro_batch(store, batch, rows, (), meeting.device)
         with torch.no_grad():
-            given = figures(micro)
+            given = computed(micro)
         lengths = micro.packed.rows.lengths.tolist()
         sums["tokens"] += float(micro.mask.sum())
         for name, values in given.items():

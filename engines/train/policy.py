@@ -15,7 +15,7 @@ from engines.train.micro_batch import PackedBatch
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward pass gives figures of response tokens, not logits.
+    """A causal language model whose forward pass gives numbers of response tokens, not logits.
 
     The output head is applied inside this module's forward pass, where FSDP has its weights whole.
     """

@@ -218,18 +218,18 @@ class Updater:
             for micro in mini.ranks[self._meeting.rank]
         ]
         index = [torch.cat(place) if place else torch.zeros(0).long() for place in places]
-        figures = torch.zeros(2, whole.mask.numel())
+        logprobs_entropy = torch.zeros(2, whole.mask.numel())
         for place, micro_rows in zip(index, mini.ranks[self._meeting.rank], strict=True):
             micro = read_micro_batch(self._store, batch, micro_rows, (), self._meeting.device)
             with torch.no_grad():
-                figures[:, place] = torch.stack(self._forward(micro.packed)).cpu()
-        figures = self._added(figures).cpu()
+                logprobs_entropy[:, place] = torch.stack(self._forward(micro.packed)).cpu()
+        logprobs_entropy = self._added(logprobs_entropy).cpu()
         chosen = objective.select(
             PolicyBatch(
                 rows=Rows.of_offsets(whole.packed.rows.offsets),
                 mask=whole.mask,
-                logprobs=figures[0],
-                entropy=figures[1],
+                logprobs=logprobs_entropy[0],
+                entropy=logprobs_entropy[1],
                 advantages=whole.columns["advantages"],
                 old_logprobs=whole.columns.get("old_logprobs"),
                 rollout_logprobs=whole.columns.get("rollout_logprobs"),
@@ -282,14 +282,14 @@ class Updater:
             torch.tensor([tally.tokens, tally.responses, tally.flops], dtype=torch.float64)
         )
         tokens, responses, flops = totals.tolist()
-        figures = tally.sums.restored(added, peaks).values()
-        figures |= effective_sample_size(figures)
+        metrics = tally.sums.restored(added, peaks).values()
+        metrics |= effective_sample_size(metrics)
         for name in ("loss", "policy_loss"):  # sums over optimizer steps
-            if name in figures:
-                figures[name] /= len(tally.reports)
+            if name in metrics:
+                metrics[name] /= len(tally.reports)
         skipped = sum(report.skipped for report in tally.reports)
         norms = [report.grad_norm for report in tally.reports]
-        figures |= {
+        metrics |= {
             "grad_norm": sum(norms) / len(norms),
             "learning_rate": tally.reports[-1].learning_rate,
             "optimizer_steps": float(len(tally.reports)),
@@ -307,5 +307,5 @@ class Updater:
             step=step,
             optimizer_steps=len(tally.reports),
             skipped=skipped,
-            metrics={f"train/{name}": value for name, value in figures.items()},
+            metrics={f"train/{name}": value for name, value in metrics.items()},
         )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.workers.gang import Gang
-from engines.workers.messages import Lease
+from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
 from storage.runs.commit_log import head, read_commit
 from storage.runs.origins import origin_of, start_of
@@ -34,7 +34,7 @@ UNTRAINED = -1  # the version held where the model's own weights are no version 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class UnfinishedUpdate:
     """What an update was made of."""
 
     batch: BatchRef
@@ -54,11 +54,11 @@ class Trainer:
         max_new_tokens: int,
         cancel: threading.Event | None = None,
         on_replay: Callable[[int, int], None] = lambda step, last: None,
-        lease_name: str | None = None,
+        caller: str | None = None,
     ) -> None:
         """`on_replay(step, last)` is told of each step whose update is applied again.
 
-        `lease_name`: in whose name calls are made, if not the run's: of another run that reads it.
+        `caller`: in whose name calls are made, if not the run's: of another run that reads it.
         """
         self._gang = gang
         self._spec = gang.spec
@@ -69,9 +69,11 @@ class Trainer:
         self._cancel = cancel
         self._on_replay = on_replay
         self._base = 0
-        self._lease_name = lease_name or files.run
+        self._caller = caller or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
-        self._begun: dict[int, Begun] = {}  # updates of steps that were not committed when made
+        self._unfinished: dict[
+            int, UnfinishedUpdate
+        ] = {}  # updates of steps that were not committed when made
         self._loads = 0  # of older states; tells calls that are repeated on purpose from retries
         self._lock = threading.RLock()
 
@@ -89,14 +91,14 @@ class Trainer:
                 self._go_to(base)
             for step in range(self._held + 1, version + 1):
                 self._on_replay(step, version)
-                again = self._stored(step) if step <= committed else self._begun[step]
+                again = self._stored(step) if step <= committed else self._unfinished[step]
                 self._update(step, again.batch, again.algorithm)
 
     def update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         """Apply step's update to version step - 1; the gang then holds version step."""
         with self._lock:
             self.at(step - 1)
-            self._begun[step] = Begun(batch=batch, algorithm=algorithm)
+            self._unfinished[step] = UnfinishedUpdate(batch=batch, algorithm=algorithm)
             return self._update(step, batch, algorithm)
 
     @property
@@ -107,7 +109,9 @@ class Trainer:
     def committed(self, step: int) -> None:
         """A step has been committed: its batch is found in the store from now on."""
         with self._lock:
-            self._begun = {later: begun for later, begun in self._begun.items() if later > step}
+            self._unfinished = {
+                later: update for later, update in self._unfinished.items() if later > step
+            }
 
     def logprobs(
         self, version: int, batch: BatchRef, column: str, out_key: str, squared: bool = False
@@ -171,11 +175,11 @@ class Trainer:
             self.at(version)
             return self._call("digest", version, {"dtype": dtype})
 
-    def _stored(self, step: int) -> Begun:
+    def _stored(self, step: int) -> UnfinishedUpdate:
         """A committed step's update."""
         done = read_commit(self._files, step)
         algorithm = AlgorithmConfig.model_validate(done.algorithm)
-        return Begun(batch=done.refs["batch"], algorithm=algorithm)
+        return UnfinishedUpdate(batch=done.refs["batch"], algorithm=algorithm)
 
     @property
     def _held(self) -> int:
@@ -228,10 +232,10 @@ class Trainer:
         return result
 
     def _call(self, method: str, step: int, arguments: Mapping[str, Any], name: str = "") -> Any:
-        lease = Lease(
-            run=self._lease_name,
+        call_id = CallId(
+            run=self._caller,
             epoch=self._epoch,
             step=step,
             call=f"{name or method}@{self._gang.generation}.{self._loads}",
         )
-        return self._gang.call(method, lease, arguments, cancel=self._cancel)
+        return self._gang.call(method, call_id, arguments, cancel=self._cancel)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from engines.failures import WeightsMismatch
+from engines.failures import WeightMismatch
 from engines.train.spec import TensorDifference, WeightsComparison
 from storage.batches.tensors import code_of
 from storage.objects.store import Store
@@ -18,21 +18,21 @@ from storage.runs.weights import WeightsRef, stream, tensor_digest, weights_dige
 def fill(model: nn.Module, store: Store, weights: WeightsRef) -> None:
     """Copy a version's tensors into a (sharded) model; every rank reads all and keeps its part.
 
-    Raises WeightsMismatch naming a tensor that one of the two lacks or has in another shape.
+    Raises WeightMismatch naming a tensor that one of the two lacks or has in another shape.
     """
     held = model.state_dict()
     missing = set(held)
     for name, tensor in stream(store, weights):
         if name not in held or held[name].shape != tensor.shape:
             has = tuple(held[name].shape) if name in held else "no such tensor"
-            raise WeightsMismatch(
+            raise WeightMismatch(
                 f"Tensor {name} of {weights.key} has shape {tuple(tensor.shape)}, the model has "
                 f"{has}. Set model to the one that these weights were trained from."
             )
         _copy(held[name], tensor)
         missing.discard(name)
     if missing:
-        raise WeightsMismatch(
+        raise WeightMismatch(
             f"{weights.key} has no tensor {min(missing)}, which the model needs. "
             "Set model to the one that these weights were trained from."
         )
@@ -55,7 +55,7 @@ def compare_weights(
     for (name, mine), (stored_name, stored) in zip(held, stream(store, weights), strict=True):
         entries.append((name, code_of(mine.dtype), tuple(mine.shape), tensor_digest(mine)))
         if name != stored_name or mine.shape != stored.shape:
-            raise WeightsMismatch(
+            raise WeightMismatch(
                 f"{weights.key} has {stored_name} {tuple(stored.shape)} where the model has "
                 f"{name} {tuple(mine.shape)}. The run was made with another model."
             )

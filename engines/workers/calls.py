@@ -20,7 +20,7 @@ from engines.failures import CallDeadline, WorkerLost, revive
 from engines.workers import on_worker
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
-from engines.workers.messages import BuildReport, HostStatus, Lease, Outcome, Ticket
+from engines.workers.messages import BuildReport, CallId, HostStatus, Outcome, Ticket
 
 SLICE = 0.2  # seconds between looks at the cancel event
 LOOK = 1.0  # seconds between looks at whether the worker is still there
@@ -29,7 +29,7 @@ FETCH = 30.0  # seconds that fetching a finished call's result may take
 STATUS = 3.0  # seconds in which a healthy worker reports its status
 
 
-class Submission:
+class PendingCall:
     """A call on its way; wait for it, or drop it."""
 
     def __init__(
@@ -183,10 +183,10 @@ def start_build(
     role: str,
     spec: EngineSpec,
     wake: threading.Event | None = None,
-) -> Submission:
+) -> PendingCall:
     """Begin `build`."""
     label = f"{role}.build"
-    return Submission(cluster, address, label, on_worker.build, role, spec, wake=wake)
+    return PendingCall(cluster, address, label, on_worker.build, role, spec, wake=wake)
 
 
 def submit(
@@ -195,7 +195,7 @@ def submit(
     role: str,
     method: str,
     kwargs: Mapping[str, Any],
-    lease: Lease | None,
+    call_id: CallId | None,
     *,
     deadline: float,
     cancel: threading.Event | None = None,
@@ -203,10 +203,10 @@ def submit(
     """Call an engine method on one worker and wait for its result.
 
     Raises the engine's own exception (with a note: worker and its traceback), WorkerLost,
-    CallDeadline (the worker has been killed), StaleLease, EngineMissing, CallCancelled (`cancel`
+    CallDeadline (the worker has been killed), StaleCall, EngineMissing, CallCancelled (`cancel`
     was set; the call itself may go on) or ClusterLost.
     """
-    submission = start(cluster, address, role, method, kwargs, lease, deadline=deadline)
+    submission = start(cluster, address, role, method, kwargs, call_id, deadline=deadline)
     where = f"by {role}.{method} on worker {submission.worker} ({address})"
     return value_of(submission.wait(deadline, cancel), where)
 
@@ -217,17 +217,19 @@ def start(
     role: str,
     method: str,
     kwargs: Mapping[str, Any],
-    lease: Lease | None,
+    call_id: CallId | None,
     *,
     deadline: float,
     alone: bool = False,
     wake: threading.Event | None = None,
-) -> Submission:
-    """Begin `submit`; `alone` as in Ticket, `wake` as in Submission."""
+) -> PendingCall:
+    """Begin `submit`; `alone` as in Ticket, `wake` as in PendingCall."""
     ticket = Ticket(token=uuid.uuid4().hex, limit=deadline + GRACE, alone=alone)
     label = f"{role}.{method}"
-    args = (role, method, dict(kwargs), lease, ticket)
-    return Submission(cluster, address, label, on_worker.call, *args, token=ticket.token, wake=wake)
+    args = (role, method, dict(kwargs), call_id, ticket)
+    return PendingCall(
+        cluster, address, label, on_worker.call, *args, token=ticket.token, wake=wake
+    )
 
 
 def control(
@@ -236,7 +238,7 @@ def control(
     role: str,
     method: str,
     kwargs: Mapping[str, Any] | None = None,
-    lease: Lease | None = None,
+    call_id: CallId | None = None,
     *,
     timeout: float = 30.0,
 ) -> Any:
@@ -248,7 +250,7 @@ def control(
         role,
         method,
         dict(kwargs or {}),
-        lease,
+        call_id,
         timeout=timeout,
     )
     return value_of(outcome, f"by {role}.{method} on worker {cluster.name_of(address)}")

@@ -24,10 +24,10 @@ from engines.failures import (
     WorkerLost,
 )
 from engines.workers import on_worker
-from engines.workers.calls import SLICE, Submission, start, start_build, value_of
+from engines.workers.calls import SLICE, PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
 from engines.workers.engine import Call, EngineSpec
-from engines.workers.messages import BuildReport, Lease, Outcome
+from engines.workers.messages import BuildReport, CallId, Outcome
 
 SETTLE = 2.0  # seconds in which, after one rank failed, the others may show the real cause
 ASIDE_TIMEOUT = 60.0  # seconds for the small things that only rank 0 does
@@ -157,7 +157,7 @@ class Gang:
     def call(
         self,
         method: str,
-        lease: Lease | None = None,
+        call_id: CallId | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
         per_rank: Sequence[Mapping[str, Any]] | None = None,
@@ -191,7 +191,7 @@ class Gang:
                     self.role,
                     method,
                     {**(kwargs or {}), **(per_rank[rank] if per_rank else {})},
-                    lease.at(ranks[rank].build.incarnation) if lease else None,
+                    call_id.at(ranks[rank].build.incarnation) if call_id else None,
                     deadline=limit,
                     alone=self.world == 1,
                     wake=wake,
@@ -233,7 +233,7 @@ class Gang:
         """Run something small in the thread that rank 0 keeps beside its slots."""
         return self._all(
             members[:1],
-            lambda rank, wake: Submission(
+            lambda rank, wake: PendingCall(
                 self.cluster,
                 members[rank].address,
                 f"{self.role}.{label}",
@@ -250,7 +250,7 @@ class Gang:
     def _all(
         self,
         members: Sequence[Member],
-        begin: Callable[[int, threading.Event], Submission],
+        begin: Callable[[int, threading.Event], PendingCall],
         deadline: float,
         cancel: threading.Event | None,
         of: Sequence[Member] | None = None,
@@ -262,7 +262,7 @@ class Gang:
         wake = threading.Event()
         values: dict[int, Any] = {}
         errors: dict[int, Exception] = {}  # in the order in which they happened
-        started: dict[int, Submission] = {}
+        started: dict[int, PendingCall] = {}
         try:
             for rank in range(len(members)):
                 started[rank] = begin(rank, wake)
@@ -310,7 +310,7 @@ class Gang:
 
 
 def _take(
-    submission: Submission,
+    submission: PendingCall,
     rank: int,
     deadline: float,
     values: dict[int, Any],

@@ -27,8 +27,8 @@ from distributed import Worker, WorkerPlugin
 from engines.failures import (
     EngineMissing,
     InfrastructureError,
+    StaleCall,
     StaleIncarnation,
-    StaleLease,
     StaleVersion,
     import_class,
 )
@@ -36,9 +36,9 @@ from engines.processes.parent_death import die_with_parent, kill_tree
 from engines.workers.engine import COLLECTORS, Call, Engine, EngineSpec, calls_of
 from engines.workers.messages import (
     BuildReport,
+    CallId,
     EngineStatus,
     HostStatus,
-    Lease,
     Outcome,
     RunningCall,
     Ticket,
@@ -97,7 +97,7 @@ class EngineHost(WorkerPlugin):
         self.epochs: dict[str, int] = {}  # newest epoch seen, by run
         self.running: dict[int, Running] = {}
         self.records: OrderedDict[CallKey, Outcome] = OrderedDict()
-        self.flights: dict[CallKey, Future[Outcome]] = {}
+        self.in_progress: dict[CallKey, Future[Outcome]] = {}
         self.lock = threading.Lock()
         # One build at a time, whatever the role: lazy modules (transformers) break when two threads
         # import from them at once.
@@ -170,41 +170,41 @@ class EngineHost(WorkerPlugin):
         role: str,
         method: str,
         kwargs: Mapping[str, Any],
-        lease: Lease | None = None,
+        call_id: CallId | None = None,
         ticket: Ticket = PLAIN,
     ) -> Outcome:
         """Run one engine method.
 
-        A lease makes the call run at most once: when it has finished, its recorded result is
+        A call id makes the call run at most once: when it has finished, its recorded result is
         returned; while it runs, a duplicate waits for it.
         """
-        tenant = self._admit(role, method, lease)
-        if lease is None:
+        tenant = self._admit(role, method, call_id)
+        if call_id is None:
             return self._run(tenant, role, method, kwargs, "", ticket)
-        key = (role, method, lease.run, lease.epoch, lease.step, lease.call)
+        key = (role, method, call_id.run, call_id.epoch, call_id.step, call_id.call)
         with self.lock:
             if (record := self.records.get(key)) is not None:
                 return record
-            flight = self.flights.get(key)
-            leads = flight is None
-            if flight is None:
-                flight = self.flights[key] = Future()
+            running = self.in_progress.get(key)
+            leads = running is None
+            if running is None:
+                running = self.in_progress[key] = Future()
         if not leads:
-            return flight.result()
+            return running.result()
         try:
-            outcome = self._run(tenant, role, method, kwargs, lease.call, ticket)
+            outcome = self._run(tenant, role, method, kwargs, call_id.call, ticket)
         except BaseException as error:
             with self.lock:
-                del self.flights[key]
-            flight.set_exception(error)
+                del self.in_progress[key]
+            running.set_exception(error)
             raise
         with self.lock:
-            del self.flights[key]
+            del self.in_progress[key]
             if self.tenants.get(role) is tenant:
                 self.records[key] = dataclasses.replace(outcome, repeated=True)
                 while len(self.records) > RECORDS:
                     self.records.popitem(last=False)
-        flight.set_result(outcome)
+        running.set_result(outcome)
         return outcome
 
     def collect(self, role: str, collector: str, method: str, parts: list[Any]) -> Outcome:
@@ -214,18 +214,18 @@ class EngineHost(WorkerPlugin):
             raise EngineMissing(f"worker {self.worker} holds no engine for role {role!r}")
         return Outcome(value=methodcaller(collector, method, parts)(tenant.engine))
 
-    def _admit(self, role: str, method: str, lease: Lease | None) -> Tenant:
-        """Refuse stale leases and unknown methods."""
-        if lease is not None:
+    def _admit(self, role: str, method: str, call_id: CallId | None) -> Tenant:
+        """Refuse stale calls and unknown methods."""
+        if call_id is not None:
             with self.lock:
-                newest = self.epochs.setdefault(lease.run, lease.epoch)
-                if lease.epoch < newest:
-                    raise StaleLease(
-                        f"worker {self.worker} refuses epoch {lease.epoch} of run {lease.run}: "
+                newest = self.epochs.setdefault(call_id.run, call_id.epoch)
+                if call_id.epoch < newest:
+                    raise StaleCall(
+                        f"worker {self.worker} refuses epoch {call_id.epoch} of run {call_id.run}: "
                         f"a flow with epoch {newest} has taken the run over."
                     )
-                self.epochs[lease.run] = lease.epoch
-            if lease.incarnation not in (None, self.incarnation):
+                self.epochs[call_id.run] = call_id.epoch
+            if call_id.incarnation not in (None, self.incarnation):
                 raise StaleIncarnation(
                     f"worker {self.worker} has been restarted since its {role!r} engine was built"
                 )
@@ -238,10 +238,10 @@ class EngineHost(WorkerPlugin):
                 f"{sorted(tenant.calls)}."
             )
         version = tenant.engine.version
-        if lease is not None and lease.version not in (None, version):
+        if call_id is not None and call_id.version not in (None, version):
             raise StaleVersion(
                 f"the {role!r} engine of worker {self.worker} holds policy version {version}, "
-                f"but the call needs version {lease.version}"
+                f"but the call needs version {call_id.version}"
             )
         return tenant
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from engines.failures import Failure
 from engines.workers.engine import Call
-from engines.workers.placement import Node
+from engines.workers.placement import NodeResources
 from storage.objects.usage import Usage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lease:
+class CallId:
     """By what right a call is made, and which call it is.
 
-    A host refuses a lease of an older epoch of the run, of another incarnation of the worker, or of
+    A host refuses a call of an older epoch of the run, of another incarnation of the worker, or of
     another policy version than the engine holds. A call that has finished under the same
     (run, epoch, step, call) is not run again: its recorded result is returned. Replayed work must
     therefore have another `call` name than the work it repeats.
@@ -29,8 +29,8 @@ class Lease:
     version: int | None = None  # policy version that the engine must hold; none: any
     incarnation: str | None = None  # of the worker, from its BuildReport; none: any
 
-    def at(self, incarnation: str) -> Lease:
-        """This lease for one incarnation of a worker."""
+    def at(self, incarnation: str) -> CallId:
+        """This call for one incarnation of a worker."""
         return dataclasses.replace(self, incarnation=incarnation)
 
 
@@ -50,7 +50,7 @@ class BuildReport:
 
     role: str
     worker: str  # name
-    incarnation: str  # of the worker process; goes into leases
+    incarnation: str  # of the worker process; goes into call ids
     digest: str  # of the engine's spec
     fresh: bool  # False: it had been built already
     seconds: float  # the building took
@@ -63,7 +63,7 @@ class Outcome:
 
     value: Any = None  # what the engine method returned
     failure: Failure | None = None  # or what it raised
-    repeated: bool = False  # the recorded result of an earlier call with the same lease
+    repeated: bool = False  # the recorded result of an earlier call with the same call_id
     seconds: float = 0.0  # the method took
 
 
@@ -83,7 +83,7 @@ class RunningCall:
     role: str
     method: str
     token: str  # of the submission that started it
-    call: str  # name from the lease, or ""
+    call: str  # name from the call_id, or ""
     age: float  # seconds
 
 
@@ -101,9 +101,9 @@ class HostStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traits:
+class WorkerInfo:
     """What a worker that somebody else started is like."""
 
-    node: Node  # its machine, and the GPUs that it may use
+    node: NodeResources  # its machine, and the GPUs that it may use
     nanny: bool  # whether it is started again when it dies
     daemonic: bool  # whether it may not start processes

@@ -17,7 +17,7 @@ from distributed import Worker, get_worker
 from engines.failures import EngineMissing, capture
 from engines.workers.engine import EngineSpec
 from engines.workers.host import HOST, EngineHost
-from engines.workers.messages import HostStatus, Lease, Outcome, Ticket, Traits
+from engines.workers.messages import CallId, HostStatus, Outcome, Ticket, WorkerInfo
 from engines.workers.placement import this_node
 from storage.objects.usage import COUNTER, Usage
 
@@ -45,11 +45,11 @@ def build(role: str, spec: EngineSpec) -> Outcome:
 
 
 def call(
-    role: str, method: str, kwargs: Mapping[str, Any], lease: Lease | None, ticket: Ticket
+    role: str, method: str, kwargs: Mapping[str, Any], call_id: CallId | None, ticket: Ticket
 ) -> Outcome:
     """Dask task: `EngineHost.call`."""
     host = host_of(get_worker())
-    return _outcome(lambda: host.call(role, method, kwargs, lease, ticket))
+    return _outcome(lambda: host.call(role, method, kwargs, call_id, ticket))
 
 
 def collect(role: str, collector: str, method: str, parts: list[Any]) -> Outcome:
@@ -59,13 +59,13 @@ def collect(role: str, collector: str, method: str, parts: list[Any]) -> Outcome
 
 
 async def control(
-    role: str, method: str, kwargs: Mapping[str, Any], lease: Lease | None, dask_worker: Worker
+    role: str, method: str, kwargs: Mapping[str, Any], call_id: CallId | None, dask_worker: Worker
 ) -> Outcome:
     """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
     host = host_of(dask_worker)
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(
-        host.control, _outcome, lambda: host.call(role, method, kwargs, lease)
+        host.control, _outcome, lambda: host.call(role, method, kwargs, call_id)
     )
 
 
@@ -88,9 +88,9 @@ def store_usage() -> Usage:
     return COUNTER.total()
 
 
-def examine(dask_worker: Worker) -> Traits:
+def examine(dask_worker: Worker) -> WorkerInfo:
     """By client.run: what a worker that others started is like."""
-    return Traits(
+    return WorkerInfo(
         node=this_node(),
         nanny=dask_worker.nanny is not None,
         daemonic=multiprocessing.current_process().daemon,

@@ -14,7 +14,7 @@ from configs.environment import visible_gpus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
+class NodeResources:
     """What one machine offers."""
 
     name: str
@@ -51,9 +51,11 @@ class Placement:
     seats: tuple[Seat, ...]
 
 
-def this_node() -> Node:
+def this_node() -> NodeResources:
     """What this machine offers, found without torch."""
-    return Node(name=socket.gethostname(), cores=len(os.sched_getaffinity(0)), gpus=_gpus())
+    return NodeResources(
+        name=socket.gethostname(), cores=len(os.sched_getaffinity(0)), gpus=_gpus()
+    )
 
 
 def _gpus() -> tuple[str, ...]:
@@ -79,7 +81,7 @@ def place_local(pools: Mapping[str, PoolConfig]) -> Placement:
     return place(pools, [this_node()])
 
 
-def place(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> Placement:
+def place(pools: Mapping[str, PoolConfig], nodes: Sequence[NodeResources]) -> Placement:
     """Seats for all workers; ValueError, in one sentence, when they do not fit.
 
     A GPU has one worker; a worker's GPUs are of one node. Threads are checked worker by worker and
@@ -109,10 +111,10 @@ def place(pools: Mapping[str, PoolConfig], nodes: Sequence[Node]) -> Placement:
 def _choose(
     pool: str,
     wanted: PoolConfig,
-    nodes: Sequence[Node],
+    nodes: Sequence[NodeResources],
     free: Mapping[str, Sequence[str]],
     used: Mapping[tuple[str, str], int],
-) -> Node:
+) -> NodeResources:
     """The node for the next worker of a pool: of those that fit, the one with the most room."""
     key = f"cluster.pools.{pool}"
     most = max(node.cores for node in nodes)
@@ -144,7 +146,9 @@ def _choose(
     return max(fitting, key=lambda node: (len(free[node.name]), -used.get((node.name, pool), 0)))
 
 
-def check_seated(pools: Mapping[str, PoolConfig], seated: Mapping[str, tuple[str, Node]]) -> None:
+def check_seated(
+    pools: Mapping[str, PoolConfig], seated: Mapping[str, tuple[str, NodeResources]]
+) -> None:
     """Check workers that others started; ValueError, in one sentence, for what does not fit.
 
     `seated`: pool and machine of each worker by name; the machine's GPUs are those that the worker

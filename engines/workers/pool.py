@@ -18,7 +18,7 @@ from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers.calls import build, stop, submit
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
-from engines.workers.messages import Lease
+from engines.workers.messages import CallId
 
 
 @dataclass(slots=True)
@@ -67,13 +67,15 @@ class EnginePool:
         return workers or self.cluster.wait(self.pool, 1, cancel=self.cancel)
 
     def call(
-        self, method: str, lease: Lease, assignment: Assignment | None = None, **arguments: Any
+        self, method: str, call_id: CallId, assignment: Assignment | None = None, **arguments: Any
     ) -> Any:
         """Call a method on one of the pool's engines and wait for its result."""
         with self.picked(assignment) as (_, address):
-            return self.submit(address, method, lease, arguments)
+            return self.submit(address, method, call_id, arguments)
 
-    def submit(self, address: str, method: str, lease: Lease, arguments: Mapping[str, Any]) -> Any:
+    def submit(
+        self, address: str, method: str, call_id: CallId, arguments: Mapping[str, Any]
+    ) -> Any:
         """Call a method on the engine of a given worker."""
         try:
             return submit(
@@ -82,7 +84,7 @@ class EnginePool:
                 self.role,
                 method,
                 arguments,
-                lease,
+                call_id,
                 deadline=self.deadline,
                 cancel=self.cancel,
             )

@@ -57,7 +57,7 @@ class SampleOrigin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOrigin:
-    """One update: the samples that it was made of, in figures."""
+    """One update: the samples that it was made of, in numbers."""
 
     run: str
     step: int
@@ -74,7 +74,7 @@ class StepOrigin:
     retried: int  # samples of a later attempt than the first
     reward_code: tuple[str, ...]
     objects: tuple[str, ...]  # of the batch that trained
-    removed: bool = False  # retention removed the batches: the figures are empty
+    removed: bool = False  # retention removed the batches: the numbers are empty
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,7 +199,7 @@ def prompt_of(run: RunStore, commit: Commit, group: int) -> object:
 
 
 def step_origin(run: RunStore, commit: Commit) -> StepOrigin:
-    """A step in figures."""
+    """A step in numbers."""
     try:
         samples = samples_of(run, commit)
     except ObjectMissing:

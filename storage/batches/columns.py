@@ -14,7 +14,7 @@ from typing import Literal
 Kind = Literal["dense", "jagged", "str", "json"]
 
 
-class Status(enum.IntEnum):
+class SampleStatus(enum.IntEnum):
     """What became of a sample. A failed one is never data: it has no reward."""
 
     OK = 0
@@ -61,7 +61,7 @@ COLUMNS: dict[str, Declared] = {
     "group_id": Declared("dense", "I64", "number of the prompt in the run, [N]"),
     "sample_id": Declared("dense", "I64", "number of the sample in the run, [N]"),
     "prompt_row": Declared("dense", "I64", "row number in the dataset, [N]"),
-    "status": Declared("dense", "I64", "Status, [N]"),
+    "status": Declared("dense", "I64", "SampleStatus, [N]"),
     "finish_reason": Declared("str", "U8", "why sampling ended, as the engine names it"),
     "weights_digest": Declared("str", "U8", "digest of the weights that the engine held"),
     "worker": Declared("str", "U8", "name of the worker that made the row"),

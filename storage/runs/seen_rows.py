@@ -21,7 +21,7 @@ ROWS = "rows.u64"
 SEEN = "seen.u64"
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """What is needed of a source."""
 
     @property
@@ -32,7 +32,7 @@ class Rows(Protocol):
     def row_digests(self) -> np.ndarray: ...
 
 
-def write_rows(run: RunStore, source: Rows) -> None:
+def write_rows(run: RunStore, source: RowSource) -> None:
     """Keep the digests of the run's data, for runs that go on from this one."""
     run.store.write(_rows_key(run), source.row_digests().astype("<u8").tobytes())
 
@@ -56,13 +56,13 @@ def seen_before(run: RunStore) -> np.ndarray:
     return np.empty(0, np.uint64)
 
 
-def unseen(source: Rows, seen: np.ndarray) -> list[int]:
+def unseen(source: RowSource, seen: np.ndarray) -> list[int]:
     """Numbers of the rows that are not among those seen, ascending."""
     found: list[int] = np.flatnonzero(~np.isin(source.row_digests(), seen)).tolist()
     return found
 
 
-def seen_at(run: RunStore, cursor: Cursor, source: Rows) -> np.ndarray | None:
+def seen_at(run: RunStore, cursor: Cursor, source: RowSource) -> np.ndarray | None:
     """Digests of the rows drawn by a run, up to a cursor of its commits, and by those before it.
 
     None where that cannot be told: the run kept no digests of its rows, and the data have changed.

@@ -42,7 +42,7 @@ class TaskView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepView:
-    """A committed step in figures."""
+    """A committed step in numbers."""
 
     step: int
     version: int

@@ -126,7 +126,7 @@ def _trainer(cluster: Cluster, files: RunStore, config: GRPOConfig, last: int) -
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         on_replay=lambda step, _: _say(f"applying the batch of step {step} on the way to {last}"),
-        lease_name=f"{files.run}-replay-{uuid.uuid4().hex[:8]}",
+        caller=f"{files.run}-replay-{uuid.uuid4().hex[:8]}",
     )
 
 
@@ -134,7 +134,9 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _figures(commit: Commit, done: Replayed) -> dict[str, tuple[float | None, float | None]]:
+def _compared_metrics(
+    commit: Commit, done: Replayed
+) -> dict[str, tuple[float | None, float | None]]:
     return {name: (commit.metrics.get(name), done.metrics.get(name)) for name in FIGURES}
 
 
@@ -148,9 +150,9 @@ def _record(files: RunStore, commit: Commit, done: Replayed) -> dict[str, object
         "replayed_from_version": done.replayed_from,
         "weights_in_store": done.comparison is not None,
         "differing": [asdict(one) for one in done.comparison.differing] if done.comparison else [],
-        "figures": {
+        "metrics": {
             name: {"committed": was, "replayed": now}
-            for name, (was, now) in _figures(commit, done).items()
+            for name, (was, now) in _compared_metrics(commit, done).items()
         },
     }
 
@@ -162,7 +164,7 @@ def _shown(files: RunStore, commit: Commit, done: Replayed) -> list[RenderableTy
         text(f"  committed  {commit.version_out.digest}"),
         text(f"  replayed   {done.digest}"),
     ]
-    for name, (was, now) in _figures(commit, done).items():
+    for name, (was, now) in _compared_metrics(commit, done).items():
         same = "the same" if was == now else f"was {was}"
         lines.append(text(f"  {name:<16} {now}  ({same})"))
     if equal:

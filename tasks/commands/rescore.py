@@ -16,7 +16,7 @@ import numpy as np
 from configs.grpo import GRPOConfig
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
 from engines.data.chat_template import prompts_of
-from engines.models import materialize, tokenizer
+from engines.models import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
 from engines.rewards.runner import RewardRunner, code_digest
 from storage.batches.refs import BatchRef
@@ -48,13 +48,13 @@ def answer(request: Request) -> Answer:
     found: list[tuple[int, RewardComparison]] = []
     refs: dict[int, BatchRef] = {}
     olds, news, groups = [], [], []
-    spoken = tokenizer(materialize(config.model, MODELS.absolute()))
+    tokenizer = load_tokenizer(materialize(config.model, MODELS.absolute()))
     with RewardRunner(settings, config.data) as runner:
         runner.start()
         for step in steps:
             commit = read_commit(files, step)
             try:
-                refs[step] = rescore(files, commit, config, runner, spoken)
+                refs[step] = rescore(files, commit, config, runner, tokenizer)
             except ObjectMissing:
                 continue  # retention removed the samples
             samples = commit.refs["samples"]
@@ -115,7 +115,7 @@ def rescore(
     commit: Commit,
     config: GRPOConfig,
     runner: RewardRunner,
-    spoken: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> BatchRef:
     """Score a step's samples; the ref has one row per sample, in the order of the commit's."""
     samples, prompts = commit.refs["samples"], commit.refs["prompts"]
@@ -133,7 +133,7 @@ def rescore(
     completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
     scores = runner.score(
         prompts_of(rows, config.data),
-        spoken.batch_decode(completion_ids, skip_special_tokens=True),
+        tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
         rows,
         completion_ids,
     )

@@ -41,7 +41,7 @@ GONE_TIMEOUT = 45.0  # seconds for cancelled jobs to leave the queue
 INTERRUPTED = 130  # exit code of a flow that was told to stop
 
 
-class Record(BaseModel):
+class SubmissionRecord(BaseModel):
     """What a submission's folder says about it."""
 
     model_config = ConfigDict(frozen=True)
@@ -57,7 +57,7 @@ class Record(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
+class SubmissionStatus:
     """Where a submission stands."""
 
     name: str
@@ -75,7 +75,7 @@ class Submission:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         try:
-            self.record = Record.model_validate_json((self.folder / RECORD).read_text())
+            self.record = SubmissionRecord.model_validate_json((self.folder / RECORD).read_text())
         except FileNotFoundError:
             known = ", ".join(sorted(one.name for one in submitted(folder.parent))) or "none"
             raise ConfigError(
@@ -115,14 +115,14 @@ class Submission:
         flow = self.record.module.rpartition(".")[2]
         return "" if run is None else command(flow, store, "--resume", run)
 
-    def status(self) -> Status:
+    def status(self) -> SubmissionStatus:
         """Jobs from the queue, progress from the store."""
         run = self.run()
         jobs = self._jobs()
         files = None if run is None else RunStore(self._store, run)
         step = 0 if files is None else head(files) or 0
         flow = jobs.pop(self.flow_job, [])
-        return Status(
+        return SubmissionStatus(
             name=self.name,
             run=run,
             step=step,
@@ -205,7 +205,7 @@ def new_submission(config: GRPOConfig, module: str, words: Sequence[str]) -> Sub
     name = slurm.name or f"{config.name}-{now}-{secrets.token_hex(2)}"
     folder = Path(slurm.folder).absolute() / name
     folder.mkdir(parents=True, exist_ok=False)
-    record = Record(
+    record = SubmissionRecord(
         name=name,
         module=module,
         words=[*words, f"cluster.slurm.name={name}", f"cluster.slurm.folder={folder.parent}"],

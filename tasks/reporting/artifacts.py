@@ -17,7 +17,7 @@ from configs.flows import command
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit
     from tasks.reporting.attempts import Attempt
-    from tasks.reporting.run_view import Standing
+    from tasks.reporting.run_view import RunView
     from tasks.results import Metrics, Scored
 
 TABLE_STEPS = 200  # the last ones; MLflow has all
@@ -33,7 +33,7 @@ def escaped(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(str(text)))
 
 
-def show_step(run: Standing, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
+def show_step(run: RunView, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """The step's table of shards and its lineage note."""
     create_table_artifact(
         key=key(run.name, "shards"),
@@ -65,7 +65,7 @@ def shard_row(number: int, shard: Scored) -> dict[str, str | int | float]:
     }
 
 
-def lineage(run: Standing, commit: Commit, attempts: list[Attempt]) -> str:
+def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
     """Markdown: versions, refs, counts, times and retries of a committed step.
 
     Lists, where an entry is long: the dashboard cuts wide tables off.
@@ -128,7 +128,7 @@ def stage_table(commit: Commit, attempts: list[Attempt]) -> list[str]:
     return [*lines, f"| whole step | {whole:.2f} | | | | |"]
 
 
-def show_run(run: Standing) -> None:
+def show_run(run: RunView) -> None:
     """The run's own note: its name, where it works, and where its things are."""
     lines = [
         f"### {escaped(run.name)}",
@@ -153,7 +153,7 @@ def show_run(run: Standing) -> None:
     )
 
 
-def show_steps(run: Standing, history: list[tuple[int, Metrics]]) -> None:
+def show_steps(run: RunView, history: list[tuple[int, Metrics]]) -> None:
     """The run's steps in one table: reward, time by stage, retries."""
     rows = [
         {
@@ -195,7 +195,7 @@ def reward_code(commit: Commit) -> list[str]:
     return lines
 
 
-def show_curves(run: Standing, image: bytes) -> None:
+def show_curves(run: RunView, image: bytes) -> None:
     """The run's curves, as a picture inside a markdown artifact."""
     picture = base64.b64encode(image).decode()
     create_markdown_artifact(

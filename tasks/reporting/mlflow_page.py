@@ -15,7 +15,7 @@ from tasks.results import Metrics
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit
-    from tasks.reporting.run_view import Standing
+    from tasks.reporting.run_view import RunView
 
 PLOT = "plots/progress.png"
 LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
@@ -24,7 +24,7 @@ LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
 class RunTracker:
     """A run's page in MLflow. MLflow is imported beside the start of the engines."""
 
-    def __init__(self, run: Standing) -> None:
+    def __init__(self, run: RunView) -> None:
         self._run = run
         self._tracker = Tracker(run.config.tracking)
         self._started = threading.Event()
@@ -93,7 +93,7 @@ class RunTracker:
         self.registered[weights.version] = number
 
     def log(self, commit: Commit, metrics: Metrics) -> None:
-        """Record figures that are not a step's own, such as an evaluation of what it made."""
+        """Record metrics that are not a step's own, such as an evaluation of what it made."""
         self._ready().log_step(commit.step, metrics, at=commit.committed_at)
 
     def tag(self, name: str, value: str) -> None:

@@ -20,7 +20,7 @@ from tasks.reporting.attempts import Attempt
 from tasks.reporting.progress import Progress, Terminal
 
 
-class Standing(Protocol):
+class RunView(Protocol):
     """Facts of a run; see the attributes of the same names in tasks.run.run.Run."""
 
     name: str

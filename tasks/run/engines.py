@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from configs.cluster.kinds import TemporaryTls
 from configs.grpo import GRPOConfig
 from engines.clusters.opening import open_cluster
-from engines.data.data_engine import ScoringSpec
+from engines.data.data_engine import DataSpec
 from engines.processes.certificates import Certificates
 from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
@@ -28,7 +28,7 @@ from storage.runs.run_store import RunStore
 from tasks.run.forking import parent_config
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import Standing
+    from tasks.reporting.run_view import RunView
 
 TrainRole = Literal["actor", "ref", "critic"]
 MODELS = Path(".refrain/models")
@@ -49,7 +49,7 @@ class Handles:
 class Engines:
     """Builds every role's engines in the background, and closes them with the cluster."""
 
-    def __init__(self, run: Standing) -> None:
+    def __init__(self, run: RunView) -> None:
         self._run = run
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
@@ -162,7 +162,7 @@ class Engines:
             temperature=config.rollout.temperature,
             max_new_tokens=config.rollout.max_new_tokens,
             on_replay=run.progress.replaying,
-            lease_name=run.name,
+            caller=run.name,
         )
 
     def _rollouts(self, cluster: Cluster) -> RolloutPool:
@@ -189,7 +189,7 @@ class Engines:
 
     def _scorers(self, cluster: Cluster) -> EnginePool:
         run, config = self._run, self._run.config
-        spec = ScoringSpec(
+        spec = DataSpec(
             model=config.model,
             model_cache=str(MODELS.absolute()),
             data=config.data,
@@ -203,7 +203,7 @@ class Engines:
             cluster,
             config.cluster.roles.reward,
             "reward",
-            EngineSpec.of("engines.data.data_engine:ScoringEngine", spec),
+            EngineSpec.of("engines.data.data_engine:DataEngine", spec),
             deadline=config.rollout.deadline,
             start_timeout=config.cluster.start_timeout,
             cancel=run.cancelled,

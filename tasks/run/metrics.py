@@ -1,4 +1,4 @@
-"""The figures of a step, put together from what its tasks returned."""
+"""The metrics of a step, put together from what its tasks returned."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step_metrics(
     attempts = run.attempts_of(step)
     stages = stage_seconds(attempts)
     tokens = sum(shard.sampled.stats.tokens for shard in scored)
-    figures: Metrics = {
+    metrics: Metrics = {
         **batch.metrics,
         **updated.metrics,
         **synced.metrics,
@@ -55,7 +55,7 @@ def step_metrics(
         "policy/version": float(updated.version),
         **run.store_usage.since_last(run.engines.cluster),
     }
-    return figures
+    return metrics
 
 
 def stage_seconds(attempts: list[Attempt]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from configs.environment import user
 from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.rollout.contract import Sampling
-from engines.workers.messages import Lease
+from engines.workers.messages import CallId
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.prompts.open_source import open_source
@@ -157,9 +157,9 @@ class Run:
         assert self.last is not None
         return self.store.url(self.last.version_out.key)
 
-    def lease(self, step: int, call: str) -> Lease:
-        """The right to make a call of a step on this run's behalf."""
-        return Lease(run=self.name, epoch=self.epoch, step=step, call=call)
+    def call_id(self, step: int, call: str) -> CallId:
+        """A call of a step on this run's behalf."""
+        return CallId(run=self.name, epoch=self.epoch, step=step, call=call)
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -246,7 +246,7 @@ class Run:
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Token ids of a few short sequences, and where each one's response begins."""
         if self._probe is None:
-            self._probe = self.engines.scorers.call("probe", self.lease(self.head, "probe"))
+            self._probe = self.engines.scorers.call("probe", self.call_id(self.head, "probe"))
         return self._probe
 
     def advance(self, record: Commit) -> None:

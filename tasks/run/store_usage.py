@@ -12,7 +12,7 @@ from tasks.results import Metrics
 if TYPE_CHECKING:
     from engines.workers.cluster import Cluster
 
-TIMEOUT = 5.0  # seconds for the workers' answers; a figure is not worth more
+TIMEOUT = 5.0  # seconds for the workers' answers; a metric is not worth more
 
 
 class StoreUsage:
@@ -22,12 +22,12 @@ class StoreUsage:
         self._before: dict[str, Usage] = {"": COUNTER.total()}
 
     def since_last(self, cluster: Cluster) -> Metrics:
-        """Figures of a step; empty when the workers do not answer in time."""
+        """Metrics of a step; empty when the workers do not answer in time."""
         try:
             found: dict[str, Usage] = cluster.ask(
                 cluster.client.run, store_usage, on_error="ignore", timeout=TIMEOUT
             )
-        except (TimeoutError, ClusterLost):  # a commit does not fail for the want of a figure
+        except (TimeoutError, ClusterLost):  # a commit does not fail for the want of a metric
             return {}
         now = {"": COUNTER.total(), **found}
         total = Usage()

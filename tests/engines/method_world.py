@@ -12,8 +12,8 @@ import numpy as np
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
-from engines.data.data_engine import ScoringEngine, ScoringSpec
-from engines.data.results import TrainingBatch
+from engines.data.data_engine import DataEngine, DataSpec
+from engines.data.results import AdvantagesResult
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine
 from engines.train.fsdp_engine import FSDPEngine
@@ -32,15 +32,15 @@ SETTINGS = ["train.mini_batches=2", "critic.learning_rate=3e-3", "train.micro_ba
 class Done:
     """One RL step."""
 
-    batch: TrainingBatch
+    batch: AdvantagesResult
     metrics: dict[str, float]
     weights: WeightsRef  # that sampled
 
 
-def scorer_of(config: PPOConfig, models: str) -> ScoringEngine:
+def scorer_of(config: PPOConfig, models: str) -> DataEngine:
     """The engine of a cpu worker, in this process."""
-    return ScoringEngine(
-        ScoringSpec(
+    return DataEngine(
+        DataSpec(
             model=config.model,
             model_cache=models,
             data=config.data,

@@ -12,8 +12,8 @@ from engines.failures import (
     GangLost,
     InfrastructureError,
     NoWorkers,
+    StaleCall,
     StaleIncarnation,
-    StaleLease,
     WorkerLost,
     capture,
     import_class,
@@ -95,7 +95,7 @@ def test_our_own_errors_keep_their_fields(error):
 def test_what_may_be_retried():
     for kind in (WorkerLost, CallDeadline, NoWorkers, GangLost, StaleIncarnation):
         assert issubclass(kind, InfrastructureError)
-    for kind in (StaleLease, GangFailed):
+    for kind in (StaleCall, GangFailed):
         assert not issubclass(kind, InfrastructureError)
 
 

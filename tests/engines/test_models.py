@@ -101,7 +101,7 @@ def test_a_random_model_is_its_seed(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_the_character_tokenizer_gives_text_back(tiny: Path) -> None:
-    tokenizer = models.tokenizer(tiny)
+    tokenizer = models.load_tokenizer(tiny)
     text = "What is 3 + 4?\n\tAnswer: {7}, 'seven'."
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text)
@@ -152,7 +152,7 @@ def test_a_published_version_loads_in_plain_transformers(tiny: Path, tmp_path: P
     again = AutoModelForCausalLM.from_pretrained(tmp_path / ref.key)
     ids = torch.arange(4, 20)[None]
     torch.testing.assert_close(again(ids).logits, policy(ids).logits)
-    assert models.tokenizer(tmp_path / ref.key).decode([40, 41]) == "AB"
+    assert models.load_tokenizer(tmp_path / ref.key).decode([40, 41]) == "AB"
 
 
 def test_the_demos_gguf_becomes_a_checkpoint(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_demos_gguf_becomes_a_checkpoint(tmp_path: Path) -> None:
     except ValueError as error:
         pytest.skip(str(error))
     directory = models.materialize(config, tmp_path)
-    tokenizer = models.tokenizer(directory)
+    tokenizer = models.load_tokenizer(directory)
     model = models.load_for_training(directory, "bfloat16")
     chat = [{"role": "user", "content": "What is 3+4? Answer with a number."}]
     ids = tokenizer.apply_chat_template(

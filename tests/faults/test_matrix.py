@@ -27,17 +27,17 @@ ROLLOUT = {
 }
 CPU = {
     "start": Fault(
-        id="start", target="engines.data.data_engine:ScoringEngine.__init__", action="kill"
+        id="start", target="engines.data.data_engine:DataEngine.__init__", action="kill"
     ),
     "prompts": Fault(
-        id="prompts", target="engines.data.data_engine:ScoringEngine.prompts", nth=2, action="kill"
+        id="prompts", target="engines.data.data_engine:DataEngine.prompts", nth=2, action="kill"
     ),
     "reward": Fault(
-        id="reward", target="engines.data.data_engine:ScoringEngine.score", nth=3, action="kill"
+        id="reward", target="engines.data.data_engine:DataEngine.score", nth=3, action="kill"
     ),
     "advantage": Fault(
         id="advantage",
-        target="engines.data.data_engine:ScoringEngine.advantages",
+        target="engines.data.data_engine:DataEngine.advantages",
         nth=2,
         action="kill",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from storage.batches.columns import Status
+from storage.batches.columns import SampleStatus
 from tests.faults.conftest import WORDS
 from tests.faults.ledger import committed
 from tests.flows.conftest import Launch
@@ -52,10 +52,10 @@ def test_groups_of_failed_samples(
     failed = dropped = 0
     for commit in commits:
         samples, store = commit.refs["samples"], run.files.store
-        bad = samples.fetch_numpy(store, "status")[0] == Status.FAILED
+        bad = samples.fetch_numpy(store, "status")[0] == SampleStatus.FAILED
         failed += int(bad.sum())
         batch = commit.refs["batch"]
-        assert not (batch.fetch_numpy(store, "status")[0] == Status.FAILED).any()
+        assert not (batch.fetch_numpy(store, "status")[0] == SampleStatus.FAILED).any()
         touched = set(samples.fetch_numpy(store, "group_id")[0][bad].tolist())
         trained = set(batch.fetch_numpy(store, "group_id")[0].tolist())
         if policy == "drop":

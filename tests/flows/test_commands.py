@@ -215,8 +215,8 @@ def test_replay(world: World, ask: Ask) -> None:
     record = json.loads(out)
     assert (code, record["equal"], record["replayed_from_version"]) == (0, True, 1), err
     assert record["replayed"] == read_commit(world.parent, 2).version_out.digest
-    figures = record["figures"]["train/loss"]
-    assert figures["committed"] == figures["replayed"]
+    metrics = record["metrics"]["train/loss"]
+    assert metrics["committed"] == metrics["replayed"]
     code, _, err = ask(replay.main, world.child.run, "4")
     assert code == 2
     assert "has no committed step 4. Name one from 1 to 3." in err

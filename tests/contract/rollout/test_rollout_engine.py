@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.failures import WeightsMismatch
+from engines.failures import WeightMismatch
 from engines.rollout.contract import (
     EngineDead,
     NoWeights,
@@ -18,7 +18,7 @@ from engines.rollout.contract import (
     RolloutEngine,
     Sampling,
 )
-from storage.batches.columns import Status
+from storage.batches.columns import SampleStatus
 from storage.objects.errors import ObjectDamaged
 from storage.runs.weights import open_manifest, publish
 from tests.contract.rollout.world import LONG, MAX_MODEL_LEN, RUN, SHORT, World, begun, until
@@ -62,7 +62,7 @@ def test_a_sample_is_complete(engine: RolloutEngine, world: World) -> None:
     ):
         ended = tokens[-1] == world.tokenizer.eos_token_id
         assert reason == ("stop" if ended else "length")
-        assert status == (Status.OK if ended else Status.TRUNCATED)
+        assert status == (SampleStatus.OK if ended else SampleStatus.TRUNCATED)
         assert ended or len(tokens) == 24
     assert set(rows["weights_digest"]) == {world.weights[0].digest}
     assert set(rows["worker"]) == {"w1"}
@@ -70,7 +70,7 @@ def test_a_sample_is_complete(engine: RolloutEngine, world: World) -> None:
     stats = result.stats
     assert (stats.rows, stats.version, stats.digest) == (12, 0, world.weights[0].digest)
     assert stats.tokens == sum(len(tokens) for tokens in rows["response_ids"])
-    assert stats.truncated == rows["status"].count(Status.TRUNCATED)
+    assert stats.truncated == rows["status"].count(SampleStatus.TRUNCATED)
 
 
 def test_a_seeded_sample_does_not_depend_on_its_company(
@@ -183,7 +183,7 @@ def test_a_tied_head_is_a_weight_of_its_own(engine: RolloutEngine, world: World)
     shared = tensors["model.embed_tokens.weight"]
     assert torch.equal(tensors.pop("lm_head.weight"), shared)
     headless = publish(world.store, RUN, 20, tensors.items(), {})
-    with pytest.raises(WeightsMismatch, match=r"version 20 .* no tensor lm_head\.weight"):
+    with pytest.raises(WeightMismatch, match=r"version 20 .* no tensor lm_head\.weight"):
         engine.sync(headless)
     assert engine.version == 0, "a version that does not fit is refused before it is loaded"
     turned = {**tensors, "lm_head.weight": shared.flip(0)}
@@ -197,7 +197,7 @@ def test_a_tied_head_is_a_weight_of_its_own(engine: RolloutEngine, world: World)
 def test_a_version_of_another_shape_is_refused(engine: RolloutEngine, world: World) -> None:
     tensors = dict(world.policies[0].state_dict())
     tensors["model.norm.weight"] = torch.ones(7)
-    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight .* shape \(7,\)"):
+    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight .* shape \(7,\)"):
         engine.sync(publish(world.store, RUN, 22, tensors.items(), {}))
 
 

@@ -48,7 +48,7 @@ class World:
         self.store = Store(f"file://{folder}/store")
         self.cache = folder / "models"
         self.directory = models.materialize(MODEL, self.cache)
-        self.tokenizer = models.tokenizer(self.directory)
+        self.tokenizer = models.load_tokenizer(self.directory)
         self.policies = [models.load_for_training(self.directory) for _ in range(2)]
         disturb(self.policies[1])
         self.weights = [self.publish(v, policy) for v, policy in enumerate(self.policies)]

@@ -11,10 +11,10 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
-from engines.data.results import NothingToTrain, TrainingBatch
+from engines.data.results import AdvantagesResult, NothingToTrain
 from engines.data.training_batch import training_batch
 from engines.train.fsdp_engine import FSDPEngine
-from storage.batches.columns import Status
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -39,8 +39,8 @@ def samples(store: Store, **columns: Any) -> BatchRef:
     """Eight samples of four prompts; the seventh is empty, the eighth was cut off."""
     random = np.random.default_rng(0)
     old = rows(random, -3.0, -0.5)
-    status = np.full(8, Status.OK, dtype=np.int64)
-    status[7] = Status.TRUNCATED
+    status = np.full(8, SampleStatus.OK, dtype=np.int64)
+    status[7] = SampleStatus.TRUNCATED
     prompts = [random.integers(4, 90, 5) for _ in range(4)]
     made: dict[str, Any] = {
         "prompt_ids": [prompts[group] for group in GROUPS],
@@ -62,21 +62,21 @@ def trained(
     baselines: BatchRef | None = None,
     name: str = "batch",
     **recipe: Any,
-) -> TrainingBatch:
+) -> AdvantagesResult:
     algorithm = AlgorithmConfig.model_validate(recipe)
     return training_batch(
         store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, f"run/{name}.safetensors"
     )
 
 
-def column(store: Store, batch: TrainingBatch, name: str) -> list[list[float]]:
+def column(store: Store, batch: AdvantagesResult, name: str) -> list[list[float]]:
     """A jagged column, row by row."""
     values, offsets = batch.ref.fetch_numpy(store, name)
     assert offsets is not None
     return [values[a:b].tolist() for a, b in pairwise(offsets)]
 
 
-def firsts(store: Store, batch: TrainingBatch) -> list[float]:
+def firsts(store: Store, batch: AdvantagesResult) -> list[float]:
     """The advantage of each row's first token; 0 of an empty row."""
     return [row[0] if row else 0.0 for row in column(store, batch, "advantages")]
 

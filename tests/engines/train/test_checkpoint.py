@@ -11,7 +11,7 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel
-from engines.failures import WeightsMismatch
+from engines.failures import WeightMismatch
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
@@ -181,5 +181,5 @@ def test_weights_of_another_model_are_refused(
         update={"model": RandomModel(layers=3, hidden_size=64, heads=2, seed=5)}
     )
     trainer._spec = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", payload)
-    with pytest.raises(WeightsMismatch, match=r"has no tensor model\.layers\.2"):
+    with pytest.raises(WeightMismatch, match=r"has no tensor model\.layers\.2"):
         trainer.at(0)

@@ -26,7 +26,7 @@ from engines.failures import (
 from engines.processes import dask_settings
 from engines.processes.parent_death import session
 from engines.workers import calls
-from engines.workers.messages import Lease
+from engines.workers.messages import CallId
 from tests.engines.conftest import left_after, one_pool_roles
 from tests.engines.workers.dummies import dummy
 
@@ -39,14 +39,14 @@ def build(cluster, address, tag=""):
     return calls.build(cluster, address, "role", dummy(tag), deadline=DEADLINE)
 
 
-def call(cluster, address, method, lease=None, deadline=DEADLINE, cancel=None, **kwargs):
+def call(cluster, address, method, call_id=None, deadline=DEADLINE, cancel=None, **kwargs):
     return calls.submit(
-        cluster, address, "role", method, kwargs, lease, deadline=deadline, cancel=cancel
+        cluster, address, "role", method, kwargs, call_id, deadline=deadline, cancel=cancel
     )
 
 
-def lease(call, **kwargs):
-    return Lease(run="run", epoch=1, step=0, call=call, **kwargs)
+def call_id(call, **kwargs):
+    return CallId(run="run", epoch=1, step=0, call=call, **kwargs)
 
 
 def in_thread(function, *args, **kwargs):
@@ -143,7 +143,7 @@ def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(cluste
     assert again.fresh
     assert again.incarnation != report.incarnation
     with pytest.raises(StaleIncarnation):
-        call(cluster, address, "count", lease("x").at(report.incarnation))
+        call(cluster, address, "count", call_id("x").at(report.incarnation))
     with pytest.raises(WorkerLost, match="any more"):
         call(cluster, pair[0], "count")
 
@@ -201,7 +201,7 @@ def test_dask_never_runs_a_finished_call_again(cluster, pair, tmp_path):
 
 def test_a_lease_makes_a_call_run_once(cluster, pair):
     report = build(cluster, pair[0], tag="once")
-    right = lease("only", incarnation=report.incarnation)
+    right = call_id("only", incarnation=report.incarnation)
     assert call(cluster, pair[0], "count", right) == 1
     assert call(cluster, pair[0], "count", right) == 1
     assert calls.stop(cluster, pair[0], "role")

@@ -10,7 +10,7 @@ import pytest
 from configs.cluster.cluster import ClusterConfig
 from engines.failures import CallCancelled, GangFailed, GangLost, InfrastructureError
 from engines.workers.gang import Gang
-from engines.workers.messages import Lease
+from engines.workers.messages import CallId
 from tests.engines.workers.dummies import lone, summing
 
 pytestmark = pytest.mark.cluster
@@ -61,7 +61,7 @@ def test_a_gang_of_one_works_alike(cluster, solo):
 
 
 def test_a_call_runs_once_on_every_rank(gang):
-    right = Lease(run="run", epoch=1, step=0, call="each")
+    right = CallId(run="run", epoch=1, step=0, call="each")
     assert gang.call("each", right) == gang.call("each", right)
     assert gang.call("each")[0][1] == gang.call("each", right)[0][1] + 1
 

@@ -10,13 +10,13 @@ import pytest
 from engines.failures import (
     EngineMissing,
     InfrastructureError,
+    StaleCall,
     StaleIncarnation,
-    StaleLease,
     StaleVersion,
 )
 from engines.workers.engine import EngineSpec
 from engines.workers.host import RECORDS, EngineHost
-from engines.workers.messages import Lease, Ticket
+from engines.workers.messages import CallId, Ticket
 from tests.engines.workers.dummies import Payload, dummy, lone
 
 
@@ -38,8 +38,8 @@ def host():
     return host
 
 
-def lease(call="a", *, epoch=1, step=0, **kwargs):
-    return Lease(run="run", epoch=epoch, step=step, call=call, **kwargs)
+def call_id(call="a", *, epoch=1, step=0, **kwargs):
+    return CallId(run="run", epoch=epoch, step=step, call=call, **kwargs)
 
 
 def test_building_the_same_engine_again_does_nothing(host):
@@ -51,11 +51,11 @@ def test_building_the_same_engine_again_does_nothing(host):
 
 def test_building_another_engine_closes_the_old_one_and_forgets_its_results(host):
     old = host.tenants["role"].engine
-    host.call("role", "count", {}, lease())
+    host.call("role", "count", {}, call_id())
     report = host.build("role", dummy("other"))
     assert report.fresh
     assert old.closed
-    assert host.call("role", "count", {}, lease()).value == 1
+    assert host.call("role", "count", {}, call_id()).value == 1
 
 
 def test_concurrent_builds_make_one_engine(host):
@@ -90,26 +90,26 @@ def test_only_engines_are_built(host):
 
 
 def test_a_finished_call_is_not_run_again(host):
-    assert host.call("role", "count", {}, lease()).value == 1
-    again = host.call("role", "count", {}, lease())
+    assert host.call("role", "count", {}, call_id()).value == 1
+    again = host.call("role", "count", {}, call_id())
     assert (again.value, again.repeated) == (1, True)
-    assert host.call("role", "count", {}, lease("b")).value == 2
-    assert host.call("role", "count", {}, lease(step=1)).value == 3
-    assert host.call("role", "count", {}, lease(epoch=2)).value == 4
+    assert host.call("role", "count", {}, call_id("b")).value == 2
+    assert host.call("role", "count", {}, call_id(step=1)).value == 3
+    assert host.call("role", "count", {}, call_id(epoch=2)).value == 4
     assert host.call("role", "count", {}).value == 5
 
 
 def test_a_failed_call_may_be_tried_again(host):
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            host.call("role", "fail", {"text": "no"}, lease())
+            host.call("role", "fail", {"text": "no"}, call_id())
 
 
 def test_a_duplicate_waits_for_the_call_in_flight(host):
     values = []
 
     def nap():
-        values.append(host.call("role", "nap", {"seconds": 0.3}, lease()).value)
+        values.append(host.call("role", "nap", {"seconds": 0.3}, call_id()).value)
 
     threads = [threading.Thread(target=nap) for _ in range(3)]
     for thread in threads:
@@ -124,7 +124,7 @@ def test_a_duplicate_shares_the_failure_of_the_call_in_flight(host):
 
     def fail():
         try:
-            host.call("role", "fail", {"text": "no", "seconds": 0.3}, lease())
+            host.call("role", "fail", {"text": "no", "seconds": 0.3}, call_id())
         except ValueError as error:
             errors.append(error)
 
@@ -137,24 +137,24 @@ def test_a_duplicate_shares_the_failure_of_the_call_in_flight(host):
 
 
 def test_an_older_epoch_is_refused(host):
-    host.call("role", "count", {}, lease(epoch=3))
-    with pytest.raises(StaleLease, match="epoch 2 of run run"):
-        host.call("role", "count", {}, lease("b", epoch=2))
-    other_run = Lease(run="other", epoch=1, step=0, call="a")
+    host.call("role", "count", {}, call_id(epoch=3))
+    with pytest.raises(StaleCall, match="epoch 2 of run run"):
+        host.call("role", "count", {}, call_id("b", epoch=2))
+    other_run = CallId(run="other", epoch=1, step=0, call="a")
     assert host.call("role", "count", {}, other_run).value == 2
 
 
 def test_another_incarnation_is_refused(host):
-    assert host.call("role", "count", {}, lease(incarnation=host.incarnation)).value == 1
+    assert host.call("role", "count", {}, call_id(incarnation=host.incarnation)).value == 1
     with pytest.raises(StaleIncarnation, match="pool-0 has been restarted"):
-        host.call("role", "count", {}, lease("b", incarnation="earlier"))
+        host.call("role", "count", {}, call_id("b", incarnation="earlier"))
 
 
 def test_another_version_is_refused(host):
     host.tenants["role"].engine.version = 4
-    assert host.call("role", "count", {}, lease(version=4)).value == 1
+    assert host.call("role", "count", {}, call_id(version=4)).value == 1
     with pytest.raises(StaleVersion, match="holds policy version 4, but the call needs version 5"):
-        host.call("role", "count", {}, lease("b", version=5))
+        host.call("role", "count", {}, call_id("b", version=5))
 
 
 def test_a_missing_engine_and_a_method_that_is_not_remote(host):
@@ -166,9 +166,9 @@ def test_a_missing_engine_and_a_method_that_is_not_remote(host):
 
 def test_records_are_bounded(host):
     for number in range(RECORDS + 10):
-        host.call("role", "count", {}, lease(str(number)))
+        host.call("role", "count", {}, call_id(str(number)))
     assert len(host.records) == RECORDS
-    assert not host.flights
+    assert not host.in_progress
 
 
 def test_a_lone_rank_collects_its_own_result(host):
@@ -180,7 +180,7 @@ def test_a_lone_rank_collects_its_own_result(host):
 
 def test_status_lists_engines_and_running_calls(host):
     thread = threading.Thread(
-        target=host.call, args=("role", "nap", {"seconds": 0.3}, lease(), Ticket(token="t"))
+        target=host.call, args=("role", "nap", {"seconds": 0.3}, call_id(), Ticket(token="t"))
     )
     thread.start()
     time.sleep(0.1)

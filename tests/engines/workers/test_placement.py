@@ -3,11 +3,11 @@
 import pytest
 
 from configs.cluster.cluster import PoolConfig
-from engines.workers.placement import Node, check_seated, place, this_node
+from engines.workers.placement import NodeResources, check_seated, place, this_node
 
 
 def node(name="n", cores=8, gpus=0):
-    return Node(name=name, cores=cores, gpus=tuple(str(number) for number in range(gpus)))
+    return NodeResources(name=name, cores=cores, gpus=tuple(str(number) for number in range(gpus)))
 
 
 def test_every_gpu_has_one_worker():

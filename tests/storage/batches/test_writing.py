@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 
-from storage.batches.columns import COLUMNS, Status
+from storage.batches.columns import COLUMNS, SampleStatus
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
 
@@ -83,7 +83,7 @@ def test_lists_take_their_declared_type(store: Store) -> None:
         "rollout_logprobs": [[-1, -2], [], [-0.5]],
         "response_mask": [[1, 0], [], [1]],
         "reward": [1, 0, 0.5],
-        "status": [Status.OK, Status.FAILED, Status.TRUNCATED],
+        "status": [SampleStatus.OK, SampleStatus.FAILED, SampleStatus.TRUNCATED],
         "row": [["any", None], 3, {"a": "é"}],
         "finish_reason": ["stop", "", "lёngth"],
     }
