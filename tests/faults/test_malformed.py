@@ -214,11 +214,11 @@ def test_swapped(run: RunStore, one: str, other: str) -> None:
 def test_another_format(run: RunStore, key: str) -> None:
     def older(data: bytes) -> bytes:
         document = json.loads(data)
-        document["format"] = document["format"].replace("/1", "/0")
+        document["format"] = document["format"].partition("/")[0] + "/0"
         return json.dumps(document).encode()
 
     text = damaged(run, key, older)
-    assert ("/0" in text and "/1" in text) or "altered" in text or "damaged" in text
+    assert ("/0" in text and ("/1" in text or "/2" in text)) or "altered" in text or "damaged" in text
 
 
 @pytest.mark.parametrize("other", [0, 2])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 FLOW = """
 import json, os, signal, sys, time
 from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
-from engines import calls
+from engines.workers import calls
 from engines.clusters.opening import open_cluster
 from engines.processes.parent_death import session
 from tests.engines.workers.dummies import dummy
