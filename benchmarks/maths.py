@@ -25,6 +25,7 @@ from configs.algorithm.advantages import Advantage
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.advantages import ADVANTAGES
 from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import AdvantageBatch, PolicyBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.losses import POLICY_LOSSES
@@ -111,7 +112,7 @@ def losses(tokens: int, hidden: int, words: int, device: torch.device) -> None:
             "kl": {"coefficient": 0.1},
             "correction": [{"kind": "truncate"}],
         }
-        objective = Objective.of(AlgorithmConfig.model_validate(recipe))
+        objective = objective_of(AlgorithmConfig.model_validate(recipe))
 
         def work(objective: Objective = objective) -> None:
             batch = PolicyBatch(

@@ -1,7 +1,7 @@
 """The algorithm: advantages, policy loss, KL, entropy, correction, shaping and selection.
 
 A choice is a model with the method's name as its `kind` and the method's parameters as its fields;
-the functions of the same names are in engines/, their equations in docs/algorithms.md.
+the functions of the same names are in engines/algorithms/, their equations in docs/algorithms.md.
 """
 
 from typing import Literal

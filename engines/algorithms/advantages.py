@@ -1,16 +1,17 @@
 """Advantage estimators by name: from rewards to one advantage per token.
 
-The estimators: group_advantages.py (one number per sample, compared within its group),
-token_advantages.py (critic, discounting, turns), token_baselines.py (optimal token baseline).
-A new one is one function and one line in ADVANTAGES, or a user's import path.
+The estimators: group_advantages.py (one number per sample, compared within its group) and
+token_advantages.py (critic, discounting, turns, a baseline for each position). A new one is one
+function and one line in ADVANTAGES, or a user's import path.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.group_advantages import (
     cpgd,
     dr_grpo,
@@ -34,7 +35,6 @@ from engines.algorithms.token_advantages import (
     reinforce_plus_plus,
     remax,
 )
-from engines.imports import imported
 
 Estimator = Callable[..., Advantages]  # estimator(batch, **params)
 
@@ -59,22 +59,33 @@ ADVANTAGES: Mapping[str, Estimator] = {
 }
 
 
-def estimate(
-    batch: AdvantageBatch, algorithm: AlgorithmConfig, kl_coefficient: float | None = None
-) -> Advantages:
-    """Advantages of a whole batch as the recipe says, after the KL penalty where it is a reward's.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardKL:
+    """A KL to the reference policy that is taken off the rewards."""
 
-    kl_coefficient replaces the recipe's, for an adaptive controller.
+    estimator: str  # a name in kl.KL_ESTIMATORS
+    coefficient: float  # reward per nat
+
+
+def estimate(
+    batch: AdvantageBatch,
+    estimator: Estimator,
+    params: Mapping[str, Any],
+    reward_kl: RewardKL | None = None,
+) -> Advantages:
+    """Advantages of a whole batch, after the KL penalty where it is a reward's.
+
+    Args:
+        batch: N samples, T tokens.
+        estimator: one of ADVANTAGES, or a user's of the same signature.
+        params: its keyword arguments.
+        reward_kl: the penalty; it makes token rewards of the rewards, and adds the metric kl_ref.
+
+    Returns:
+        Advantages [T], and what else the estimator gives.
     """
-    kl = algorithm.kl
-    metrics = None
-    if kl.placement == "reward" and kl.coefficient > 0:
-        coefficient = kl.coefficient if kl_coefficient is None else kl_coefficient
-        token_rewards, metrics = penalised_rewards(batch, kl.estimator, coefficient)
-        batch = dataclasses.replace(batch, token_rewards=token_rewards)
-    choice = algorithm.advantage
-    estimator = imported(choice.path) if choice.kind == "function" else ADVANTAGES[choice.kind]
-    result: Advantages = estimator(batch, **choice.arguments())
-    if metrics is None:
-        return result
+    if reward_kl is None:
+        return estimator(batch, **params)
+    rewards, metrics = penalised_rewards(batch, reward_kl.estimator, reward_kl.coefficient)
+    result = estimator(dataclasses.replace(batch, token_rewards=rewards), **params)
     return dataclasses.replace(result, metrics=result.metrics + metrics)

@@ -1,7 +1,8 @@
 """From the losses of tokens to one number, with denominators that hold across micro-batches.
 
-The denominators count the whole mini-batch (all micro-batches, all ranks): adding up the results
-of its parts gives the result of the whole.
+The modes are the names of `algorithm.aggregation` in a recipe. The denominators count the whole
+mini-batch (all micro-batches, all ranks): adding up the results of its parts gives the result of the
+whole.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ class Normaliser:
     def of(
         cls, mask: Tensor, rows: Rows, max_tokens: float | None = None, ranks: int = 1
     ) -> Normaliser:
-        """The counts of one batch that is the whole mini-batch (so there is one rank)."""
+        """The counts of one batch that is the whole mini-batch (so there is one rank).
+
+        Args:
+            mask: bool [T].
+            rows: N rows, T tokens.
+            max_tokens: longest response in tokens; None: the longest row of this batch.
+            ranks: 1.
+
+        Raises:
+            ValueError: for more ranks than one, whose counts must be added up first.
+        """
         if ranks > 1:
             raise ValueError(
                 f"the counts of one rank are not those of {ranks}. Add them up over the ranks."
@@ -45,7 +56,7 @@ class Normaliser:
 def aggregate(
     losses: Tensor, mask: Tensor, rows: Rows, normaliser: Normaliser, mode: str
 ) -> Tensor:
-    """Scalar loss of the token losses [T] under mask [T] (1 = counted); 0 where nothing counts.
+    """The losses of tokens as one number; 0, with gradient 0, where nothing counts.
 
     With l the loss, m the mask, T and N the mini-batch's tokens and non-empty rows, R the ranks:
 
@@ -57,6 +68,19 @@ def aggregate(
       (Dr. GRPO, arXiv:2503.20783)
     - row-mean-token-mean, row-mean-token-sum: as seq-mean-*, with empty rows in the count of rows
       (GMPO, LUSPO, TRL's grpo)
+
+    Args:
+        losses: [T], with gradient.
+        mask: bool [T], True where the loss counts; what stands under False (NaN too) is never used.
+        rows: N rows, T tokens.
+        normaliser: the counts of the whole mini-batch, of all ranks.
+        mode: one of the above.
+
+    Returns:
+        Scalar with gradient; the sum over micro-batches, averaged over ranks, is the whole's.
+
+    Raises:
+        ValueError: for another mode.
     """
     if mode in ("seq-mean-token-mean", "row-mean-token-mean"):
         total = rows.masked_mean(losses, mask).sum()

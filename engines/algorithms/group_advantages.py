@@ -1,7 +1,10 @@
 """Advantages from one reward per sample, compared within its group. r is the reward, g the group.
 
-Every token of a sample gets the sample's advantage. `lone` says what a group of one gets: "reward"
-(its reward as it is, as in verl) or "zero". A sample without a reward (NaN) counts nowhere, gets 0.
+Each takes an AdvantageBatch of N samples and T tokens and answers Advantages [T]: every token of a
+sample gets the sample's advantage, masked ones 0; returns are the same numbers. Means and deviations
+are over samples, with the divisors n and n - 1, where not said otherwise. `lone` says what a group of
+one gets: "reward" (its reward as it is, as in verl) or "zero". A sample without a reward (NaN) counts
+nowhere and gets 0. epsilon is added to a deviation, in units of reward.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import Groups
+from engines.algorithms.groups import Groups, whitened
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.jagged import divide
 
@@ -27,26 +30,29 @@ def grpo(
 ) -> Advantages:
     """Group-relative: A_i = (r_i - mean(r_g)) / (std(r_g) + epsilon).
 
-    GRPO, arXiv:2402.03300. std has the divisor n - 1. baseline and normalize: over the "group", the
-    "batch", or "none". leave_one_out takes the mean over the others only.
+    GRPO, arXiv:2402.03300.
+
+    Args:
+        batch: N samples.
+        baseline: the mean that is taken off: of the "group", the "batch", or "none".
+        leave_one_out: the mean is over the others only.
+        normalize: the deviation that divides: of the "group", the "batch", or "none".
+        epsilon: added to the deviation.
+        lone: "reward" or "zero" for a group (or batch) of one.
     """
-    rewards = batch.totals()
-    groups = Groups.of(batch.groups, ~rewards.isnan())
+    rewards, groups = _scored(batch)
     whole = Groups.of(torch.zeros_like(batch.groups), groups.present)
     level = {"group": groups, "batch": whole}
-    centred, alone = rewards.double(), groups.alone()
+    centred = rewards.double()
     if baseline != "none":
         centred = _centred(level[baseline], rewards, leave_one_out)
-        alone = level[baseline].alone()
     if normalize != "none":
         deviation = level[normalize].deviation(rewards)[level[normalize].member]
         deviation = torch.where(level[normalize].alone(), 1.0, deviation)
         centred = divide(centred, deviation + epsilon)
     if baseline != "none":
-        own = rewards.double() if lone == "reward" else torch.zeros_like(centred)
-        if normalize != "none":
-            own = own / (1.0 + epsilon)
-        centred = torch.where(alone, own, centred)
+        divisor = 1.0 if normalize == "none" else 1.0 + epsilon
+        centred = _with_lone(level[baseline], rewards, centred, lone, divisor)
     return _per_sample(batch, groups, centred)
 
 
@@ -54,6 +60,10 @@ def dr_grpo(batch: AdvantageBatch, *, lone: str) -> Advantages:
     """Dr. GRPO: A_i = r_i - mean(r_g), without the division that favours easy and hard prompts.
 
     arXiv:2503.20783. Its loss is aggregated by seq-mean-token-sum-norm.
+
+    Args:
+        batch: N samples.
+        lone: "reward" or "zero" for a group of one.
     """
     return grpo(
         batch, baseline="group", leave_one_out=False, normalize="none", epsilon=0.0, lone=lone
@@ -61,7 +71,12 @@ def dr_grpo(batch: AdvantageBatch, *, lone: str) -> Advantages:
 
 
 def rloo(batch: AdvantageBatch, *, lone: str) -> Advantages:
-    """REINFORCE leave-one-out: A_i = r_i - mean of the other rewards of g. arXiv:2402.14740."""
+    """REINFORCE leave-one-out: A_i = r_i - mean of the other rewards of g. arXiv:2402.14740.
+
+    Args:
+        batch: N samples.
+        lone: "reward" or "zero" for a group of one.
+    """
     return grpo(
         batch, baseline="group", leave_one_out=True, normalize="none", epsilon=0.0, lone=lone
     )
@@ -72,9 +87,13 @@ def grpo_passk(batch: AdvantageBatch, *, normalize: bool, epsilon: float) -> Adv
 
     A = (r_(1) - r_(2)) / (std(r_g) + epsilon) for the best, 0 for the others and for a group of
     one. arXiv:2503.19595.
+
+    Args:
+        batch: N samples.
+        normalize: divide by the group's deviation.
+        epsilon: added to it.
     """
-    rewards = batch.totals()
-    groups = Groups.of(batch.groups, ~rewards.isnan())
+    rewards, groups = _scored(batch)
     place = groups.ranks(rewards)
     best = groups.largest(rewards)
     followers = torch.where(place >= 1, rewards.double(), float("-inf"))
@@ -89,30 +108,37 @@ def grpo_passk(batch: AdvantageBatch, *, normalize: bool, epsilon: float) -> Adv
 def opo(batch: AdvantageBatch, *, lone: str) -> Advantages:
     """OPO: the baseline is the group's mean reward weighted by response length.
 
-    A_i = r_i - sum_g |y| r / sum_g |y|. arXiv:2505.23585. A group without tokens gets 0.
+    A_i = r_i - sum_g |y| r / sum_g |y|, |y| the sample's tokens with mask 1. arXiv:2505.23585. A
+    group without tokens has the baseline 0.
+
+    Args:
+        batch: N samples.
+        lone: "reward" or "zero" for a group of one.
     """
-    rewards = batch.totals()
-    groups = Groups.of(batch.groups, ~rewards.isnan())
+    rewards, groups = _scored(batch)
     lengths = batch.rows.tokens(batch.mask, torch.float64)
     total = groups.sum(lengths)
     weighted = groups.sum(lengths * rewards.double())
     baseline = torch.where(total > 0, weighted / total.clamp(min=1), 0.0)[groups.member]
-    own = rewards.double() if lone == "reward" else torch.zeros_like(baseline)
-    return _per_sample(batch, groups, torch.where(groups.alone(), own, rewards.double() - baseline))
+    centred = rewards.double() - baseline
+    return _per_sample(batch, groups, _with_lone(groups, rewards, centred, lone))
 
 
 def gpg(batch: AdvantageBatch, *, scale: float, lone: str) -> Advantages:
     """GPG: A_i = alpha (r_i - mean(r_g)) / scale, alpha = samples / samples with non-zero reward.
 
     arXiv:2504.02546.
+
+    Args:
+        batch: N samples.
+        scale: divisor of the advantages.
+        lone: "reward" or "zero" for a group of one, times alpha / scale.
     """
-    rewards = batch.totals()
-    groups = Groups.of(batch.groups, ~rewards.isnan())
+    rewards, groups = _scored(batch)
     nonzero = (groups.present & (rewards != 0)).sum().clamp(min=1)
     alpha = groups.present.sum() / nonzero.double()
     centred = _centred(groups, rewards, leave_one_out=False)
-    own = rewards.double() if lone == "reward" else torch.zeros_like(centred)
-    centred = torch.where(groups.alone(), own, centred)
+    centred = _with_lone(groups, rewards, centred, lone)
     return _per_sample(batch, groups, alpha * centred / scale)
 
 
@@ -121,9 +147,12 @@ def maxrl(batch: AdvantageBatch, *, epsilon: float) -> Advantages:
 
     The gradient of the log-likelihood of success instead of its probability. For rewards >= 0.
     arXiv:2602.02710.
+
+    Args:
+        batch: N samples.
+        epsilon: added to the mean.
     """
-    rewards = batch.totals()
-    groups = Groups.of(batch.groups, ~rewards.isnan())
+    rewards, groups = _scored(batch)
     mean = groups.mean(rewards)[groups.member]
     ratio = divide(rewards.double() - mean, mean.clamp(min=0) + epsilon)
     return _per_sample(batch, groups, torch.where(mean > 0, ratio, 0.0))
@@ -134,9 +163,14 @@ def cpgd(batch: AdvantageBatch, *, weight: str, cap: float, epsilon: float) -> A
 
     w = 1 ("equal"), 1 / (std(r_g) + epsilon) ("std"), or min(cap, samples / samples whose group has
     variance) ("filter": as if groups without variance had been replaced). arXiv:2505.12504.
+
+    Args:
+        batch: N samples.
+        weight: "equal", "std" or "filter".
+        cap: largest w of "filter".
+        epsilon: added to the deviation of "std".
     """
-    rewards = batch.totals()
-    groups = Groups.of(batch.groups, ~rewards.isnan())
+    rewards, groups = _scored(batch)
     centred = _centred(groups, rewards, leave_one_out=False)
     if weight == "std":
         centred = divide(centred, groups.deviation(rewards)[groups.member] + epsilon)
@@ -150,13 +184,17 @@ def cpgd(batch: AdvantageBatch, *, weight: str, cap: float, epsilon: float) -> A
 def reinforce_plus_plus_baseline(batch: AdvantageBatch, *, lone: str) -> Advantages:
     """REINFORCE++ with the group's mean as baseline: whiten(r_i - mean(r_g)) over all tokens.
 
-    The whitening counts a sample once per token, so long answers weigh more. arXiv:2501.03262.
+    The whitening counts a sample once per token with mask 1, so long answers weigh more: the mean's
+    denominator is the number of tokens, the variance's one less. arXiv:2501.03262.
+
+    Args:
+        batch: N samples.
+        lone: "reward" or "zero" for a group of one, before the whitening.
     """
-    rewards = batch.totals()
-    groups = Groups.of(batch.groups, ~rewards.isnan())
+    rewards, groups = _scored(batch)
     centred = _centred(groups, rewards, leave_one_out=False)
-    own = rewards.double() if lone == "reward" else torch.zeros_like(centred)
-    return _token_whitened(batch, torch.where(groups.alone(), own, centred), groups.present)
+    centred = _with_lone(groups, rewards, centred, lone)
+    return _token_whitened(batch, centred, groups.present)
 
 
 def gdpo(
@@ -174,6 +212,14 @@ def gdpo(
     (over = "tokens", as verl), or (S - mean S) / (std S + epsilon) over samples ("samples", as TRL).
     Without components the reward is the only one; a component that is NaN does not count.
     arXiv:2601.05242.
+
+    Args:
+        batch: N samples, with components.
+        weights: w_k by the component's name; 1 for one that is not named.
+        normalize: divide each component by its group's deviation.
+        epsilon: added to deviations.
+        over: "tokens" or "samples".
+        lone: "reward" or "zero" for a group of one, component by component.
     """
     parts = dict(batch.components) or {"reward": batch.totals()}
     total, present = torch.zeros_like(batch.rewards, dtype=torch.float64), None
@@ -182,9 +228,8 @@ def gdpo(
         centred = _centred(groups, component, leave_one_out=False)
         if normalize:
             centred = divide(centred, groups.deviation(component)[groups.member] + epsilon)
-        if lone == "reward":
-            own = component.double() / (1.0 + epsilon if normalize else 1.0)
-            centred = torch.where(groups.alone(), own, centred)
+        divisor = 1.0 + epsilon if normalize else 1.0
+        centred = _with_lone(groups, component, centred, lone, divisor)
         total = total + weights.get(name, 1.0) * torch.where(groups.present, centred, 0.0)
         present = groups.present if present is None else present | groups.present
     assert present is not None
@@ -196,6 +241,12 @@ def gdpo(
     return _token_whitened(batch, total, present)
 
 
+def _scored(batch: AdvantageBatch) -> tuple[Tensor, Groups]:
+    """Rewards [N], and the groups of the samples that have one."""
+    rewards = batch.totals()
+    return rewards, Groups.of(batch.groups, ~rewards.isnan())
+
+
 def _centred(groups: Groups, rewards: Tensor, leave_one_out: bool) -> Tensor:
     """float64 [N]: reward minus the mean of its group, or of the others of its group."""
     centred = rewards.double() - groups.mean(rewards)[groups.member]
@@ -205,6 +256,14 @@ def _centred(groups: Groups, rewards: Tensor, leave_one_out: bool) -> Tensor:
     return torch.where(groups.uniform(rewards)[groups.member], 0.0, centred)
 
 
+def _with_lone(
+    groups: Groups, rewards: Tensor, centred: Tensor, lone: str, divisor: float = 1.0
+) -> Tensor:
+    """centred [N] with reward / divisor ("reward") or 0 ("zero") where the sample is alone."""
+    own = rewards.double() / divisor if lone == "reward" else torch.zeros_like(centred)
+    return torch.where(groups.alone(), own, centred)
+
+
 def _per_sample(batch: AdvantageBatch, groups: Groups, per_row: Tensor) -> Advantages:
     advantages = batch.at_tokens(torch.where(groups.present, per_row, 0.0))
     return Advantages(advantages=advantages, returns=advantages)
@@ -212,10 +271,6 @@ def _per_sample(batch: AdvantageBatch, groups: Groups, per_row: Tensor) -> Advan
 
 def _token_whitened(batch: AdvantageBatch, per_row: Tensor, present: Tensor) -> Advantages:
     """Whitened over all tokens, from one number per sample: a sample counts once per token."""
-    per_row = torch.where(present, per_row, 0.0)
     tokens = batch.rows.tokens(batch.mask, torch.float64)
-    count = tokens.sum()
-    centred = per_row - divide((tokens * per_row).sum(), count)
-    variance = (tokens * centred.square()).sum() / (count - 1).clamp(min=1)
-    advantages = batch.at_tokens(centred * torch.rsqrt(variance + 1e-8))
+    advantages = batch.at_tokens(whitened(torch.where(present, per_row, 0.0), tokens))
     return Advantages(advantages=advantages, returns=advantages)

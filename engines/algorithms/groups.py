@@ -1,4 +1,4 @@
-"""Statistics over groups of samples (the samples of one prompt), in float64."""
+"""Statistics over groups of samples (the samples of one prompt) in float64, and whitening."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """Which samples belong together. Samples in no order, group numbers of any kind."""
+    """Which samples belong together. Samples in no order, group numbers of any kind.
+
+    Four samples of two prompts, of which one has no reward:
+
+        rewards = tensor([1.0, 5.0, 3.0, nan])
+        groups = Groups.of(tensor([7, 4, 7, 4]), ~rewards.isnan())
+        groups.member          # tensor([1, 0, 1, 0])
+        groups.sizes           # tensor([1.0, 2.0])
+        groups.mean(rewards)   # tensor([5.0, 2.0])
+        groups.alone()         # tensor([False, True, False, True])
+    """
 
     member: Tensor  # int64 [N]; group of each sample, numbered from 0 in the order of the ids
     present: Tensor  # bool [N]; False for a sample that does not count
@@ -18,7 +28,7 @@ class Groups:
 
     @classmethod
     def of(cls, ids: Tensor, present: Tensor | None = None) -> Groups:
-        """Groups from ids [N]."""
+        """Groups from ids [N]; present, bool [N]: samples that count (None: all of them)."""
         unique, member = torch.unique(ids, return_inverse=True)
         if present is None:
             present = torch.ones_like(ids, dtype=torch.bool)
@@ -60,7 +70,7 @@ class Groups:
         return -self.largest(-values)
 
     def alone(self) -> Tensor:
-        """True for a sample that is its group's only one [N]."""
+        """Whether the sample's group has just one sample that is present: bool [N]."""
         return (self.sizes == 1)[self.member]
 
     def ranks(self, values: Tensor) -> Tensor:
@@ -76,3 +86,35 @@ class Groups:
         place = torch.empty_like(order)
         place[order] = torch.arange(order.numel(), device=order.device)
         return place - first[self.member]
+
+
+def whitened(values: Tensor, counts: Tensor | None = None) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8): mean 0 and variance 1, but 0 where there is one value.
+
+    Args:
+        values: [T] of tokens, or [N] of samples.
+        counts: how often each value stands for, of the same shape (the tokens of a sample, or a
+            mask as numbers); what has count 0 is transformed as the others, but not counted. None:
+            each once.
+
+    Returns:
+        As values. The mean's denominator is the sum of the counts, the variance's one less.
+    """
+    mean, variance = moments(values, counts)
+    scale = 1 / (variance + 1e-8).sqrt()
+    return (values - mean).mul_(scale)
+
+
+def moments(values: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and variance of values (scalars), 0 for nothing, variance 0 for one value.
+
+    Args and denominators as for `whitened`.
+    """
+    nothing = values.new_zeros(())
+    if counts is None:
+        mean = values.mean() if values.numel() else nothing
+        return mean, values.var() if values.numel() > 1 else nothing
+    counted, total = torch.where(counts > 0, values, 0.0), counts.sum()
+    mean = (counts * counted).sum() / total.clamp(min=1)
+    squares = counts * (counted - mean).square()
+    return mean, squares.sum() / (total - 1).clamp(min=1)

@@ -1,4 +1,8 @@
-"""What estimators (AdvantageBatch) and policy losses (PolicyBatch) are given and return."""
+"""What estimators (AdvantageBatch) and policy losses (PolicyBatch) are given, and what they answer.
+
+N samples are N rows of T response tokens in all, one after the other without padding; prompts are not
+in them. A row may be empty.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,20 @@ class AdvantageBatch:
     """A whole batch (all groups complete), response tokens only, on one device.
 
     What stands under mask 0 is never used.
+
+    Two prompts, three samples of 2, 1 and 3 tokens; the last one's second token is a tool's:
+
+        batch = AdvantageBatch(
+            rows=Rows.of_lengths(tensor([2, 1, 3])),
+            mask=tensor([True, True, True, True, False, True]),
+            rewards=tensor([1.0, 0.0, 0.5]),
+            groups=tensor([7, 7, 9]),
+        )
+        dr_grpo(batch, lone="zero").advantages
+        # tensor([0.5, 0.5, -0.5, 0.0, 0.0, 0.0])
     """
 
-    rows: Rows
+    rows: Rows  # N rows, T tokens
     mask: Tensor  # bool [T]; True where the policy wrote the token
     rewards: Tensor  # float [N], one per sample; NaN: the sample has none and gets advantage 0
     groups: Tensor  # int64 [N]; samples of one prompt share a number, in any order
@@ -37,7 +52,7 @@ class AdvantageBatch:
     components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] partial rewards
 
     def totals(self) -> Tensor:
-        """Reward of each sample [N]: the sum of its token rewards, where there are such."""
+        """Reward of each sample [N]: the sum of its tokens' rewards under mask 1, if any."""
         if self.token_rewards is None:
             return self.rewards
         return self.rows.masked_sum(self.token_rewards, self.mask)
@@ -50,7 +65,7 @@ class AdvantageBatch:
         return kept.put(self.dense_kept(kept))
 
     def dense_kept(self, kept: Kept) -> Tensor:
-        """As dense, of the tokens with mask 1 only; kept: rows.kept(mask)."""
+        """As dense, of the tokens with mask 1 only: [kept]; kept: rows.kept(mask)."""
         if self.token_rewards is not None:
             return kept.take(self.token_rewards)
         dense = self.rewards.new_zeros(kept.rows.ids.numel())
@@ -77,9 +92,21 @@ class PolicyBatch:
     """One micro-batch of whole rows, response tokens only; every [T] tensor in the order of rows.
 
     Only `logprobs` and `entropy` carry gradients. What stands under mask 0 is never used.
+
+    Two rows of 2 and 1 tokens; the policy has moved by log 1.5 at the second token:
+
+        batch = PolicyBatch(
+            rows=Rows.of_lengths(tensor([2, 1])),
+            mask=tensor([True, True, True]),
+            logprobs=tensor([-1.0, -0.6, -2.0], requires_grad=True),
+            advantages=tensor([0.5, 0.5, -0.5]),
+            old_logprobs=tensor([-1.0, -1.0055, -2.0]),
+        )
+        batch.log_ratio()  # tensor([0.0, 0.4055, 0.0])
+        gspo(batch, clip_low=0.1, clip_high=0.1).values  # tensor([-0.55, -0.55, 0.5])
     """
 
-    rows: Rows
+    rows: Rows  # N rows, T tokens
     mask: Tensor  # bool [T]; True where the policy wrote the token and it counts in the loss
     logprobs: Tensor  # [T] of the policy that trains, nats, under the sampling temperature
     advantages: Tensor  # [T]
@@ -87,9 +114,7 @@ class PolicyBatch:
     rollout_logprobs: Tensor | None = None  # [T] behaviour policy, from the rollout engine
     ref_logprobs: Tensor | None = None  # [T] frozen reference
     entropy: Tensor | None = None  # [T] of the policy that trains, nats
-    weights: Tensor | None = (
-        None  # [T] factors on the loss; None: made by the objective's correction
-    )
+    weights: Tensor | None = None  # [T] factors on the loss; None: the objective's correction
     kept: Tensor | None = None  # bool [T] the correction's verdicts that belong to `weights`
     # Chosen over the whole mini-batch by Objective.select; None: over this batch, where it is whole.
     selected: Tensor | None = None  # bool [T] tokens that the method treats apart
@@ -106,12 +131,16 @@ class PolicyBatch:
         return torch.where(self.mask, values, 0.0)
 
     def log_ratio(self, bound: float | None = LOG_RATIO_BOUND) -> Tensor:
-        """log pi / pi_old [T], 0 where masked; kept within the bound (no gradient beyond it)."""
+        """log pi / pi_old [T] in nats, 0 where masked; within the bound, no gradient beyond it."""
         ratio = self.under_mask(self.logprobs) - self.under_mask(self.proximal)
         return ratio if bound is None else ratio.clamp(-bound, bound)
 
     def log_ratio_at(self, level: str) -> Tensor:
-        """log ratio [T] of each token ("token"), or the mean of its row's ("sequence", as GSPO)."""
+        """The log ratio that a loss takes for each token [T], in nats, 0 where masked.
+
+        level: "token", its own within 20 nats; "sequence", the mean over its row's tokens with mask
+        1 (the log of the geometric mean), not bounded.
+        """
         if level == "token":
             return self.log_ratio()
         row_mean = self.rows.masked_mean(self.log_ratio(bound=None), self.mask)
@@ -131,9 +160,14 @@ class TokenLoss:
 
 
 def ratio_metrics(batch: PolicyBatch, log_ratio: Tensor, **shares: Tensor) -> MetricSums:
-    """KL of the old policy from the new by k1 (mean of -log ratio), the largest ratio, and shares.
+    """The metrics that every ratio loss has, over the tokens with mask 1.
 
-    A share is the mean of a bool [T] over the tokens with mask 1.
+    kl_old, KL(pi_old, pi) by k1, the mean of -log r in nats; ratio_max, the largest r.
+
+    Args:
+        batch: the micro-batch.
+        log_ratio: log r [T] in nats, as the loss uses it.
+        shares: further means by name, each of a [T] tensor; of a bool it is the share that is True.
     """
     return MetricSums(
         means={"kl_old": mean_over(-log_ratio, batch.mask)}

@@ -1,4 +1,7 @@
-"""Sums, means and extremes over the rows of jagged data: values [T] and row offsets [N + 1].
+"""Jagged data, values [T] and row offsets [N + 1]: sums, means and extremes of the rows, and scans.
+
+`Rows` says where the rows are and reduces over them, `Kept` drops the masked tokens and puts them
+back, `discounted_sums` and `cumulative_sums` run along each row. N rows, T tokens.
 
 A padded matrix is the jagged batch whose rows are all equally long (`Rows.padded`) with a mask, so
 there is one code path and padding is one more kind of masked token.
@@ -17,7 +20,16 @@ BLOCK = 32  # tokens summed by one matrix product; the loop runs over the blocks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """Where the rows of a flat [T] tensor begin and end, and the row of each token."""
+    """Where the rows of a flat [T] tensor begin and end, and the row of each token.
+
+    Three rows of 2, 0 and 1 tokens:
+
+        rows = Rows.of_lengths(tensor([2, 0, 1]))
+        rows.offsets                                # tensor([0, 2, 2, 3])
+        rows.ids                                    # tensor([0, 0, 2])
+        rows.sum(tensor([1.0, 2.0, 5.0]))           # tensor([3.0, 0.0, 5.0])
+        rows.spread(tensor([7.0, 8.0, 9.0]))        # tensor([7.0, 7.0, 9.0])
+    """
 
     offsets: Tensor  # int64 [N + 1]; row i is values[offsets[i]:offsets[i + 1]]
     ids: Tensor  # int64 [T]; row number of each token, ascending
@@ -78,7 +90,7 @@ class Rows:
         return self.masked_sum(values, mask) / self.tokens(mask, values.dtype).clamp(min=1)
 
     def masked_max(self, values: Tensor, mask: Tensor, empty: float) -> Tensor:
-        """Largest value under mask 1 of each row [N], `empty` where there is none. No gradient."""
+        """Largest of values [T] under mask 1 in each row [N], `empty` without any. No gradient."""
         floor = torch.finfo(values.dtype).min
         filled = torch.where(mask, values.detach(), floor)
         largest = torch.segment_reduce(
@@ -87,7 +99,7 @@ class Rows:
         return torch.where(self.tokens(mask) > 0, largest, empty)
 
     def masked_min(self, values: Tensor, mask: Tensor, empty: float) -> Tensor:
-        """Smallest value under mask 1 of each row [N], `empty` where there is none. No gradient."""
+        """Smallest of values [T] under mask 1 in each row [N], `empty` without any. No gradient."""
         return -self.masked_max(-values, mask, -empty)
 
     def ends(self) -> tuple[Tensor, Tensor]:
@@ -104,7 +116,7 @@ class Rows:
         if bool(mask.all()):
             return Kept(rows=self, index=None, total=mask.numel())
         index = mask.nonzero().squeeze(-1)
-        lengths = self.sum(mask.to(torch.float32)).to(torch.int64)
+        lengths = self.tokens(mask).to(torch.int64)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         rows = Rows(offsets=offsets, ids=self.ids.index_select(0, index))
         return Kept(rows=rows, index=index, total=mask.numel())
@@ -164,7 +176,15 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def discounted_sums(values: Tensor, rows: Rows, decay: float) -> Tensor:
-    """S_t = sum over j >= t of decay^(j - t) values_j within the row: [T] -> [T]. No gradient.
+    """S_t = sum over j >= t of decay^(j - t) values_j within the row. No gradient.
+
+    Args:
+        values: [T].
+        rows: N rows, T tokens.
+        decay: per token, in [0, 1].
+
+    Returns:
+        [T].
 
     A row is cut into blocks. Within a block the sum is a product with a triangular matrix of powers;
     between blocks it is S = local + decay^(tokens left in the block) * S(next block).
@@ -180,7 +200,7 @@ def discounted_sums(values: Tensor, rows: Rows, decay: float) -> Tensor:
 
 
 def cumulative_sums(values: Tensor, rows: Rows) -> Tensor:
-    """Sum from the row's first token up to and with each token: [T] -> [T]. No gradient."""
+    """Sum of values [T] from the row's first token up to and with each token [T]. No gradient."""
     if values.numel() == 0:
         return values.clone()
     cut = _Blocks.of(rows)

@@ -2,8 +2,8 @@
 
 A method maps a micro-batch to the loss of every token (`loss(batch, **params) -> TokenLoss`); what
 becomes of the tokens is in aggregation.py, the sum of all terms in objective.py. The methods:
-ratio_losses.py (one ratio per token), sequence_losses.py (one per row), covariance_losses.py and
-second_moment.py (tokens chosen over the whole mini-batch).
+token_losses.py (one ratio per token), sequence_losses.py (one per row), token_selection_losses.py
+(tokens chosen over the whole mini-batch). The critic's loss is in value_loss.py.
 
 A new method is one function and one line in POLICY_LOSSES, or a user's import path to either.
 """
@@ -48,9 +48,7 @@ class PolicyLoss:
     # select(mini_batch, **params) -> bool [T]: for methods whose choice of tokens is made over the
     # whole mini-batch; its result is handed to the loss as PolicyBatch.selected.
     select: Callable[..., Tensor] | None = None
-    ratio: bool = (
-        True  # the loss has pi / pi_old in it, so a correction against the old policy fits
-    )
+    ratio: bool = True  # pi / pi_old is in the loss: against the rollout policy, it corrects itself
     own_weights: bool = False  # the method applies PolicyBatch.weights itself
 
 

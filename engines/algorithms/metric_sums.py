@@ -11,7 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricSums:
-    """Additive metrics; the names depend on the method only, never on the data."""
+    """Additive metrics; the names depend on the method only, never on the data.
+
+    Two micro-batches, of 2 and 1 tokens:
+
+        a = MetricSums(means={"kl": tensor([0.3, 2.0])}, maxima={"ratio_max": tensor(1.5)})
+        b = MetricSums(means={"kl": tensor([0.3, 1.0])}, maxima={"ratio_max": tensor(1.2)})
+        (a + b).values()  # {"kl": 0.2, "ratio_max": 1.5}
+    """
 
     means: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [2]: sum, count
     sums: Mapping[str, Tensor] = field(default_factory=dict)  # name -> scalar that adds up
@@ -69,14 +76,25 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def mean_over(values: Tensor, mask: Tensor) -> Tensor:
-    """[2]: the sum of values [T] under mask 1, and their number. Detached."""
+    """What MetricSums.means holds of a mean: [2], the sum of values under mask 1, and their number.
+
+    Args:
+        values: [T] or [N], of any dtype; detached. A bool gives the share that is True.
+        mask: bool, of the same shape; what stands under False (NaN too) is ignored.
+    """
     numbers = values.detach() if values.is_floating_point() else values.float()
     kept = torch.where(mask, numbers, 0.0)
     return torch.stack([kept.sum(), mask.sum().to(kept.dtype)])
 
 
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean of values [T] or [N] over the places of mask 1 (scalar), 0 without any. Detached."""
+    total, count = mean_over(values, mask)
+    return total / count.clamp(min=1)
+
+
 def largest_of(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest value [T] under mask 1 as a scalar, -inf without one. Detached."""
+    """The largest of values [T] under mask 1 (scalar), -inf without any. Detached."""
     if values.numel() == 0:
         return torch.full((), float("-inf"), device=values.device)
     return torch.where(mask, values.detach(), float("-inf")).max()

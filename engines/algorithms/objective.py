@@ -1,28 +1,27 @@
 """The number to call backward on: policy loss + KL + entropy of one micro-batch.
 
-Built once from the recipe (`Objective.of`); it holds functions and numbers only. What the terms are
-is in losses.py, kl.py and corrections.py; here they are put together.
+Built once from a recipe (from_config.objective_of); it holds functions and numbers only. What the
+terms are is in losses.py, kl.py and rollout_correction.py; here they are put together. The critic has
+no part in it (value_loss.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser, aggregate
 from engines.algorithms.inputs import PolicyBatch
-from engines.algorithms.kl import KL_ESTIMATORS
-from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from engines.algorithms.kl import KLPenalty
+from engines.algorithms.losses import PolicyLoss
 from engines.algorithms.metric_sums import MetricSums, mean_over
-from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, Step, correct
+from engines.algorithms.rollout_correction import Mismatch, Step, correct
 from engines.algorithms.rollout_correction_metrics import correction_sums, gap_sums
-from engines.imports import imported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,34 +30,15 @@ class Objective:
 
     method: PolicyLoss
     params: Mapping[str, Any]  # keyword arguments of the method's functions
-    aggregation: str
+    aggregation: str  # a mode of `aggregate`
     against_rollout: bool  # the ratio's denominator is the rollout policy
     corrections: tuple[Step, ...]  # applied here unless the batch brings its weights
-    kl: Callable[[Tensor, Tensor], Tensor] | None  # in the loss; None: not there
-    kl_coefficient: float
-    kl_unbiased: bool
-    entropy_coefficient: float
+    kl: KLPenalty | None  # in the loss; None: not there
+    kl_coefficient: float  # per nat
+    kl_unbiased: bool  # times the ratio to the old policy
+    entropy_coefficient: float  # per nat
     entropy_floor: float | None  # nats
     entropy_top_share: float  # of the tokens whose policy loss counts
-
-    @classmethod
-    def of(cls, algorithm: AlgorithmConfig) -> Objective:
-        """Resolve names and import paths."""
-        method = resolved_loss(algorithm)
-        in_loss = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
-        return cls(
-            method=method,
-            params=algorithm.loss.arguments(),
-            aggregation=method.aggregation or algorithm.aggregation,
-            against_rollout=algorithm.ratio_against == "rollout_logprobs",
-            corrections=resolved_corrections(algorithm),
-            kl=KL_ESTIMATORS[algorithm.kl.estimator] if in_loss else None,
-            kl_coefficient=algorithm.kl.coefficient,
-            kl_unbiased=algorithm.kl.unbiased,
-            entropy_coefficient=algorithm.entropy.coefficient,
-            entropy_floor=algorithm.entropy.floor,
-            entropy_top_share=algorithm.entropy.top_share,
-        )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -92,21 +72,24 @@ class Objective:
                 counted = self._uncertain(mini_batch)
         return torch.stack([selected, counted])
 
-    def __call__(
-        self, batch: PolicyBatch, normaliser: Normaliser, kl_coefficient: float | None = None
-    ) -> tuple[Tensor, MetricSums]:
-        """Loss (scalar with gradient) and metrics of one micro-batch.
+    def __call__(self, batch: PolicyBatch, normaliser: Normaliser) -> tuple[Tensor, MetricSums]:
+        """The loss of one micro-batch.
 
-        kl_coefficient replaces the recipe's, for an adaptive controller.
+        Args:
+            batch: whole rows, with the columns that `needs` names.
+            normaliser: the counts of the whole mini-batch, of all ranks.
+
+        Returns:
+            Scalar with gradient; and metrics, of which `loss` and `policy_loss` add up over the
+            micro-batches and ranks, and means are over the tokens with mask 1.
         """
         batch = self._against(batch)
         batch, metrics = self._corrected(batch)
         loss, policy_metrics = self._policy_term(batch, normaliser)
         metrics += policy_metrics
         if self.kl is not None:
-            coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
             divergence = self._divergence(batch)
-            loss = loss + coefficient * self._aggregated(divergence, batch, normaliser)
+            loss = loss + self.kl_coefficient * self._aggregated(divergence, batch, normaliser)
             metrics += MetricSums(means={"kl_ref": mean_over(divergence, batch.mask)})
         if batch.entropy is not None:
             entropy = batch.under_mask(batch.entropy)
@@ -176,9 +159,14 @@ class Objective:
 
 
 def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """bool [T]: the tokens whose entropy is in the upper `share` of those with mask 1.
+    """The tokens whose entropy is in the upper `share` of those with mask 1: bool [T].
 
     The bound is the (1 - share) quantile, interpolated. "Beyond the 80/20 Rule", arXiv:2506.01939.
+
+    Args:
+        entropy: [T], nats.
+        mask: bool [T].
+        share: in (0, 1].
     """
     ordered = entropy[mask].sort().values
     if ordered.numel() == 0:
@@ -188,22 +176,3 @@ def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     high = min(low + 1, ordered.numel() - 1)
     bound = torch.lerp(ordered[low], ordered[high], place - low)
     return mask & (entropy >= bound)
-
-
-def resolved_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
-    """The method of a recipe, from the table or from a user's import path.
-
-    A path leads to a function loss(batch, **params) -> TokenLoss or to a PolicyLoss.
-    """
-    if algorithm.loss.kind != "function":
-        return POLICY_LOSSES[algorithm.loss.kind]
-    found = imported(algorithm.loss.path)
-    return found if isinstance(found, PolicyLoss) else PolicyLoss(loss=found)
-
-
-def resolved_corrections(algorithm: AlgorithmConfig) -> tuple[Step, ...]:
-    """The corrections of a recipe with their parameters, in order."""
-    return tuple(
-        (imported(s.path) if s.kind == "function" else CORRECTIONS[s.kind], s.arguments())
-        for s in algorithm.correction
-    )

@@ -1,28 +1,39 @@
 """What is added to a sample's reward, and what becomes of a sample that was cut off.
 
-All on whole batches: [N] samples, [T] response tokens.
+All on whole batches of N samples and T response tokens, before the advantages. Penalties are in units
+of reward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.algorithm.corrections import ShapingConfig
 from engines.algorithms.groups import Groups
-from engines.algorithms.jagged import Rows, cumulative_sums, divide
+from engines.algorithms.jagged import Rows, divide
 from engines.algorithms.metric_sums import MetricSums, mean_over
 
 
 def overlong_penalty(
     lengths: Tensor, *, max_tokens: int, buffer: int, factor: float, floor: float | None
 ) -> Tensor:
-    """DAPO's soft overlong punishment [N], at most 0.
+    """DAPO's soft overlong punishment: -factor (|y| - (max_tokens - buffer)) / buffer.
 
-    -factor (|y| - (max_tokens - buffer)) / buffer for answers that reach into the last `buffer`
-    tokens, not below floor. arXiv:2503.14476.
+    For answers that reach into the last `buffer` tokens; 0 for the others. arXiv:2503.14476.
+
+    Args:
+        lengths: |y| [N], response tokens.
+        max_tokens: longest response.
+        buffer: tokens before it in which the penalty grows.
+        factor: penalty at max_tokens.
+        floor: the penalty is not below it; None: no bound.
+
+    Returns:
+        float64 [N], at most 0.
     """
     beyond = lengths.double() - (max_tokens - buffer)
     return (-beyond / buffer * factor).clamp(min=floor, max=0.0)
@@ -31,10 +42,20 @@ def overlong_penalty(
 def length_penalty(
     lengths: Tensor, rewards: Tensor, groups: Tensor, *, factor: float, threshold: float
 ) -> Tensor:
-    """Kimi k1.5's length reward [N]: shorter than the rest of the group is better.
+    """Kimi k1.5's length reward: shorter than the rest of the group is better.
 
     factor * v with v = 1/2 - (|y| - min |y_g|) / (max |y_g| - min |y_g|) where the reward is above
     the threshold, min(0, v) elsewhere; 0 in a group of equal lengths. arXiv:2501.12599.
+
+    Args:
+        lengths: |y| [N], response tokens.
+        rewards: [N].
+        groups: int64 [N].
+        factor: weight in the reward.
+        threshold: reward above which an answer counts as right.
+
+    Returns:
+        float64 [N], within factor / 2 of 0.
     """
     group = Groups.of(groups)
     shortest, longest = group.smallest(lengths)[group.member], group.largest(lengths)[group.member]
@@ -44,9 +65,18 @@ def length_penalty(
 
 
 def repetition_penalty(ids: Tensor, rows: Rows, *, ngram: int, factor: float) -> Tensor:
-    """-factor * (1 - distinct n-grams / n-grams) of each row [N]; 0 for fewer than ngram tokens.
+    """-factor * (1 - distinct n-grams / n-grams) of each row; 0 for fewer than ngram tokens.
 
     "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373.
+
+    Args:
+        ids: int64 [T], token ids.
+        rows: N rows, T tokens.
+        ngram: tokens in an n-gram.
+        factor: penalty if every n-gram were the same.
+
+    Returns:
+        float64 [N], in (-factor, 0].
     """
     # The code of an n-gram is a dense number, built up token by token, so that it is exact.
     code = torch.unique(ids, return_inverse=True)[1]
@@ -68,12 +98,6 @@ def without_truncated(mask: Tensor, rows: Rows, truncated: Tensor) -> Tensor:
     return mask & (rows.spread(truncated.to(torch.float32)) == 0)
 
 
-def mask_through_end(ids: Tensor, rows: Rows, end_ids: Tensor) -> Tensor:
-    """bool [T]: True up to the first of end_ids in each row, itself included."""
-    ended = torch.isin(ids, end_ids).to(torch.float64)
-    return cumulative_sums(ended, rows) - ended == 0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shaped:
     """Rewards and mask after shaping."""
@@ -83,6 +107,15 @@ class Shaped:
     metrics: MetricSums  # mean of each penalty over the samples, and how many it touched
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Penalties:
+    """Which penalties there are, by their functions' keyword arguments; None: not this one."""
+
+    overlong: Mapping[str, Any] | None = None
+    length: Mapping[str, Any] | None = None
+    repetition: Mapping[str, Any] | None = None
+
+
 def shape(
     rewards: Tensor,
     groups: Tensor,
@@ -90,32 +123,37 @@ def shape(
     rows: Rows,
     mask: Tensor,
     truncated: Tensor,
-    shaping: ShapingConfig,
-    max_tokens: int,
+    penalties: Penalties,
+    when_truncated: str,
 ) -> Shaped:
-    """Add the recipe's penalties to rewards [N], and treat samples that were cut off.
+    """Add penalties to the rewards, and treat samples that were cut off.
 
-    response_ids, mask: [T]; truncated: bool [N]; max_tokens: the longest response, where the
-    overlong penalty does not say. Penalties look at the scores as given, not at each other.
+    Penalties look at the rewards as given, not at each other.
+
+    Args:
+        rewards: [N].
+        groups: int64 [N]; samples of one prompt share a number.
+        response_ids: int64 [T].
+        rows: N rows, T tokens.
+        mask: bool [T], True where the policy wrote the token.
+        truncated: bool [N], ended by the limit of tokens.
+        penalties: those to add.
+        when_truncated: "keep" such a sample as it is, "mask" its tokens, or "zero" its reward.
+
+    Returns:
+        Rewards and mask; the metrics' means and counts are over all N samples.
     """
     terms: dict[str, Tensor] = {}
-    if shaping.overlong is not None:
-        limit = {"max_tokens": shaping.overlong.max_tokens or max_tokens}
-        terms["overlong"] = overlong_penalty(
-            rows.lengths, **(shaping.overlong.model_dump() | limit)
-        )
-    if shaping.length is not None:
-        terms["length"] = length_penalty(
-            rows.lengths, rewards, groups, **shaping.length.model_dump()
-        )
-    if shaping.repetition is not None:
-        terms["repetition"] = repetition_penalty(
-            response_ids, rows, **shaping.repetition.model_dump()
-        )
+    if penalties.overlong is not None:
+        terms["overlong"] = overlong_penalty(rows.lengths, **penalties.overlong)
+    if penalties.length is not None:
+        terms["length"] = length_penalty(rows.lengths, rewards, groups, **penalties.length)
+    if penalties.repetition is not None:
+        terms["repetition"] = repetition_penalty(response_ids, rows, **penalties.repetition)
     changed = rewards
-    if shaping.truncated == "zero":
+    if when_truncated == "zero":
         changed = torch.where(truncated, 0.0, changed)
-    elif shaping.truncated == "mask":
+    elif when_truncated == "mask":
         mask = without_truncated(mask, rows, truncated)
     for term in terms.values():
         changed = changed + term.to(rewards.dtype)

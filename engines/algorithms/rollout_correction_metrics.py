@@ -1,40 +1,79 @@
-"""Figures that tell how far the rollout engine is from the trainer, over a whole batch.
+"""How far the rollout engine is from the trainer, and what the corrections did about it.
 
-They have maxima, deviations and quotients, so they are computed where the whole batch is. What can
-be added over micro-batches is in objective.py. A batch without a token of mask 1 has no metrics.
+Two kinds. Over a whole batch, before the update (`correction_metrics`): maxima, deviations and
+quotients too, verl's rollout_corr/*. Over micro-batches, in the loss (`gap_sums`,
+`correction_sums`): means only, which add up over micro-batches and ranks. rho = pi / pi_rollout.
+A batch without a token of mask 1 has no metrics.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.algorithm.corrections import CorrectionStep, RejectCorrection, WeightCorrection
+from engines.algorithms.inputs import LOG_RATIO_BOUND
 from engines.algorithms.jagged import divide
-from engines.algorithms.metric_sums import MetricSums, mean_over
+from engines.algorithms.kl import k1, k3
+from engines.algorithms.metric_sums import MetricSums, masked_mean, mean_over
 from engines.algorithms.rollout_correction import (
-    CORRECTIONS,
     Mismatch,
     Step,
     band,
+    bounds_of,
     correct,
     divergence,
     mean_weight,
     raw_weights,
+    reject,
     truncate,
 )
-from engines.imports import imported
+
+
+def correction_metrics(mismatch: Mismatch, steps: Sequence[Step]) -> dict[str, float]:
+    """The gap of the two policies, and of each step its own metrics: weights, rejections, shares.
+
+    Args:
+        mismatch: of the whole batch.
+        steps: as for `correct`; of two steps of one kind the later one's metrics stand.
+    """
+    metrics = mismatch_metrics(mismatch)
+    if not metrics or not steps:
+        return metrics
+    for function, params in steps:
+        if function in (truncate, band):
+            metrics |= _metrics_of_weights(mismatch, function, params)
+        elif function is reject:
+            metrics |= _metrics_of_rejection(mismatch, params)
+    _, kept = correct(mismatch, steps)
+    return metrics | kept_metrics(mismatch, kept)
+
+
+def _metrics_of_weights(
+    mismatch: Mismatch, function: Any, params: Mapping[str, Any]
+) -> dict[str, float]:
+    plain = function(mismatch, **{**params, "normalize": False})
+    upper = math.inf if params["upper"] is None else params["upper"]
+    return weight_metrics(mismatch, plain, params["level"], params["lower"], upper)
+
+
+def _metrics_of_rejection(mismatch: Mismatch, params: Mapping[str, Any]) -> dict[str, float]:
+    low, high = bounds_of(params["statistic"], params["lower"], params["upper"])
+    kept = reject(mismatch, **params)
+    return rejection_metrics(mismatch, kept, params["statistic"], low, high)
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """The gap of the two policies. Means over rows count an empty row as 0.
+    """The gap of the two policies over a whole batch, log rho as it is but where said.
 
-    kl and k3_kl: KL(rollout, train) by k1 and k3 over tokens; *_ppl: mean over rows of
-    exp(-mean log-prob), *_log_ppl of -mean log-prob; log_ppl_diff: training minus rollout;
-    chi2_token = mean rho^2 - 1, chi2_seq likewise with the rows' products.
+    kl and k3_kl: KL(rollout, train) by k1 and k3, in nats, mean over the tokens with mask 1. Mean
+    over all rows, an empty one counted with log-prob 0: *_ppl of exp(-mean log-prob), *_log_ppl of
+    -mean log-prob; log_ppl_diff: training minus rollout, *_abs_diff its absolute value, *_max and
+    *_min its extremes; ppl_ratio: of exp(log_ppl_diff). chi2_token = mean rho^2 - 1 over the tokens,
+    chi2_seq likewise over all rows with their products; log rho there within 20 nats.
     """
     rows, mask = mismatch.rows, mismatch.mask
     if not bool(mask.any()):
@@ -43,20 +82,20 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
     train = rows.masked_mean(mismatch.logprobs.detach(), mask)
     rollout = train - rows.masked_mean(exact, mask)
     gap = rollout - train
-    row_ratio = rows.sum(exact).clamp(-20.0, 20.0)
+    row_ratio = rows.sum(exact).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     result = {
         "training_ppl": (-train).exp().mean(),
         "training_log_ppl": (-train).mean(),
         "rollout_ppl": (-rollout).exp().mean(),
         "rollout_log_ppl": (-rollout).mean(),
-        "kl": _over_tokens(-exact, mask),
-        "k3_kl": _over_tokens(exact.exp() - exact - 1, mask),
+        "kl": masked_mean(k1(exact), mask),
+        "k3_kl": masked_mean(k3(exact), mask),
         "log_ppl_diff": gap.mean(),
         "log_ppl_abs_diff": gap.abs().mean(),
         "log_ppl_diff_max": gap.max(),
         "log_ppl_diff_min": gap.min(),
         "ppl_ratio": gap.exp().mean(),
-        "chi2_token": _over_tokens((2 * log_ratio).exp(), mask) - 1,
+        "chi2_token": masked_mean((2 * log_ratio).exp(), mask) - 1,
         "chi2_seq": (2 * row_ratio).exp().mean() - 1,
     }
     return {name: float(value) for name, value in result.items()}
@@ -65,10 +104,19 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 def weight_metrics(
     mismatch: Mismatch, weights: Tensor, level: str, lower: float | None, upper: float
 ) -> dict[str, float]:
-    """Figures of the weights [T] of `truncate` or `band` before normalisation.
+    """What `truncate` or `band` did over a whole batch.
 
-    weight_eff_sample_size = (mean w)^2 / mean w^2 over tokens, 1 at best. The shares high and low
-    are of the raw ratio against the bounds (no lower: 1 / upper). weight_seq_*: of the rows' means.
+    Args:
+        mismatch: the two policies' log-probs [T].
+        weights: [T], before normalisation.
+        level: "token" or "sequence", as the weights were made.
+        lower: bound of the weights; None: 1 / upper.
+        upper: bound of the weights; may be inf.
+
+    Returns:
+        Means over the tokens with mask 1, and of the rows' means over all N rows (weight_seq_*).
+        weight_eff_sample_size: of the weights, 1 at best. The shares high and low are of the raw
+        ratio against the bounds: of tokens, or of all N rows for level "sequence".
     """
     rows, mask = mismatch.rows, mismatch.mask
     if not bool(mask.any()):
@@ -78,7 +126,7 @@ def weight_metrics(
     if level == "sequence":
         per_row = rows.sum(mismatch.log_ratio(bound=None))
         result = {
-            "weight_max": per_row.max().clamp(max=20.0).exp(),
+            "weight_max": per_row.max().clamp(max=LOG_RATIO_BOUND).exp(),
             "weight_min": per_row.min().exp(),
             "weight_ratio_fraction_high": (per_row.exp() > upper).float().mean(),
             "weight_ratio_fraction_low": (per_row.exp() < low).float().mean(),
@@ -87,16 +135,16 @@ def weight_metrics(
         result = {
             "weight_max": weights[mask].max(),
             "weight_min": weights[mask].min(),
-            "weight_ratio_fraction_high": _over_tokens((raw > upper).float(), mask),
-            "weight_ratio_fraction_low": _over_tokens((raw < low).float(), mask),
+            "weight_ratio_fraction_high": masked_mean(raw > upper, mask),
+            "weight_ratio_fraction_low": masked_mean(raw < low, mask),
         }
     bounded = weights.clamp(0.0, upper)
-    mean, square = _over_tokens(bounded, mask), _over_tokens(bounded.square(), mask)
+    mean, square = masked_mean(bounded, mask), masked_mean(bounded.square(), mask)
     row_means, raw_means = rows.masked_mean(weights, mask), rows.masked_mean(raw, mask)
     result |= {
-        "weight_mean": _over_tokens(weights, mask),
+        "weight_mean": masked_mean(weights, mask),
         "weight_std": (square - mean.square()).clamp(min=0).sqrt(),
-        "weight_eff_sample_size": divide(mean.square(), square),
+        "weight_eff_sample_size": effective_sample_size(mean, square),
         "weight_seq_mean": row_means.mean(),
         "weight_seq_std": _deviation(row_means),
         "weight_seq_max": row_means.max(),
@@ -104,7 +152,7 @@ def weight_metrics(
         "weight_seq_max_deviation": (row_means - 1).abs().max(),
         "weight_seq_fraction_high": (raw_means > upper).float().mean(),
         "weight_seq_fraction_low": (raw_means < low).float().mean(),
-        "weight_oob_ratio": _over_tokens(((raw < low) | (raw > upper)).float(), mask),
+        "weight_oob_ratio": masked_mean((raw < low) | (raw > upper), mask),
         "weight_batch_norm_factor": mean_weight(mismatch, weights, level),
     }
     return {name: float(value) for name, value in result.items()}
@@ -113,10 +161,19 @@ def weight_metrics(
 def rejection_metrics(
     mismatch: Mismatch, kept: Tensor, statistic: str, low: float | None, high: float
 ) -> dict[str, float]:
-    """Figures of one `reject` by its statistic; low and high on the statistic's own scale.
+    """What one `reject` did over a whole batch.
 
-    Shares over tokens, or over non-empty rows for a row's statistic; reject_seq_*: over rows, of
-    the row's statistic or its token mean.
+    Args:
+        mismatch: the two policies' log-probs [T].
+        kept: bool [T], its verdicts.
+        statistic: as in `divergence`.
+        low: lower bound on the statistic's own scale, in nats (`bounds_of`); None: none.
+        high: upper bound likewise.
+
+    Returns:
+        reject_<statistic>_*: mean, std and masked_fraction over the tokens with mask 1; extremes and
+        fractions over these tokens, or over the rows that have any for a row's statistic; seq_* over
+        such rows, of the row's statistic or of its token mean.
     """
     rows, mask = mismatch.rows, mismatch.mask
     if not bool(mask.any()):
@@ -128,10 +185,10 @@ def rejection_metrics(
     extremes = per_row if of_rows else value[mask]
     floor = 0.0 if low is None else low
     bounded = value.clamp(floor, high)
-    mean, square = _over_tokens(bounded, mask), _over_tokens(bounded.square(), mask)
+    mean, square = masked_mean(bounded, mask), masked_mean(bounded.square(), mask)
     row_hit = (rows.masked_sum((~kept).to(value.dtype), mask) > 0)[filled]
     result = {
-        "mean": _over_tokens(value, mask),
+        "mean": masked_mean(value, mask),
         "max": extremes.max(),
         "min": extremes.min(),
         "fraction_high": (extremes > high).float().mean(),
@@ -143,7 +200,7 @@ def rejection_metrics(
         "seq_min": per_row.min(),
         "seq_max_deviation": per_row.abs().max(),
         "seq_fraction_high": (per_row > high).float().mean(),
-        "masked_fraction": _over_tokens((~kept).float(), mask),
+        "masked_fraction": masked_mean(~kept, mask),
         "seq_masked_fraction": row_hit.float().mean(),
     }
     if low is not None:
@@ -156,65 +213,29 @@ def kept_metrics(mismatch: Mismatch, kept: Tensor) -> dict[str, float]:
     lost = mismatch.mask & ~kept
     hit = mismatch.rows.sum(lost.to(mismatch.logprobs.dtype)) > 0
     return {
-        "reject_masked_fraction": float(_over_tokens(lost.float(), mismatch.mask)),
+        "reject_masked_fraction": float(masked_mean(lost, mismatch.mask)),
         "reject_seq_masked_fraction": float(hit.float().mean()),
     }
-
-
-def _over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    kept = values.where(mask, 0.0)
-    return divide(kept.sum(), mask.sum().to(kept.dtype))
 
 
 def _deviation(values: Tensor) -> Tensor:
     return values.std() if values.numel() > 1 else values.new_zeros(())
 
 
-def correction_metrics(mismatch: Mismatch, steps: Sequence[CorrectionStep]) -> dict[str, float]:
-    """The gap of the two policies, and of each step its own metrics: weights, rejections, shares.
-
-    Of two steps of one kind the later one's metrics stand.
-    """
-    metrics = mismatch_metrics(mismatch)
-    if not metrics or not steps:
-        return metrics
-    functions = []
-    for step in steps:
-        function = imported(step.path) if step.kind == "function" else CORRECTIONS[step.kind]
-        functions.append((function, step.arguments()))
-        if isinstance(step, WeightCorrection):
-            bounds = (step.lower, math.inf if step.upper is None else step.upper)
-            plain = function(mismatch, **{**step.arguments(), "normalize": False})
-            metrics |= weight_metrics(mismatch, plain, step.level, *bounds)
-        elif isinstance(step, RejectCorrection):
-            kept = function(mismatch, **step.arguments())
-            low, high = _scale(step)
-            metrics |= rejection_metrics(mismatch, kept, step.statistic, low, high)
-    _, kept = correct(mismatch, functions)
-    return metrics | kept_metrics(mismatch, kept)
-
-
-def _scale(step: RejectCorrection) -> tuple[float | None, float]:
-    """The bounds of a rejection on its statistic's own scale."""
-    if not step.statistic.endswith("k1"):
-        return None, step.upper
-    low = -math.log(step.upper) if step.lower is None else math.log(step.lower)
-    return low, math.log(step.upper)
-
-
 def gap_sums(mismatch: Mismatch) -> MetricSums:
-    """The gap of the two policies, as means over tokens with mask 1, or over rows with such tokens.
+    """The gap of the two policies in a micro-batch, log rho within 20 nats.
 
-    kl_rollout_k1 and _k3: KL(rollout, train) over tokens; log_ppl_gap: over rows, the training
-    policy's log perplexity less the rollout policy's; ppl_ratio: over rows, exp of that.
+    Means over the tokens with mask 1: kl_rollout_k1 and kl_rollout_k3, KL(rollout, train) in nats.
+    Means over the rows that have such tokens: log_ppl_gap, the training policy's log perplexity less
+    the rollout policy's, and ppl_ratio, exp of that.
     """
     log_ratio = mismatch.log_ratio()
     gap = -mismatch.rows.masked_mean(log_ratio, mismatch.mask)
     filled = mismatch.rows.tokens(mismatch.mask) > 0
     return MetricSums(
         means={
-            "kl_rollout_k1": mean_over(-log_ratio, mismatch.mask),
-            "kl_rollout_k3": mean_over(log_ratio.exp() - 1 - log_ratio, mismatch.mask),
+            "kl_rollout_k1": mean_over(k1(log_ratio), mismatch.mask),
+            "kl_rollout_k3": mean_over(k3(log_ratio), mismatch.mask),
             "log_ppl_gap": mean_over(gap, filled),
             "ppl_ratio": mean_over(gap.exp(), filled),
         }
@@ -224,11 +245,19 @@ def gap_sums(mismatch: Mismatch) -> MetricSums:
 def correction_sums(
     mismatch: Mismatch, weights: Tensor, kept: Tensor | None, steps: Sequence[Step]
 ) -> MetricSums:
-    """What the corrections did, as means over tokens with mask 1.
+    """What the corrections did in a micro-batch.
 
-    correction_weight: the weight; correction_left_out: share without a part in the loss;
-    correction_clipped_high, _low: shares whose ratio is beyond a bound of a weight of `steps`;
-    correction_factor (weight, 0 where left out) and its square give `effective_sample_size`.
+    Args:
+        mismatch: the two policies' log-probs [T].
+        weights: [T], of `correct`.
+        kept: bool [T], of `correct`; None: nothing is left out.
+        steps: the corrections that made them.
+
+    Returns:
+        Means over the tokens with mask 1. correction_weight: the weight; correction_left_out: share
+        without a part in the loss; correction_clipped_high, _low: shares whose ratio is beyond a
+        bound of `truncate` or `band`; correction_factor (weight, 0 where left out) and
+        correction_factor_squared, from which `correction_sample_size` is made.
     """
     mask = mismatch.mask
     kept = mask if kept is None else mask & kept
@@ -259,10 +288,28 @@ def _beyond(mismatch: Mismatch, params: Mapping[str, object]) -> tuple[Tensor, T
     return above, below
 
 
-def effective_sample_size(metrics: Mapping[str, float]) -> dict[str, float]:
-    """(mean f)^2 / mean f^2 of the correction's factor f over tokens, 1 at best; {} without one."""
+def correction_sample_size(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The effective sample size of the correction's factor over tokens; {} without a correction.
+
+    metrics: values of `correction_sums`, added up over the update.
+    """
     mean, square = (metrics.get(f"correction_factor{end}") for end in ("", "_squared"))
     if mean is None or square is None:
         return {}
-    size = divide(torch.tensor(mean * mean), torch.tensor(square))
+    size = effective_sample_size(
+        torch.tensor(mean, dtype=torch.float64), torch.tensor(square, dtype=torch.float64)
+    )
     return {"correction_effective_sample_size": float(size)}
+
+
+def effective_sample_size(mean: Tensor, mean_square: Tensor) -> Tensor:
+    """Share of the samples that weighted ones are worth: (mean w)^2 / mean w^2 (Kish 1965).
+
+    Args:
+        mean: of the weights (scalar).
+        mean_square: of their squares (scalar).
+
+    Returns:
+        Scalar: 1 where all weights are equal, 1 / n where one of n is not 0, 0 where all are 0.
+    """
+    return divide(mean.square(), mean_square)

@@ -1,26 +1,31 @@
 """Which samples of a batch are trained on, from their rewards. Each answers keep: bool [N].
 
-Selection by name in SELECTIONS: select(rewards [N], groups [N], **params). A new one is one function
-and one line there, or a user's import path.
+The rules by name are in SELECTIONS: rule(rewards [N], groups [N], **params), groups int64 numbers
+that the samples of one prompt share. A new one is one function and one line there, or a user's import
+path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.algorithm.corrections import SelectionStep
 from engines.algorithms.groups import Groups
-from engines.imports import imported
 
 
 def informative_groups(rewards: Tensor, groups: Tensor, *, keep_lone: bool) -> Tensor:
     """Dynamic sampling: leave out the groups whose rewards are all equal (DAPO, arXiv:2503.14476).
 
     Their group-relative advantages are 0. Equal means equal, without rounding.
+
+    Args:
+        rewards: [N].
+        groups: int64 [N].
+        keep_lone: keep the groups of one.
     """
     group = Groups.of(groups)
     useful = ~group.uniform(rewards)
@@ -33,6 +38,12 @@ def best_of(rewards: Tensor, groups: Tensor, *, best: int, worst: int) -> Tensor
     """The `best` samples with the highest reward of each group and the `worst` with the lowest.
 
     Ties by order. best-of-n for worst = 0.
+
+    Args:
+        rewards: [N].
+        groups: int64 [N].
+        best: samples per group.
+        worst: samples per group.
     """
     group = Groups.of(groups)
     place = group.ranks(rewards)
@@ -42,8 +53,13 @@ def best_of(rewards: Tensor, groups: Tensor, *, best: int, worst: int) -> Tensor
 def top_p_groups(rewards: Tensor, groups: Tensor, *, share: float) -> Tensor:
     """The fewest groups whose deviations make up `share` of all deviations (StarPO-S's filter).
 
-    Groups with the largest standard deviation first. Without any deviation nothing is kept.
-    RAGEN, arXiv:2504.20073.
+    Groups with the largest standard deviation (divisor n - 1) first. Without any deviation nothing
+    is kept. RAGEN, arXiv:2504.20073.
+
+    Args:
+        rewards: [N].
+        groups: int64 [N].
+        share: of the sum of the groups' deviations, in (0, 1].
     """
     group = Groups.of(groups)
     deviation, order = group.deviation(rewards).sort(descending=True, stable=True)
@@ -62,21 +78,35 @@ SELECTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """A rule with its parameters."""
+
+    name: str  # of its metric, <name>_left_out
+    function: Callable[..., Tensor]
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Selected:
-    """Which samples every step of a recipe keeps."""
+    """Which samples all rules keep."""
 
     keep: Tensor  # bool [N]
-    metrics: dict[str, float]  # samples that each step left out
+    metrics: dict[str, float]  # samples that each rule left out
 
 
-def select(rewards: Tensor, groups: Tensor, steps: Sequence[SelectionStep]) -> Selected:
-    """Apply the recipe's steps to rewards [N] and groups [N]; each sees what those before it kept."""
+def select(rewards: Tensor, groups: Tensor, rules: Sequence[Rule]) -> Selected:
+    """Apply the rules in order; each sees what those before it kept.
+
+    Args:
+        rewards: [N].
+        groups: int64 [N].
+        rules: of two of one name the metrics are added up.
+    """
     keep = torch.ones_like(groups, dtype=torch.bool)
     metrics: dict[str, float] = {}
-    for step in steps:
-        function = imported(step.path) if step.kind == "function" else SELECTIONS[step.kind]
+    for rule in rules:
         left = keep.nonzero().squeeze(-1)
-        keep[left] = function(rewards[left], groups[left], **step.arguments())
-        name = f"{step.kind}_left_out"
+        keep[left] = rule.function(rewards[left], groups[left], **rule.params)
+        name = f"{rule.name}_left_out"
         metrics[name] = metrics.get(name, 0.0) + float(left.numel() - int(keep.sum()))
     return Selected(keep=keep, metrics=metrics)

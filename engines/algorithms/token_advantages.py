@@ -1,17 +1,23 @@
-"""Advantages that differ from token to token: with a critic, with discounting, with turns.
+"""Advantages that differ from token to token.
 
-Tokens with mask 0 (tool output) are skipped: they neither receive a return nor discount it.
+With a critic (gae), with discounting (reinforce, reinforce_plus_plus), against a greedy completion
+(remax), with turns (gigpo), against a baseline for each position (the optimal token baselines).
+
+Each takes an AdvantageBatch of N samples and T tokens and answers Advantages [T], 0 where masked.
+Tokens with mask 0 (tool output) are skipped: they neither receive a return nor discount it. Whitening
+is over the tokens with mask 1, with the divisors n and n - 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.group_advantages import grpo
-from engines.algorithms.groups import Groups
+from engines.algorithms.groups import Groups, whitened
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.jagged import Rows, cumulative_sums, discounted_sums, divide
 
@@ -20,7 +26,13 @@ def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Adv
     """Generalised advantage estimation: A_t = sum_j (gamma lam)^j delta_{t+j}.
 
     delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after the last token; returns = A + V before
-    whitening. whiten scales A over all tokens to mean 0, variance 1. arXiv:1506.02438.
+    whitening. arXiv:1506.02438.
+
+    Args:
+        batch: N samples, with the critic's values.
+        gamma: discount per token.
+        lam: lambda, the weight of longer estimates, per token.
+        whiten: scale A to mean 0 and variance 1 over the tokens.
     """
     assert batch.values is not None, "gae needs the critic's values"
     kept = batch.rows.kept(batch.mask)
@@ -38,6 +50,10 @@ def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
     """REINFORCE++: discounted returns, whitened over all tokens. arXiv:2501.03262.
 
     R_t = r_t + gamma R_{t+1}; A = whiten(R).
+
+    Args:
+        batch: N samples.
+        gamma: discount per token.
     """
     kept = batch.rows.kept(batch.mask)
     returns = discounted_sums(batch.dense_kept(kept), kept.rows, gamma)
@@ -45,7 +61,12 @@ def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
 
 
 def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:
-    """No baseline: A_t = R_t = r_t + gamma R_{t+1}. Williams 1992, doi:10.1007/BF00992696."""
+    """No baseline: A_t = R_t = r_t + gamma R_{t+1}. Williams 1992, doi:10.1007/BF00992696.
+
+    Args:
+        batch: N samples.
+        gamma: discount per token.
+    """
     kept = batch.rows.kept(batch.mask)
     returns = kept.put(discounted_sums(batch.dense_kept(kept), kept.rows, gamma))
     return Advantages(advantages=returns, returns=returns)
@@ -55,6 +76,9 @@ def remax(batch: AdvantageBatch) -> Advantages:
     """ReMax: A_t = R_t - b, b the reward of the greedy completion of the prompt, R_t undiscounted.
 
     arXiv:2310.10505.
+
+    Args:
+        batch: N samples, with baselines.
     """
     assert batch.baselines is not None, "remax needs baselines"
     returns = rewards_to_go(batch)
@@ -75,9 +99,16 @@ def gigpo(
 
     A = A_E + w A_S. A_E: GRPO's advantage of the sample. A_S: GRPO's advantage of the turn's
     discounted return R_k = sum_j gamma^j r_{k+j} (r_k the sum of the turn's token rewards), among
-    the turns of the group that began in the same state (among = "group"), or of the whole batch
-    ("batch"); a turn is the run of a row's tokens (mask 1) with the same number. normalize = false
-    divides by nothing; a state that was met once gives 0. arXiv:2505.10978.
+    the turns that began in the same state; 0 for a state that was met once. A turn is the run of a
+    row's tokens (mask 1) with the same number. arXiv:2505.10978.
+
+    Args:
+        batch: N samples, with steps and states.
+        gamma: discount per turn.
+        step_weight: w.
+        normalize: divide by the standard deviations (of samples, of turns; divisor n - 1).
+        epsilon: added to them.
+        among: whose turns are compared: "group", of the prompt's samples; "batch", of all.
     """
     assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
     kept = batch.rows.kept(batch.mask)
@@ -87,9 +118,8 @@ def gigpo(
     row = rows.ids[first]
     episode = Rows.of_lengths(torch.bincount(row, minlength=rows.count))
     returns = discounted_sums(rewards, episode, gamma)
-    state = torch.unique(torch.masked_select(batch.states, batch.mask)[first], return_inverse=True)[
-        1
-    ]
+    began = kept.take(batch.states)[first]
+    state = torch.unique(began, return_inverse=True)[1]
     same = state
     if among == "group":
         same = Groups.of(batch.groups).member[row] * (state.numel() + 1) + state
@@ -100,15 +130,16 @@ def gigpo(
         groups=same,
     )
     kind = "group" if normalize else "none"
-    options = {"baseline": "group", "leave_one_out": False, "epsilon": epsilon}
-    per_turn = grpo(of_turns, normalize=kind, lone="zero", **options)  # type: ignore[arg-type]
-    per_episode = grpo(batch, normalize=kind, lone="reward", **options)  # type: ignore[arg-type]
+    relative = functools.partial(
+        grpo, baseline="group", leave_one_out=False, normalize=kind, epsilon=epsilon
+    )
+    per_turn, per_episode = relative(of_turns, lone="zero"), relative(batch, lone="reward")
     total = per_episode.advantages + step_weight * kept.put(per_turn.advantages)
     return Advantages(advantages=total, returns=total)
 
 
 def _turns(rows: Rows, steps: Tensor) -> tuple[Rows, Tensor]:
-    """The turns as rows of their own, and the position of the first token of each [turns]."""
+    """From the turn of each token [T]: turns as rows of their own, and the first token of each."""
     begins = torch.ones_like(steps, dtype=torch.bool)
     begins[1:] = (steps[1:] != steps[:-1]) | (rows.ids[1:] != rows.ids[:-1])
     first = begins.nonzero().squeeze(-1)
@@ -130,35 +161,6 @@ def _inside(following: Tensor, rows: Rows) -> Tensor:
     return following
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of values under mask 1 (scalar); 0 without any."""
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-def masked_variance(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of values under mask 1 (scalar), over n - 1 or n; 0 for fewer than two values."""
-    count = mask.sum()
-    centred = torch.where(mask, values - masked_mean(values, mask), 0.0)
-    return centred.square().sum() / (count - int(unbiased)).clamp(min=1)
-
-
-def whitened(
-    values: Tensor, mask: Tensor | None = None, *, shift: bool = True, epsilon: float = 1e-8
-) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon), divisor n - 1: [T] -> [T]; no mask: of all values.
-
-    shift = false adds the mean again. What stands under mask 0 is transformed too.
-    """
-    if mask is None:
-        mean = values.mean() if values.numel() else values.new_zeros(())
-        variance = values.var() if values.numel() > 1 else values.new_zeros(())
-    else:
-        mean, variance = masked_mean(values, mask), masked_variance(values, mask)
-    scale = divide(torch.ones_like(variance), (variance + epsilon).sqrt())
-    scaled = (values - mean).mul_(scale)
-    return scaled if shift else scaled + mean
-
-
 def optimal_token_baseline(batch: AdvantageBatch, *, zero_tail: bool, epsilon: float) -> Advantages:
     """A_t = R_t - B_t with B_t = sum_g R_t W_t / (sum_g W_t + epsilon) at the same position t.
 
@@ -166,6 +168,11 @@ def optimal_token_baseline(batch: AdvantageBatch, *, zero_tail: bool, epsilon: f
     squared norm of the gradient of the path so far. A group of one has B = 0; with zero_tail so has
     the part of the longest response beyond the second longest. arXiv:2602.07078.
     Positions count all tokens of the response; with tool output inside, use the multi-turn form.
+
+    Args:
+        batch: N samples, with logprobs and sum_pi_squared, and correction_weights if there are.
+        zero_tail: no baseline where only one response of the group is so long.
+        epsilon: added to the weights' sum.
     """
     returns = rewards_to_go(batch)
     baseline = _baseline(batch, Groups.of(batch.groups), returns, zero_tail, epsilon)
@@ -179,10 +186,14 @@ def multi_turn_optimal_token_baseline(
     """As optimal_token_baseline, with positions that count only the tokens with mask 1.
 
     An empty response is no member of its group. arXiv:2602.07078.
+
+    Args:
+        batch: as for optimal_token_baseline.
+        zero_tail: as there.
+        epsilon: as there.
     """
     returns = rewards_to_go(batch)
     groups = Groups.of(batch.groups, batch.rows.tokens(batch.mask) > 0)
-
     kept = batch.rows.kept(batch.mask)
     weights = batch.correction_weights
     packed = dataclasses.replace(

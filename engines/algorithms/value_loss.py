@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""The critic's loss, from the values of tokens to one number."""
 
 from __future__ import annotations
 
@@ -21,9 +21,24 @@ def value_loss(
     clip: float | None,
     aggregation: str,
 ) -> tuple[Tensor, MetricSums]:
-    """1/2 max((V - R)^2, (V_clipped - R)^2), V_clipped within `clip` of the old value; aggregated.
+    """1/2 max((V - R)^2, (V_clipped - R)^2), V_clipped = clip(V, V_old - clip, V_old + clip).
 
-    values, returns, old_values: [T]. clip = none is the plain squared error. PPO2, arXiv:1707.06347.
+    PPO's, as in its reference implementation; arXiv:1707.06347.
+
+    Args:
+        values: V [T] of the critic that trains, in units of reward, with gradient.
+        returns: R [T], its targets.
+        old_values: V_old [T] of the critic before the update.
+        mask: bool [T]; what stands under False is never used.
+        rows: N rows, T tokens.
+        normaliser: the counts of the mini-batch.
+        clip: bound on a value's change, in units of reward; None: the plain squared error.
+        aggregation: a mode of `aggregate`.
+
+    Returns:
+        The loss (scalar with gradient), and as metrics the loss and means over the tokens with mask
+        1: value_clip_share (the clipped term is the larger), value_error (V - R)^2, value_mean,
+        return_mean.
     """
     values, returns, old_values = (
         torch.where(mask, x, 0.0) for x in (values, returns.detach(), old_values.detach())

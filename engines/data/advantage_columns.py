@@ -16,10 +16,9 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import WeightCorrection
-from engines.algorithms.advantages import estimate
+from engines.algorithms.from_config import advantages_of, corrections_of
 from engines.algorithms.inputs import AdvantageBatch
 from engines.algorithms.jagged import Rows
-from engines.algorithms.objective import resolved_corrections
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import correction_metrics
 from storage.batches.refs import BatchRef
@@ -49,7 +48,7 @@ def write_advantages(
     rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
     mismatch = _mismatch(store, chosen, rows)
     batch = _estimator_batch(store, chosen, rows, _path_weights(mismatch, algorithm))
-    result = estimate(batch, algorithm)
+    result = advantages_of(batch, algorithm)
     advantages = result.advantages.float()
     columns: dict[str, Tensor] = {"advantages": advantages, "response_mask": chosen.mask.byte()}
     metrics = {**result.metrics.values(), **_summary(advantages[chosen.mask])}
@@ -59,10 +58,11 @@ def write_advantages(
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
     if mismatch is not None and algorithm.ratio_against == "old_logprobs":
         mismatch = replace(mismatch, advantages=advantages)
-        gap = correction_metrics(mismatch, algorithm.correction)
+        steps = corrections_of(algorithm)
+        gap = correction_metrics(mismatch, steps)
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
-        if algorithm.correction:
-            weights, kept = correct(mismatch, resolved_corrections(algorithm))
+        if steps:
+            weights, kept = correct(mismatch, steps)
             columns |= {"correction_weights": weights.float(), "correction_kept": kept.byte()}
     stored: dict[str, object] = {
         name: Jagged(values.numpy(), offsets) for name, values in columns.items()
@@ -115,7 +115,7 @@ def _path_weights(mismatch: Mismatch | None, algorithm: AlgorithmConfig) -> Tens
     """The importance weights that the optimal token baseline takes into account [T]."""
     steps = [
         step
-        for step, config in zip(resolved_corrections(algorithm), algorithm.correction, strict=True)
+        for step, config in zip(corrections_of(algorithm), algorithm.correction, strict=True)
         if isinstance(config, WeightCorrection)
     ]
     if mismatch is None or not steps or algorithm.ratio_against != "old_logprobs":

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
+from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.jagged import Rows
-from engines.algorithms.reward_shaping import shape
 from engines.algorithms.sample_selection import Selected, select
 from engines.data.advantage_columns import (
     Chosen,
@@ -55,7 +55,7 @@ def training_batch(
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
     dropped = len(np.unique(groups)) - len(np.unique(groups[whole]))
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
-    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), algorithm.selection)
+    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), selection_of(algorithm))
     kept = np.flatnonzero(selected.keep.numpy())
     if not len(kept):
         raise NothingToTrain(
@@ -103,7 +103,7 @@ def shaped_samples(
     rows = Rows.of_offsets(torch.from_numpy(np.array(offsets)))
     rewards = numbers(store, samples, "reward")
     truncated = torch.from_numpy(dense(store, samples, "status") == SampleStatus.TRUNCATED)
-    shaped = shape(
+    shaped = shaped_rewards(
         rewards,
         numbers(store, samples, "group_id"),
         torch.from_numpy(np.array(ids)),

@@ -14,11 +14,12 @@ from torch import Tensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.metric_sums import MetricSums, largest_of, mean_over
 from engines.algorithms.objective import Objective
-from engines.algorithms.rollout_correction_metrics import effective_sample_size
+from engines.algorithms.rollout_correction_metrics import correction_sample_size
 from engines.train.critic import Critic
 from engines.train.mfu import peak_flops
 from engines.train.micro_batch import (
@@ -108,7 +109,7 @@ class Updater:
         """Train on the batch. Raises ValueError where a column is missing or a row too long."""
         began = time.perf_counter()
         config = self._config
-        objective = Objective.of(algorithm)
+        objective = objective_of(algorithm)
         columns = self._columns(batch, objective)
         with self._tally.phase("plan"):
             plan = plan_update(
@@ -283,7 +284,7 @@ class Updater:
         )
         tokens, responses, flops = totals.tolist()
         metrics = tally.sums.restored(added, peaks).values()
-        metrics |= effective_sample_size(metrics)
+        metrics |= correction_sample_size(metrics)
         for name in ("loss", "policy_loss"):  # sums over optimizer steps
             if name in metrics:
                 metrics[name] /= len(tally.reports)

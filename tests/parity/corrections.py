@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from configs.algorithm.corrections import BandCorrection, RejectCorrection, TruncateCorrection
 from engines.algorithms.jagged import Rows
-from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, correct
+from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, bounds_of, correct
 from engines.algorithms.rollout_correction_metrics import (
     kept_metrics,
     mismatch_metrics,
@@ -59,37 +58,34 @@ def reject_choices(params: dict[str, Any]) -> list[RejectCorrection]:
 def weights_and_metrics(
     mismatch: Mismatch, choice: TruncateCorrection | BandCorrection
 ) -> tuple[Tensor, dict[str, float]]:
-    """Weights, and their figures under the reference's names."""
+    """Weights, and their metrics under the reference's names."""
     plain = choice.model_copy(update={"normalize": False})
     before = CORRECTIONS[choice.kind](mismatch, **plain.arguments())
     band = choice.kind == "band"
     assert choice.upper is not None
-    figures = weight_metrics(
+    metrics = weight_metrics(
         mismatch, before, choice.level, choice.lower if band else None, choice.upper
     )
     if not band:
-        figures.pop("weight_oob_ratio", None)
+        metrics.pop("weight_oob_ratio", None)
     if not choice.normalize:
-        figures.pop("weight_batch_norm_factor", None)
-    names = {name.replace("weight_", "rollout_is_", 1): v for name, v in figures.items()}
+        metrics.pop("weight_batch_norm_factor", None)
+    names = {name.replace("weight_", "rollout_is_", 1): v for name, v in metrics.items()}
     return CORRECTIONS[choice.kind](mismatch, **choice.arguments()), names
 
 
 def kept_and_metrics(
     mismatch: Mismatch, choices: list[RejectCorrection]
 ) -> tuple[Tensor, dict[str, float]]:
-    """Mask after rejection, and its figures under the reference's names."""
+    """Mask after rejection, and its metrics under the reference's names."""
     steps = [(CORRECTIONS["reject"], choice.arguments()) for choice in choices]
     _, kept = correct(mismatch, steps)
-    figures = kept_metrics(mismatch, kept)
+    metrics = kept_metrics(mismatch, kept)
     for choice, (function, arguments) in zip(choices, steps, strict=True):
-        low, high = None, choice.upper
-        if choice.statistic.endswith("k1"):
-            high = math.log(choice.upper)
-            low = -high if choice.lower is None else math.log(choice.lower)
+        low, high = bounds_of(choice.statistic, choice.lower, choice.upper)
         own = function(mismatch, **arguments)
-        figures |= rejection_metrics(mismatch, own, choice.statistic, low, high)
-    return kept, {name.replace("reject_", "rollout_rs_", 1): v for name, v in figures.items()}
+        metrics |= rejection_metrics(mismatch, own, choice.statistic, low, high)
+    return kept, {name.replace("reject_", "rollout_rs_", 1): v for name, v in metrics.items()}
 
 
 def rollout_corrected(
@@ -99,11 +95,11 @@ def rollout_corrected(
     mismatch = Mismatch(rows=rows, mask=mask, logprobs=logprobs, rollout_logprobs=rollout)
     weights, kept, metrics = None, mask, mismatch_metrics(mismatch)
     if params.get("rollout_is") and params.get("rollout_is_threshold", 2.0) is not None:
-        weights, figures = weights_and_metrics(mismatch, weight_choice(params))
-        metrics |= figures
+        weights, more = weights_and_metrics(mismatch, weight_choice(params))
+        metrics |= more
     if params.get("rollout_rs"):
-        kept, figures = kept_and_metrics(mismatch, reject_choices(params))
-        metrics |= figures
+        kept, more = kept_and_metrics(mismatch, reject_choices(params))
+        metrics |= more
     return weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import aggregate
-from engines.algorithms.jagged import Rows
-from engines.algorithms.reward_shaping import mask_through_end
-from engines.algorithms.token_advantages import masked_mean, masked_variance, whitened
+from engines.algorithms.groups import moments, whitened
+from engines.algorithms.jagged import Rows, cumulative_sums
+from engines.algorithms.metric_sums import masked_mean
 from engines.train.logprobs import TokenStatistics, token_statistics
 from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case
@@ -28,13 +28,18 @@ def masked_mean_case(case: Case) -> Answer:
 
 
 def masked_var_case(case: Case) -> Answer:
-    unbiased = case.params.get("unbiased", True)
-    return {"out": masked_variance(case.flat("values"), case.mask("mask"), unbiased)}
+    counts = case.mask("mask").to(case.dtype)
+    variance, count = moments(case.flat("values"), counts)[1], counts.sum()
+    if not case.params.get("unbiased", True):
+        variance = variance * (count - 1) / count
+    return {"out": variance}
 
 
 def masked_whiten_case(case: Case) -> Answer:
-    shift = case.params.get("shift_mean", True)
-    out = whitened(case.flat("values"), case.mask("mask"), shift=shift)
+    values, counts = case.flat("values"), case.mask("mask").to(case.dtype)
+    out = whitened(values, counts)
+    if not case.params.get("shift_mean", True):
+        out = out + moments(values, counts)[0]
     return {"out": shaped(out, case, "mask")}
 
 
@@ -91,7 +96,8 @@ def entropy_loss_case(case: Case) -> Answer:
 def response_mask_case(case: Case) -> Answer:
     ids = torch.tensor(case.inputs["response_id"])
     ends = torch.tensor(case.params["eos_token"]).reshape(-1)
-    kept = mask_through_end(ids.reshape(-1), Rows.padded(*ids.shape), ends)
+    ended = torch.isin(ids, ends).reshape(-1).double()  # up to the first end, itself included
+    kept = cumulative_sums(ended, Rows.padded(*ids.shape)) - ended == 0
     return {"mask": kept.view(ids.shape).long()}
 
 

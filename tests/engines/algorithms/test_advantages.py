@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 
 from configs.algorithm.advantages import Advantage
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.algorithms.advantages import ADVANTAGES, estimate
+from engines.algorithms.advantages import ADVANTAGES
+from engines.algorithms.from_config import advantages_of
 from engines.algorithms.inputs import AdvantageBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
@@ -295,12 +296,13 @@ def test_a_kl_in_the_reward_is_taken_off_every_token():
             "kl": {"placement": "reward", "coefficient": 0.5, "estimator": "k1"},
         }
     )
-    result = estimate(batch, algorithm)
+    result = advantages_of(batch, algorithm)
     gap = KL_ESTIMATORS["k1"](batch.logprobs, batch.ref_logprobs)
     by_hand = dataclasses.replace(batch, token_rewards=batch.dense() - 0.5 * gap)
     torch.testing.assert_close(result.advantages, estimated(by_hand, "reinforce").advantages)
     assert "kl_ref" in result.metrics.values()
-    none = estimate(batch, algorithm, kl_coefficient=0.0).advantages
+    kl = algorithm.kl.model_copy(update={"coefficient": 0.0})
+    none = advantages_of(batch, algorithm.model_copy(update={"kl": kl})).advantages
     torch.testing.assert_close(none, estimated(batch, "reinforce").advantages)
 
 
@@ -313,5 +315,5 @@ def nothing(batch, *, scale):
 def test_a_users_own_estimator_by_import_path():
     choice = {"kind": "function", "path": f"{__name__}:nothing", "params": {"scale": 3.0}}
     batch = per_sample([1.0, 2.0], [0, 0])
-    result = estimate(batch, AlgorithmConfig.model_validate({"advantage": choice}))
+    result = advantages_of(batch, AlgorithmConfig.model_validate({"advantage": choice}))
     assert result.advantages.tolist() == [3.0, 6.0]

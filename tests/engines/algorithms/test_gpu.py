@@ -10,9 +10,9 @@ from configs.algorithm.advantages import Advantage
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.advantages import ADVANTAGES
 from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.from_config import objective_of
 from engines.algorithms.jagged import Rows
 from engines.algorithms.losses import POLICY_LOSSES
-from engines.algorithms.objective import Objective
 from engines.train.logprobs import token_statistics
 from tests.engines.algorithms.batches import advantage_batch, policy_batch, vars_of
 
@@ -49,7 +49,7 @@ def test_losses(kind):
         "kl": {"coefficient": 0.1},
         "correction": [{"kind": "truncate"}, {"kind": "reject", "upper": 2.0}, {"kind": "dppo"}],
     }
-    objective = Objective.of(AlgorithmConfig.model_validate(recipe))
+    objective = objective_of(AlgorithmConfig.model_validate(recipe))
     batch = policy_batch(2)
     there = moved(batch)
     logprobs = there.logprobs.requires_grad_(True)

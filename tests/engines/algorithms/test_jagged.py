@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engines.algorithms.groups import moments, whitened
 from engines.algorithms.jagged import BLOCK, Rows, cumulative_sums, discounted_sums, divide
-from engines.algorithms.token_advantages import masked_variance, whitened
 from tests.engines.algorithms.batches import random_rows
 
 LENGTHS = torch.tensor([3, 0, 1, 4, 0])
@@ -91,9 +91,20 @@ def test_discounted_sums_equal_the_recurrence(decay, longest):
 def test_whitening_has_mean_zero_and_variance_one():
     _, mask, generator = random_rows(3, 6)
     values = torch.randn(mask.numel(), generator=generator, dtype=torch.float64) * 5 + 2
-    white = whitened(values, mask)[mask]
+    white = whitened(values, mask.double())[mask]
+    torch.testing.assert_close(white, whitened(values[mask]))
     torch.testing.assert_close(
         white.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0
     )
     torch.testing.assert_close(white.var(), torch.ones((), dtype=torch.float64))
-    assert masked_variance(values, torch.zeros_like(mask)) == 0
+    assert moments(values, torch.zeros_like(values)) == (0, 0)
+
+
+def test_whitening_counts_a_value_as_often_as_it_is_told():
+    values = torch.tensor([1.0, 4.0, float("nan")], dtype=torch.float64)
+    counts = torch.tensor([3.0, 2.0, 0.0], dtype=torch.float64)
+    long = torch.tensor([1.0, 1.0, 1.0, 4.0, 4.0], dtype=torch.float64)
+    torch.testing.assert_close(whitened(values, counts)[:2], whitened(long)[[0, 3]])
+    mean, variance = moments(values, counts)
+    assert (float(mean), float(variance)) == (pytest.approx(2.2), pytest.approx(2.7))
+    assert whitened(values[:1]).tolist() == [0.0]

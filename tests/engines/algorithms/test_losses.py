@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.losses import POLICY_LOSSES
@@ -29,9 +30,9 @@ OVERRIDES = {  # wide enough that random batches meet every branch
 }
 
 
-def objective_of(kind: str, aggregation: str = "token-mean", **more) -> Objective:
+def made(kind: str, aggregation: str = "token-mean", **more) -> Objective:
     loss = {"kind": kind} | OVERRIDES.get(kind, {})
-    return Objective.of(
+    return objective_of(
         AlgorithmConfig.model_validate({"loss": loss, "aggregation": aggregation} | more)
     )
 
@@ -67,7 +68,7 @@ AGGREGATIONS = [
 @given(seed=SEEDS, aggregation=st.sampled_from(AGGREGATIONS))
 def test_micro_batches_and_ranks_add_up_to_the_whole(kind, seed, aggregation):
     more = {"kl": {"coefficient": 0.1}, "correction": [{"kind": "truncate"}, {"kind": "veto"}]}
-    objective = objective_of(kind, aggregation, **more)
+    objective = made(kind, aggregation, **more)
     batch = selected(objective, policy_batch(seed))
     counts = whole(batch)
     loss, gradient, metrics = loss_and_gradient(objective, batch, counts)
@@ -92,7 +93,7 @@ def _order(batch, wanted):
 @EXAMPLES
 @given(seed=SEEDS, order=st.permutations(range(6)))
 def test_the_order_of_rows_does_not_matter(kind, seed, order):
-    objective, batch = objective_of(kind), policy_batch(seed)
+    objective, batch = made(kind), policy_batch(seed)
     loss, gradient, _ = loss_and_gradient(objective, batch, whole(batch))
     moved = rows_of(batch, list(order))
     loss2, gradient2, _ = loss_and_gradient(objective, moved, whole(moved))
@@ -108,7 +109,7 @@ def test_padding_and_what_stands_in_it_do_not_matter(kind, junk):
         "correction": [{"kind": "band"}, {"kind": "reject", "upper": 2.0}, {"kind": "dppo"}],
         "entropy": {"coefficient": 0.1, "floor": 0.5, "top_share": 0.5},
     }
-    objective, batch = objective_of(kind, "seq-mean-token-mean", **more), policy_batch(5)
+    objective, batch = made(kind, "seq-mean-token-mean", **more), policy_batch(5)
     loss, gradient, metrics = loss_and_gradient(objective, batch, whole(batch))
     dirty = {
         name: torch.where(batch.mask, value, junk)
@@ -131,7 +132,7 @@ SMOOTH = [kind for kind in POLICY_LOSSES if kind not in DETACHED]
 
 @pytest.mark.parametrize("kind", SMOOTH)
 def test_gradients_agree_with_finite_differences(kind):
-    objective = objective_of(kind)
+    objective = made(kind)
     batch = selected(objective, policy_batch(11))
     counts = whole(batch)
 
@@ -143,7 +144,7 @@ def test_gradients_agree_with_finite_differences(kind):
 
 @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl", "cispo", "vespo"])
 def test_detached_factors_leave_the_policy_gradient(kind):
-    objective, batch = objective_of(kind, "token-sum"), policy_batch(7)
+    objective, batch = made(kind, "token-sum"), policy_batch(7)
     result = objective.method.loss(batch, **objective.params)
     slope = torch.autograd.grad(result.values.sum(), batch.logprobs)[0]
     own = torch.where(batch.mask, batch.logprobs.detach(), 1.0)
@@ -154,7 +155,7 @@ def test_detached_factors_leave_the_policy_gradient(kind):
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_nothing_to_learn_from_gives_zero_and_no_nan(kind):
-    objective = objective_of(kind, kl={"coefficient": 0.1})
+    objective = made(kind, kl={"coefficient": 0.1})
     full = policy_batch(3)
     masked = dataclasses.replace(full, mask=torch.zeros_like(full.mask))
     empty = rows_of(full, [])
@@ -168,7 +169,7 @@ def test_nothing_to_learn_from_gives_zero_and_no_nan(kind):
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_extreme_ratios_stay_finite(kind):
-    objective, batch = objective_of(kind), policy_batch(2, dtype=torch.float32)
+    objective, batch = made(kind), policy_batch(2, dtype=torch.float32)
     far = dataclasses.replace(batch, old_logprobs=batch.old_logprobs - 60.0)
     loss, gradient, _ = loss_and_gradient(objective, far, whole(far))
     assert torch.isfinite(loss)
@@ -181,7 +182,7 @@ LINEAR = [kind for kind in POLICY_LOSSES if kind not in ("kl_cov", "clip_cov", "
 
 @pytest.mark.parametrize("kind", LINEAR)
 def test_twice_the_advantage_is_twice_the_policy_gradient(kind):
-    objective, batch = objective_of(kind), policy_batch(9)
+    objective, batch = made(kind), policy_batch(9)
     _, gradient, _ = loss_and_gradient(objective, batch, whole(batch))
     doubled = dataclasses.replace(batch, advantages=2 * batch.advantages)
     _, gradient2, _ = loss_and_gradient(objective, doubled, whole(batch))
@@ -238,10 +239,37 @@ def one_token(advantage: float, ratio: float, **more) -> PolicyBatch:
 def test_numbers_worked_out_by_hand(kind, params, advantage, ratio, value, slope):
     algorithm = AlgorithmConfig.model_validate({"loss": {"kind": kind} | params})
     batch = one_token(advantage, ratio)
-    loss, _ = Objective.of(algorithm)(batch, whole(batch))
+    loss, _ = objective_of(algorithm)(batch, whole(batch))
     loss.backward()
     assert loss.item() == pytest.approx(value)
     assert float(batch.logprobs.grad) == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(
+    ("cap", "advantage", "ratio", "low", "high"),
+    [
+        (None, 1.0, 1.5, 0.0, 1.0),
+        (1.4, 1.0, 1.5, 0.0, 1.0),  # the cap is beyond the clip, which binds
+        (1.1, 1.0, 1.5, 0.0, 0.0),  # the cap holds the ratio within the clip's bounds
+        (1.1, -1.0, 1.5, 0.0, 0.0),  # the loss is the clip's, but the ratio is not out of bounds
+        (0.7, -1.0, 1.5, 1.0, 0.0),  # a cap below the clip brings every ratio under its bound
+        (1.1, -1.0, 0.5, 1.0, 0.0),
+    ],
+)
+def test_clip_shares_are_of_the_capped_ratio_as_in_trl(cap, advantage, ratio, low, high):
+    """TRL's clip_ratio metrics compare the ratio after delta with both bounds."""
+    loss = {"kind": "clipped", "clip_low": 0.2, "clip_high": 0.2, "ratio_cap": cap}
+    batch = one_token(advantage, ratio)
+    chosen = objective_of(AlgorithmConfig.model_validate({"loss": loss | {"dual_clip": None}}))
+    metrics = chosen(batch, whole(batch))[1].values()
+    assert (metrics["clip_share_low"], metrics["clip_share_high"]) == (low, high)
+    assert metrics["clip_share"] == low + high
+
+
+def test_an_unknown_rollout_logprob_weighs_one():
+    batch = one_token(1.0, 1.1, rollout_logprobs=torch.full((1,), float("nan")).double())
+    algorithm = AlgorithmConfig.model_validate({"loss": {"kind": "decoupled"}})
+    assert objective_of(algorithm)(batch, whole(batch))[0].item() == pytest.approx(-1.1)
 
 
 def test_decoupled_ppo_weighs_by_the_behaviour_policy_and_drops_what_is_too_heavy():
@@ -251,7 +279,7 @@ def test_decoupled_ppo_weighs_by_the_behaviour_policy_and_drops_what_is_too_heav
         algorithm = AlgorithmConfig.model_validate(
             {"loss": {"kind": "decoupled", "weight_cap": cap}}
         )
-        loss, _ = Objective.of(algorithm)(batch, whole(batch))
+        loss, _ = objective_of(algorithm)(batch, whole(batch))
         assert loss.item() == pytest.approx(expected)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import TokenLoss
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
@@ -19,7 +20,7 @@ from tests.engines.algorithms.batches import policy_batch, vars_of
 
 
 def objective(**recipe) -> Objective:
-    return Objective.of(AlgorithmConfig.model_validate(recipe))
+    return objective_of(AlgorithmConfig.model_validate(recipe))
 
 
 def counts(batch) -> Normaliser:
@@ -43,7 +44,7 @@ def test_terms_add_up():
     assert values["policy_loss"] == pytest.approx(plain.item())
     assert values["kl_ref"] == pytest.approx((gap**2 / 2).mean().item())
     assert full.needs == {"ref_logprobs", "entropy"}
-    louder, _ = full(batch, counts(batch), kl_coefficient=0.6)
+    louder, _ = dataclasses.replace(full, kl_coefficient=0.6)(batch, counts(batch))
     torch.testing.assert_close(louder - loss, 0.3 * (gap**2 / 2).mean())
 
 

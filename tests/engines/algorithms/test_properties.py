@@ -15,15 +15,20 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.from_config import (
+    corrections_of,
+    objective_of,
+    selection_of,
+    shaped_rewards,
+)
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
-from engines.algorithms.objective import Objective, resolved_corrections
-from engines.algorithms.reward_shaping import shape
+from engines.algorithms.objective import Objective
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import (
+    correction_sample_size,
     correction_sums,
-    effective_sample_size,
     gap_sums,
 )
 from engines.algorithms.sample_selection import select
@@ -48,7 +53,7 @@ def counts_of(batch: PolicyBatch) -> Normaliser:
 
 
 def objective(**recipe: object) -> Objective:
-    return Objective.of(AlgorithmConfig.model_validate(recipe))
+    return objective_of(AlgorithmConfig.model_validate(recipe))
 
 
 # --- aggregation ------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ def mismatch_of(batch: PolicyBatch) -> Mismatch:
 def test_a_correction_follows_the_rows_and_ignores_padding(
     name: str, seed: int, order: list[int]
 ) -> None:
-    steps = resolved_corrections(AlgorithmConfig.model_validate(CORRECTED[name]))
+    steps = corrections_of(AlgorithmConfig.model_validate(CORRECTED[name]))
     batch = policy_batch(seed)
     weights, kept = correct(mismatch_of(batch), steps)
     index = token_index(batch.rows, list(order))
@@ -222,7 +227,7 @@ def test_a_correction_follows_the_rows_and_ignores_padding(
 @EXAMPLES
 @given(seed=SEEDS)
 def test_a_correction_does_not_depend_on_micro_batches(name: str, seed: int) -> None:
-    steps = resolved_corrections(AlgorithmConfig.model_validate(CORRECTED[name]))
+    steps = corrections_of(AlgorithmConfig.model_validate(CORRECTED[name]))
     batch = policy_batch(seed)
     whole = correct(mismatch_of(batch), steps)
     for wanted in PARTS:
@@ -236,7 +241,7 @@ def test_a_correction_does_not_depend_on_micro_batches(name: str, seed: int) -> 
 @pytest.mark.parametrize("kind", ["truncate", "band"])
 def test_normalised_weights_have_mean_one(kind: str, level: str) -> None:
     step = {"kind": kind, "level": level, "normalize": True}
-    steps = resolved_corrections(AlgorithmConfig.model_validate({"correction": [step]}))
+    steps = corrections_of(AlgorithmConfig.model_validate({"correction": [step]}))
     batch = policy_batch(12)
     weights, _ = correct(mismatch_of(batch), steps)
     if level == "token":
@@ -249,7 +254,7 @@ def test_normalised_weights_have_mean_one(kind: str, level: str) -> None:
 
 def test_diagnostics_add_up_and_say_what_was_done() -> None:
     recipe = {"correction": [{"kind": "truncate", "upper": 1.2, "lower": 0.8}, {"kind": "veto"}]}
-    steps = resolved_corrections(AlgorithmConfig.model_validate(recipe))
+    steps = corrections_of(AlgorithmConfig.model_validate(recipe))
     batch = policy_batch(14)
     mismatch = mismatch_of(batch)
     weights, kept = correct(mismatch, steps)
@@ -265,10 +270,10 @@ def test_diagnostics_add_up_and_say_what_was_done() -> None:
     assert whole["correction_clipped_high"] == pytest.approx(share) and share > 0
     assert whole["correction_clipped_low"] == pytest.approx(float((ratio < 0.8).double().mean()))
     factor = torch.where(kept, weights, 0.0)[batch.mask]
-    size = effective_sample_size(whole)["correction_effective_sample_size"]
+    size = correction_sample_size(whole)["correction_effective_sample_size"]
     want = float(factor.mean().square() / factor.square().mean())
     assert size == pytest.approx(want, rel=1e-6) and 0 < size < 1
-    assert effective_sample_size({}) == {}
+    assert correction_sample_size({}) == {}
 
 
 def test_weights_made_before_the_update_are_used_as_they_are() -> None:
@@ -303,9 +308,9 @@ def test_a_penalty_follows_the_samples(name: str, seed: int, order: list[int]) -
     groups = torch.randint(0, 3, (8,), generator=generator)
     mask, cut = torch.ones_like(ids, dtype=torch.bool), lengths == 5
     recipe = AlgorithmConfig.model_validate({"shaping": {name: PENALTIES[name]}}).shaping
-    plain = shape(rewards, groups, ids, rows, mask, cut, recipe, max_tokens=5).rewards
+    plain = shaped_rewards(rewards, groups, ids, rows, mask, cut, recipe, max_tokens=5).rewards
     index, order_of_rows = token_index(rows, list(order)), torch.tensor(order)
-    moved = shape(
+    moved = shaped_rewards(
         rewards[order_of_rows],
         groups[order_of_rows],
         ids[index],
@@ -328,7 +333,7 @@ def test_a_selection_follows_the_samples_and_not_their_scale(
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randperm(9, generator=generator).float()  # no ties, which go by order
     groups = torch.arange(9) % 3 * 5
-    steps = AlgorithmConfig.model_validate({"selection": [SELECTIONS[name]]}).selection
+    steps = selection_of(AlgorithmConfig.model_validate({"selection": [SELECTIONS[name]]}))
     plain = select(rewards, groups, steps).keep
     index = torch.tensor(order)
     assert torch.equal(select(rewards[index], groups[index], steps).keep, plain[index])

@@ -5,16 +5,15 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import ShapingConfig
+from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.groups import Groups
 from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import (
     length_penalty,
     overlong_penalty,
     repetition_penalty,
-    shape,
 )
 from engines.algorithms.sample_selection import best_of, informative_groups, select, top_p_groups
-from engines.data.sample_metrics import reward_metrics
 
 GROUPS = torch.tensor([7, 7, -1, -1, 7, 3])
 
@@ -84,7 +83,7 @@ def test_top_p_keeps_the_groups_with_most_deviation():
 def test_selection_steps_see_what_is_left():
     rewards = torch.tensor([3.0, 1.0, 1.0, 1.0, 2.0, 0.5])
     steps = [{"kind": "informative", "keep_lone": False}, {"kind": "best_of", "best": 2}]
-    chosen = AlgorithmConfig.model_validate({"selection": steps}).selection
+    chosen = selection_of(AlgorithmConfig.model_validate({"selection": steps}))
     result = select(rewards, GROUPS, chosen)
     assert result.keep.tolist() == [True, False, False, False, True, False]
     assert result.metrics == {"informative_left_out": 3.0, "best_of_left_out": 1.0}
@@ -96,7 +95,7 @@ def test_selection_steps_see_what_is_left():
 )
 def test_cut_off_samples(policy, reward, tokens):
     rows = Rows.of_lengths(torch.tensor([2, 3]))
-    result = shape(
+    result = shaped_rewards(
         torch.tensor([1.0, 1.0]),
         torch.tensor([0, 0]),
         torch.arange(5),
@@ -116,7 +115,7 @@ def test_penalties_add_to_the_reward():
         {"overlong": {"buffer": 2}, "repetition": {"ngram": 1, "factor": 0.5}, "length": {}}
     )
     rows = Rows.of_lengths(torch.tensor([2, 4]))
-    result = shape(
+    result = shaped_rewards(
         torch.tensor([1.0, 1.0]),
         torch.tensor([0, 0]),
         torch.tensor([1, 2, 3, 3, 3, 3]),
@@ -129,11 +128,3 @@ def test_penalties_add_to_the_reward():
     # Overlong: 0, -1. Repetition: 0, -0.5 * 3/4. Length: +1/2, -1/2.
     assert result.rewards.tolist() == pytest.approx([1.5, 1.0 - 1.0 - 0.375 - 0.5])
     assert result.metrics.values()["penalty_overlong"] == pytest.approx(-0.5)
-
-
-def test_reward_figures():
-    rewards = torch.tensor([1.0, 3.0, 5.0, 5.0, 2.0, float("nan")])
-    figures = reward_metrics(rewards, GROUPS, {"format": torch.ones(6)})
-    assert figures["reward_mean"] == pytest.approx(16 / 5)
-    assert figures["zero_std_groups"] == pytest.approx(0.5)
-    assert figures["format_std"] == 0.0

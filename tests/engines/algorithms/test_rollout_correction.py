@@ -1,4 +1,4 @@
-"""Behaviour-policy corrections and their figures, by hand; parity covers the rest."""
+"""Behaviour-policy corrections and their metrics, by hand; parity covers the rest."""
 
 import math
 
@@ -17,7 +17,11 @@ from engines.algorithms.rollout_correction import (
     truncate,
     veto,
 )
-from engines.algorithms.rollout_correction_metrics import mismatch_metrics, weight_metrics
+from engines.algorithms.rollout_correction_metrics import (
+    effective_sample_size,
+    mismatch_metrics,
+    weight_metrics,
+)
 
 LN2 = math.log(2)
 
@@ -124,11 +128,18 @@ def test_equal_policies_have_no_gap():
         assert gap[name] == pytest.approx(0.0, abs=1e-12)
     assert gap["ppl_ratio"] == pytest.approx(1.0)
     assert gap["training_ppl"] == pytest.approx(4.0)
-    figures = weight_metrics(both, torch.ones(3, dtype=torch.float64), "token", None, 2.0)
-    assert figures["weight_eff_sample_size"] == pytest.approx(1.0)
+    metrics = weight_metrics(both, torch.ones(3, dtype=torch.float64), "token", None, 2.0)
+    assert metrics["weight_eff_sample_size"] == pytest.approx(1.0)
 
 
-def test_no_token_no_figures():
+def test_no_token_no_metrics():
     both = mismatch([[]])
     assert mismatch_metrics(both) == {}
     assert set(CORRECTIONS) >= {"truncate", "band", "reject", "veto", "dppo"}
+
+
+def test_one_heavy_weight_is_worth_one_sample_of_n():
+    for weights, share in (([2.0, 2.0, 2.0, 2.0], 1.0), ([0.0, 3.0, 0.0, 0.0], 0.25)):
+        w = torch.tensor(weights)
+        assert float(effective_sample_size(w.mean(), w.square().mean())) == pytest.approx(share)
+    assert float(effective_sample_size(torch.zeros(()), torch.zeros(()))) == 0.0

@@ -1,0 +1,119 @@
+"""From a recipe's `algorithm` to the functions of this room: names and import paths resolved.
+
+The only file here that knows the settings; the others take functions, tensors and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.algorithm.corrections import ShapingConfig
+from configs.algorithm.methods import Method, UserFunction
+from engines.algorithms.advantages import ADVANTAGES, RewardKL, estimate
+from engines.algorithms.inputs import AdvantageBatch, Advantages
+from engines.algorithms.jagged import Rows
+from engines.algorithms.kl import KL_ESTIMATORS
+from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
+from engines.algorithms.objective import Objective
+from engines.algorithms.reward_shaping import Penalties, Shaped, shape
+from engines.algorithms.rollout_correction import CORRECTIONS, Step
+from engines.algorithms.sample_selection import SELECTIONS, Rule
+from engines.imports import imported
+
+
+def objective_of(algorithm: AlgorithmConfig) -> Objective:
+    """The loss of an update."""
+    method = loss_of(algorithm)
+    in_loss = algorithm.kl.placement == "loss" and algorithm.kl.coefficient > 0
+    return Objective(
+        method=method,
+        params=algorithm.loss.arguments(),
+        aggregation=method.aggregation or algorithm.aggregation,
+        against_rollout=algorithm.ratio_against == "rollout_logprobs",
+        corrections=corrections_of(algorithm),
+        kl=KL_ESTIMATORS[algorithm.kl.estimator] if in_loss else None,
+        kl_coefficient=algorithm.kl.coefficient,
+        kl_unbiased=algorithm.kl.unbiased,
+        entropy_coefficient=algorithm.entropy.coefficient,
+        entropy_floor=algorithm.entropy.floor,
+        entropy_top_share=algorithm.entropy.top_share,
+    )
+
+
+def loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
+    """The policy loss.
+
+    A user's path leads to a function loss(batch, **params) -> TokenLoss, or to a PolicyLoss.
+    """
+    if not isinstance(algorithm.loss, UserFunction):
+        return POLICY_LOSSES[algorithm.loss.kind]
+    found = imported(algorithm.loss.path)
+    return found if isinstance(found, PolicyLoss) else PolicyLoss(loss=found)
+
+
+def corrections_of(algorithm: AlgorithmConfig) -> tuple[Step, ...]:
+    """The corrections with their parameters, in order."""
+    return tuple(
+        (_chosen(step, step.kind, CORRECTIONS), step.arguments()) for step in algorithm.correction
+    )
+
+
+def advantages_of(batch: AdvantageBatch, algorithm: AlgorithmConfig) -> Advantages:
+    """Advantages of a whole batch, after the KL penalty where it is a reward's."""
+    kl, choice = algorithm.kl, algorithm.advantage
+    penalised = kl.placement == "reward" and kl.coefficient > 0
+    return estimate(
+        batch,
+        _chosen(choice, choice.kind, ADVANTAGES),
+        choice.arguments(),
+        RewardKL(estimator=kl.estimator, coefficient=kl.coefficient) if penalised else None,
+    )
+
+
+def shaped_rewards(
+    rewards: Tensor,
+    groups: Tensor,
+    response_ids: Tensor,
+    rows: Rows,
+    mask: Tensor,
+    truncated: Tensor,
+    shaping: ShapingConfig,
+    max_tokens: int,
+) -> Shaped:
+    """reward_shaping.shape as the recipe says; its tensors.
+
+    max_tokens: the longest response in tokens, where the overlong penalty does not say.
+    """
+    overlong = None
+    if shaping.overlong is not None:
+        limit = {"max_tokens": shaping.overlong.max_tokens or max_tokens}
+        overlong = shaping.overlong.model_dump() | limit
+    penalties = Penalties(
+        overlong=overlong,
+        length=None if shaping.length is None else shaping.length.model_dump(),
+        repetition=None if shaping.repetition is None else shaping.repetition.model_dump(),
+    )
+    return shape(rewards, groups, response_ids, rows, mask, truncated, penalties, shaping.truncated)
+
+
+def selection_of(algorithm: AlgorithmConfig) -> tuple[Rule, ...]:
+    """The rules of selection, in order."""
+    return tuple(
+        Rule(
+            name=step.kind,
+            function=_chosen(step, step.kind, SELECTIONS),
+            params=step.arguments(),
+        )
+        for step in algorithm.selection
+    )
+
+
+def _chosen(
+    choice: Method, kind: str, table: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The user's function, or the one of the name in the table."""
+    return imported(choice.path) if isinstance(choice, UserFunction) else table[kind]
