@@ -1,8 +1,6 @@
-"""Figures of a step's samples, as a person reads them on a curve."""
+"""Metrics of a step's samples, as a person reads them on a curve."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -21,63 +19,50 @@ def sample_metrics(
     lengths: NDArray[np.int64],
     groups: NDArray[np.int64],
 ) -> dict[str, float]:
-    """Reward, length and group metrics of all samples of a step, failed ones left out.
+    """Reward, length and group metrics of the samples of a step; a failed one counts nowhere.
 
     Args:
         rewards: [N], the weighted sums; not a number where failed.
-        components: name -> [N], what each reward function gave.
+        components: name -> [N], what each reward function gave; not a number where it failed, or
+            does not apply to the sample (the function returned None).
         failed: [N], scoring failed.
         truncated: [N], ended by the limit of new tokens.
         lengths: [N], response tokens.
         groups: [N], samples of one prompt share a number.
 
-    Each mean's denominator is the number of samples that did not fail; of groups, those with at
-    least one such sample.
+    Returns:
+        samples/total and samples/failed, and over the samples that did not fail, if there are any:
+        response/*, reward/mean, std, min, max (std with the divisor n - 1); over the groups that
+        have such samples: reward/group_std, the mean of their deviations (n - 1; 0 for one sample),
+        and groups/without_variance, the share whose rewards are all equal. reward/<name>: the mean
+        over the samples to which the function applies; absent where it applies to none.
     """
-    good = ~failed
-    metrics = {
-        "samples/total": float(len(rewards)),
-        "samples/failed": float(failed.sum()),
-        "response/tokens_mean": float(lengths.mean()),
-        "response/tokens_max": float(lengths.max()),
-        "response/truncated_fraction": float(truncated.mean()),
-    }
-    if not good.any():
+    metrics = {"samples/total": float(len(rewards)), "samples/failed": float(failed.sum())}
+    good = torch.from_numpy(~failed)
+    if not bool(good.any()):
         return metrics
-    scores, ids = rewards[good], groups[good]
-    _, index = np.unique(ids, return_inverse=True)
-    count = np.bincount(index)
-    mean = np.bincount(index, scores) / count
-    spread = np.sqrt(np.bincount(index, (scores - mean[index]) ** 2) / count)
+    scores = torch.from_numpy(rewards)[good]
+    size = torch.from_numpy(lengths)[good].double()
     metrics |= {
-        "reward/mean": float(scores.mean()),
-        "reward/std": float(scores.std()),
-        "reward/min": float(scores.min()),
-        "reward/max": float(scores.max()),
-        "reward/group_std": float(spread.mean()),
-        "groups/without_variance": float((spread == 0).mean()),
+        "response/tokens_mean": float(size.mean()),
+        "response/tokens_max": float(size.max()),
+        "response/truncated_fraction": float(torch.from_numpy(truncated)[good].double().mean()),
+        **_reward_metrics(scores, torch.from_numpy(groups)[good]),
     }
     for name, component in components.items():
-        metrics[f"reward/{name}"] = float(component[good].mean())
+        given = torch.from_numpy(component)[good].double()
+        if not bool(given.isnan().all()):
+            metrics[f"reward/{name}"] = float(given.nanmean())
     return metrics
 
 
-def reward_metrics(
-    rewards: Tensor, groups: Tensor, components: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """Mean and deviation (divisor n - 1) of the rewards [N] and components [N], NaN left out.
-
-    group_std is the mean over the groups of their deviations, zero_std_groups the share of groups
-    whose rewards are all equal.
-    """
-    group = Groups.of(groups, ~rewards.isnan())
-    counted = group.sizes > 0
-    metrics = {
-        "group_std": group.deviation(rewards)[counted].mean(),
-        "zero_std_groups": group.uniform(rewards)[counted].double().mean(),
+def _reward_metrics(scores: Tensor, groups: Tensor) -> dict[str, float]:
+    by_prompt, whole = Groups.of(groups), Groups.of(torch.zeros_like(groups))
+    return {
+        "reward/mean": float(whole.mean(scores)),
+        "reward/std": float(whole.deviation(scores)),
+        "reward/min": float(scores.min()),
+        "reward/max": float(scores.max()),
+        "reward/group_std": float(by_prompt.deviation(scores).mean()),
+        "groups/without_variance": float(by_prompt.uniform(scores).double().mean()),
     }
-    for name, component in {"reward": rewards, **components}.items():
-        whole = Groups.of(torch.zeros_like(groups), ~component.isnan())
-        metrics[f"{name}_mean"] = component.nanmean()
-        metrics[f"{name}_std"] = whole.deviation(component).squeeze(0)
-    return {name: float(value) for name, value in metrics.items()}

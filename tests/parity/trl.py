@@ -18,7 +18,7 @@ from engines.algorithms.objective import high_entropy
 from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, off_policy_sequence
 from engines.algorithms.sequence_losses import luspo, vespo
 from engines.algorithms.token_losses import cispo, clipped, sapo
-from engines.data.sample_metrics import reward_metrics
+from engines.data.sample_metrics import sample_metrics
 from tests.parity.answers import Adapter, Answer, leaf, shaped
 from tests.parity.vectors import Case
 
@@ -266,13 +266,27 @@ def trl_advantages(case: Case) -> tuple[Tensor, dict[str, float]]:
     else:
         choice = settings.GRPOAdvantage(normalize=p["scale_rewards"], epsilon=1e-4, lone="zero")
     result = ADVANTAGES[choice.kind](batch, **choice.arguments())
-    figures = reward_metrics(rewards, batch.groups, components)
-    metrics = {"reward": figures["reward_mean"], "reward_std": figures["reward_std"]}
+    ours = trl_reward_metrics(rewards, batch.groups)
+    metrics = {"reward": ours["reward/mean"], "reward_std": ours["reward/std"]}
     by_group = choice.kind == "grpo" and choice.normalize != "batch"
-    none_varies = float(figures["reward_std"] == 0)
-    metrics["frac_reward_zero_std"] = figures["zero_std_groups"] if by_group else none_varies
-    metrics |= {f"{n}/{k}": figures[f"{n}_{k}"] for n in names for k in ("mean", "std")}
+    none_varies = float(ours["reward/std"] == 0)
+    metrics["frac_reward_zero_std"] = ours["groups/without_variance"] if by_group else none_varies
+    for name, component in components.items():
+        one = trl_reward_metrics(component, batch.groups)
+        metrics |= {f"{name}/mean": one["reward/mean"], f"{name}/std": one["reward/std"]}
     return result.advantages, metrics
+
+
+def trl_reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, float]:
+    """Our metrics of rewards [N]; what has none (NaN) is left out as a sample that failed."""
+    return sample_metrics(
+        rewards=rewards.numpy(),
+        components={},
+        failed=rewards.isnan().numpy(),
+        truncated=torch.zeros_like(groups, dtype=torch.bool).numpy(),
+        lengths=torch.ones_like(groups).numpy(),
+        groups=groups.numpy(),
+    )
 
 
 def trl_advantages_case(case: Case) -> Answer:

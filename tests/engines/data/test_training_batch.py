@@ -220,3 +220,27 @@ def test_tokens_of_high_entropy_do_not_depend_on_micro_batches(
         losses.append((result.metrics["train/loss"], result.metrics["train/grad_norm"]))
         engine.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_metrics_leave_out_what_failed_and_where_a_function_does_not_apply(store: Store) -> None:
+    nan, status = np.nan, np.full(8, SampleStatus.OK, dtype=np.int64)
+    status[0], status[7] = SampleStatus.FAILED, SampleStatus.TRUNCATED
+    ref = samples(
+        store,
+        status=status,
+        reward=np.array([nan, 0.0, 0.1, 0.1, 1.0, 3.0, 0.0, 0.0], dtype=np.float32),
+        **{
+            "score/a": np.array([nan, 0.0, 0.5, nan, 1.0, 3.0, nan, nan], dtype=np.float32),
+            "score/never": np.full(8, nan, dtype=np.float32),  # None for every sample
+        },
+    )
+    metrics = trained(store, ref, advantage={"kind": "grpo"}).metrics
+    assert not [name for name, value in metrics.items() if np.isnan(value)]
+    assert metrics["samples/failed"] == 1
+    assert metrics["reward/a"] == pytest.approx((0.0 + 0.5 + 1.0 + 3.0) / 4)
+    assert "reward/never" not in metrics
+    assert metrics["reward/mean"] == pytest.approx(4.2 / 7)
+    assert metrics["response/tokens_mean"] == pytest.approx((5 + 4 + 2 + 6 + 3 + 0 + 4) / 7)
+    assert metrics["response/truncated_fraction"] == pytest.approx(1 / 7)
+    assert metrics["reward/group_std"] == pytest.approx(2**0.5 / 4)  # of groups 0, 0, sqrt 2, 0
+    assert metrics["groups/without_variance"] == pytest.approx(3 / 4)
