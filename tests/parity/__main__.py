@@ -17,7 +17,7 @@ from tests.parity import advantages, corrections, policy, primitives, shaping, t
 from tests.parity.answers import Adapter, Answer
 from tests.parity.check import Outcome, check, in_dtype
 from tests.parity.known import table
-from tests.parity.vectors import Case, read_folder
+from tests.parity.vectors import Case, read_folder, vector_files
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -89,6 +89,9 @@ def main(arguments: list[str]) -> int:
         return 0
     if options.folder is None:
         parser.error("name a folder of vectors")
+    others = [path.name for path, ours in vector_files(options.folder).items() if not ours]
+    if others:
+        print(f"not looked at, their cases name no function: {', '.join(others)}")
     cases = [c for c in read_folder(options.folder) if options.only in c.function]
     if not cases:
         print(f"{options.folder} holds no vectors.", file=sys.stderr)

@@ -81,7 +81,8 @@ def _judged(case: Case, beyond: list[_Gap]) -> Outcome:
 
 def _known(case: Case, gap: _Gap) -> Known | None:
     for known in KNOWN_DIFFERENCES:
-        fits = fnmatch(case.function, known.function) and fnmatch(case.name, known.case)
+        named = any(fnmatch(case.function, pattern) for pattern in known.functions)
+        fits = named and fnmatch(case.name, known.case)
         if fits and _covers(known, case, gap):
             return known
     return None

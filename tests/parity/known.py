@@ -10,15 +10,15 @@ from typing import Literal
 class Known:
     """One deliberate difference; patterns as in a shell (`*` matches anything)."""
 
-    function: str
-    case: str
+    functions: tuple[str, ...]
+    case: str = "*"
     output: str
     # anywhere; only where the mask is 0; the reference refuses, or has NaN, and we give numbers
     where: Literal["anywhere", "padding", "refused", "nan"]
     reference: str  # what the reference does
     ours: str  # what we do
     why: str
-    vectors: str  # names of ours that show it; "-" where none of them does
+    vectors: str  # names of those that show it
 
     @property
     def reason(self) -> str:
@@ -26,146 +26,93 @@ class Known:
         return f"reference: {self.reference}; ours: {self.ours} ({self.why})"
 
 
+_FEW = "with less than two values there is nothing to scale; a small batch must not end a run"
+
 KNOWN_DIFFERENCES: tuple[Known, ...] = (
     Known(
-        function="grpo_passk",
-        case="*",
+        functions=("grpo_passk",),
         output="*",
         where="refused",
         reference="refuses a group of one",
         ours="advantage 0",
-        why="a sample that failed must not stop the step; alone, it leads nobody",
+        why="failed samples can leave a group of one, which must not end a run; a lone sample leads "
+        "nobody",
         vectors="grpo_passk/group_of_one",
     ),
     Known(
-        function="opo",
-        case="*",
-        output="*",
-        where="nan",
-        reference="NaN for a group without tokens",
-        ours="0: there is no token to give it to",
-        why="no NaN from empty rows",
-        vectors="opo/group_without_tokens",
-    ),
-    Known(
-        function="remax",
-        case="*",
-        output="advantages",
-        where="padding",
-        reference="the return stands at masked tokens inside a response",
-        ours="0 there",
-        why="an advantage of a masked token is never used; 0 keeps statistics clean",
-        vectors="remax/holes",
-    ),
-    Known(
-        function="gae",
-        case="*",
+        functions=("gae", "reinforce_plus_plus*", "gdpo", "masked_whiten"),
         output="*",
         where="refused",
         reference="refuses to whiten one token",
-        ours="advantage 0 (the value less its mean)",
-        why="no refusal from small batches",
-        vectors="gae/one_valid_token",
+        ours="the value less its mean, 0",
+        why=_FEW,
+        vectors="gae/one_valid_token, masked_whiten/one_valid_token",
     ),
     Known(
-        function="reinforce_plus_plus*",
-        case="*",
+        functions=("masked_var",),
         output="*",
         where="refused",
-        reference="refuses to whiten one token",
-        ours="advantage 0 (the value less its mean)",
-        why="no refusal from small batches",
-        vectors="-",
-    ),
-    Known(
-        function="gdpo",
-        case="*",
-        output="*",
-        where="refused",
-        reference="refuses to whiten one token",
-        ours="advantage 0 (the value less its mean)",
-        why="no refusal from small batches",
-        vectors="-",
-    ),
-    Known(
-        function="masked_var",
-        case="*",
-        output="*",
-        where="refused",
-        reference="refuses fewer than two values (one, or none)",
+        reference="refuses one value, or none",
         ours="variance 0",
-        why="no refusal from small batches",
+        why=_FEW,
         vectors="masked_var/one_valid_token, masked_var/empty_mask",
     ),
     Known(
-        function="masked_whiten",
-        case="*",
-        output="*",
-        where="refused",
-        reference="refuses fewer than two values",
-        ours="the value less its mean, 0",
-        why="no refusal from small batches",
-        vectors="masked_whiten/one_valid_token",
-    ),
-    Known(
-        function="agg_loss",
-        case="*all_masked*",
-        output="*",
-        where="nan",
-        reference="NaN for a batch without a valid token",
-        ours="loss 0, gradient 0",
-        why="a rank may hold an empty micro-batch",
-        vectors="agg_loss/token-mean/all_masked, agg_loss/seq-mean-token-sum/all_masked, agg_loss/seq-mean-token-mean/all_masked, agg_loss/seq-mean-token-sum-norm/all_masked",
-    ),
-    Known(
-        function="agg_loss",
-        case="*nan_in_padding*",
-        output="*",
-        where="nan",
-        reference="NaN in the padding spoils the sequence modes",
-        ours="what stands in the padding is never used",
-        why="the result does not depend on padding",
-        vectors="agg_loss/seq-mean-token-sum/nan_in_padding, agg_loss/seq-mean-token-mean/nan_in_padding, agg_loss/seq-mean-token-sum-norm/nan_in_padding",
-    ),
-    Known(
-        function="group_filter",
-        case="*acc*",
-        output="*",
-        where="anywhere",
-        reference="equal rewards such as 0.1, 0.1, 0.1 can have a deviation that is not exactly 0",
-        ours="rewards that are equal have no variance",
-        why="DAPO drops groups whose rewards are equal",
-        vectors="group_filter/tenths/acc",
-    ),
-    Known(
-        function="rollout_*",
-        case="*",
+        functions=("rollout_*",),
         output="*",
         where="refused",
         reference="refuses a batch without a valid token",
-        ours="weights 0, no figures",
-        why="no refusal from empty batches",
+        ours="weights 0, no metrics",
+        why="a rank may hold a micro-batch whose tokens are all masked",
         vectors="is_weights/token/no_valid, is_weights/sequence/no_valid",
     ),
     Known(
-        function="trl_sampling_correction",
-        case="*",
-        output="importance_sampling_ratio",
-        where="padding",
-        reference="a ratio of 1 (bounded) in the padding",
-        ours="0 there",
-        why="the weight of padding is never used",
-        vectors="trl_sampling_correction/token_truncate/None/2.0, trl_sampling_correction/token_mask/0.5/2.0",
+        functions=("agg_loss",),
+        case="*nan_in_padding*",
+        output="*",
+        where="nan",
+        reference="NaN in the padding spoils the sequence modes (not the token modes)",
+        ours="what stands in the padding is never used, in any mode",
+        why="the same rows give the same loss with and without padding",
+        vectors="agg_loss/seq-mean-token-sum/nan_in_padding, agg_loss/seq-mean-token-mean/nan_in_padding, agg_loss/seq-mean-token-sum-norm/nan_in_padding",
     ),
     Known(
-        function="*",
-        case="*",
+        functions=("*",),
         output="*",
         where="nan",
         reference="NaN where there is nothing to average (no valid token)",
         ours="0, with gradient 0",
-        why="no NaN from empty rows or batches",
-        vectors="-",
+        why="one empty row, group or micro-batch must not make the whole step's loss NaN",
+        vectors="opo/group_without_tokens, agg_loss/token-mean/all_masked, agg_loss/seq-mean-token-sum/all_masked, agg_loss/seq-mean-token-mean/all_masked, agg_loss/seq-mean-token-sum-norm/all_masked",
+    ),
+    Known(
+        functions=("group_filter",),
+        case="*acc*",
+        output="*",
+        where="anywhere",
+        reference="keeps a group of equal rewards such as 0.1, 0.1, 0.1, whose computed deviation is "
+        "not exactly 0",
+        ours="left out: rewards that are equal have no variance",
+        why="DAPO leaves out groups whose rewards are equal; rounding is no reason to keep one",
+        vectors="group_filter/tenths/acc",
+    ),
+    Known(
+        functions=("remax",),
+        output="advantages",
+        where="padding",
+        reference="the return stands at masked tokens inside a response (tool output)",
+        ours="0 there",
+        why="they do not train, and statistics over all tokens are not disturbed",
+        vectors="remax/holes",
+    ),
+    Known(
+        functions=("trl_sampling_correction",),
+        output="importance_sampling_ratio",
+        where="padding",
+        reference="a ratio of 1 (bounded) in the padding",
+        ours="0 there",
+        why="padding is not stored here at all; the weight of a masked token is never used",
+        vectors="trl_sampling_correction/token_truncate/None/2.0, trl_sampling_correction/token_mask/0.5/2.0",
     ),
 )
 
@@ -174,7 +121,7 @@ def table() -> str:
     """The differences as a Markdown table, as docs/algorithms.md has it."""
     lines = ["| function | vectors | reference | ours | why |", "|---|---|---|---|---|"]
     lines += [
-        f"| `{k.function}` | {k.vectors} | {k.reference} | {k.ours} | {k.why} |"
+        f"| {', '.join(f'`{name}`' for name in k.functions)} | {k.vectors} | {k.reference} | {k.ours} | {k.why} |"
         for k in KNOWN_DIFFERENCES
     ]
     return "\n".join(lines)

@@ -75,9 +75,22 @@ def _numbers(value: Json) -> Json:
     return float(value) if isinstance(value, str | bool) else value
 
 
+def vector_files(folder: Path) -> dict[Path, bool]:
+    """Every JSON file of a folder, in the order of the names, and whether it is of this format."""
+    return {
+        path: _is_vectors(json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))
+    }
+
+
+def _is_vectors(content: Json) -> bool:
+    """Whether every case names a function; other vectors lie beside ours in other forms."""
+    cases = content.get("cases")
+    return isinstance(cases, list) and all("function" in case for case in cases)
+
+
 def read_folder(folder: Path) -> Iterator[Case]:
-    """The cases of every JSON file of a folder, in the order of the names."""
-    for path in sorted(folder.glob("*.json")):
+    """The cases of the files of this format, in the order of the files' names."""
+    for path in (path for path, ours in vector_files(folder).items() if ours):
         content = json.loads(path.read_text())
         default = content.get("default_tolerance", {"rtol": 1e-5, "atol": 1e-6})
         for record in content["cases"]:
