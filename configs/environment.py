@@ -1,12 +1,24 @@
-"""The environment variables that Refrain reads. No other module reads one."""
+"""What Refrain reads of its environment: variables, which no other module reads, and the folder."""
 
 import os
+import sys
 from collections.abc import Iterable
 
 
 def user() -> str:
     """Who started this process, for lease owners and run tags."""
     return os.environ.get("USER") or os.environ.get("LOGNAME") or "unknown"
+
+
+def import_from_working_folder() -> None:
+    """Let modules of the working folder be imported, as `python -m` does: a user's reward is there.
+
+    At the end of the path, where a folder `configs` or `tasks` of the user's hides none of ours. The
+    processes of a run take the path over.
+    """
+    folder = os.getcwd()
+    if not {"", folder} & set(sys.path):
+        sys.path.append(folder)
 
 
 def visible_gpus() -> tuple[str, ...] | None:

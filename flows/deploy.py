@@ -3,24 +3,13 @@
     python -m flows.deploy [NAME …] [--notify TYPE/BLOCK]
 
 With them come their work pool and the automations of infra/automations.yaml. Doing it again brings
-them up to date.
+them up to date. Runs will work in the folder that this is called in.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL
-
-from tasks.launch.registration import (
-    check_server,
-    ensure_pools,
-    register_automations,
-    register_deployments,
-)
-from tasks.launch.server import ServerError
 
 
 def main() -> int:
@@ -35,6 +24,17 @@ def main() -> int:
         "--notify", metavar="TYPE/BLOCK", help="notification block that the automations use"
     )
     arguments = parser.parse_args()
+    from prefect.client.orchestration import get_client  # late, so that --help answers at once
+    from prefect.settings import PREFECT_API_URL
+
+    from tasks.launch.registration import (
+        check_server,
+        ensure_pools,
+        register_automations,
+        register_deployments,
+    )
+    from tasks.launch.server import ServerError
+
     try:
         api = check_server(PREFECT_API_URL.value())
         with get_client(sync_client=True) as client:

@@ -217,10 +217,10 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
             packages = (path.partition(":")[0].partition(".")[0],)
         case MathReward():
             path, params = "engines.rewards.builtin:math_scorer", {"reward": reward}
-            packages = ("refrain", "math-verify")
+            packages = ("refrain-rl", "math-verify")
         case ReasoningGymReward():
             path = "engines.rewards.builtin:reasoning_gym_scorer"
-            packages = ("refrain", "reasoning-gym")
+            packages = ("refrain-rl", "reasoning-gym")
             params = {"reward": reward, "source": data.source}
     return Start(
         name=reward.path if isinstance(reward, FunctionReward) else reward.label,

@@ -20,7 +20,7 @@ def open_backend(uri: str, options: Mapping[str, object]) -> Backend:
             return S3Backend(path, options)
         except ImportError as error:
             raise StoreError(
-                f"{uri} needs the package s3fs. Install it: pip install 'refrain[s3]'."
+                f"{uri} needs the package s3fs. Install it: pip install 'refrain-rl[s3]'."
             ) from error
     import fsspec
 

@@ -114,7 +114,7 @@ class Tracker:
             experiment = self._run.info.experiment_id
             return f"{self._uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}"
         shown = f"mlflow ui --backend-store-uri {self._uri}  (run {self._run.info.run_name}"
-        return f"{shown})" if _has_pages() else f"{shown}; needs the extra ui: README)"
+        return f"{shown})" if _has_pages() else f"{shown}; needs pip install 'refrain-rl[ui]')"
 
     @property
     def last_step(self) -> int | None:

@@ -34,7 +34,7 @@ FAILED = 1
 
 def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     """Run a flow from the command line's words; returns the exit code."""
-    arguments = _parser(model).parse_args(list(words) or sys.argv[1:])
+    arguments = _parser(model).parse_intermixed_args(list(words) or sys.argv[1:])
     quiet_libraries()
     from tasks.run.forking import origin_of_fork  # late, so that --help answers at once
     from tasks.run.preflight import check

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,14 +18,14 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import ObjectNotFound
 from pydantic import TypeAdapter
 
+from configs.environment import import_from_working_folder
 from configs.flows import SETTINGS
 from configs.recipe import load_recipe
 from tasks.launch.server import ServerError
 
-CHECKOUT = Path(__file__).parents[2]  # the folder with flows/ and infra/
-
-PREFECT_FILE = CHECKOUT / "infra/prefect.yaml"
-AUTOMATIONS_FILE = CHECKOUT / "infra/automations.yaml"
+INFRA = Path(str(files("infra")))  # a package of files, so that an installed Refrain has them too
+PREFECT_FILE = INFRA / "prefect.yaml"
+AUTOMATIONS_FILE = INFRA / "automations.yaml"
 MESSAGE = "{{ automation.description }}\n\n{{ event.event }} {{ event.payload }}"
 
 
@@ -65,8 +67,7 @@ def register_deployments(names: list[str]) -> None:
     chosen = [word for name in names for word in ("--name", name)] or ["--all"]
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", *chosen]
     done = subprocess.run(
-        [*command, "--prefect-file", str(PREFECT_FILE.relative_to(CHECKOUT))],
-        cwd=CHECKOUT,
+        [*command, "--prefect-file", str(PREFECT_FILE)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -120,8 +121,18 @@ def recipe(name: str, settings: dict[str, Any] | None = None, flow: str = "grpo"
     """A recipe for a flow, checked and complete, as `config`; `settings` are changes by dotted name.
 
     Complete, so that the form shows every value of the run, and a later change of a default needs
-    a new `make deploy` to take effect.
+    a new `make deploy` to take effect. Runs work in the folder that is deployed from, `directory`.
     """
     words = [f"{key}={value}" for key, value in (settings or {}).items()]
     config = load_recipe(SETTINGS[flow], name, words)
-    return {"config": config.model_dump(mode="json"), "directory": str(CHECKOUT)}
+    return {"config": config.model_dump(mode="json"), "directory": str(Path.cwd())}
+
+
+def work_in(directory: str) -> dict[str, str]:
+    """A pull step: the flow works in this folder and may import modules that are there.
+
+    Prefect's own step `set_working_directory` does the first alone.
+    """
+    os.chdir(directory)
+    import_from_working_folder()
+    return {"directory": os.getcwd()}

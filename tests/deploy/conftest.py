@@ -45,9 +45,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -67,6 +67,8 @@ class Platform:
     home: Path
     port: int = field(default_factory=free_port)
     database: str | None = None  # SQLAlchemy address; None: SQLite
+    python: str | Path = sys.executable
+    variables: dict[str, str] = field(default_factory=environment)  # for all that it starts
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
     worker: subprocess.Popen[Any] | None = None
 
@@ -80,11 +82,12 @@ class Platform:
 
     @property
     def environment(self) -> dict[str, str]:
-        return environment(
-            PREFECT_API_URL=self.api,
-            PREFECT_HOME=str(self.home / "prefect"),
-            PREFECT_WORKER_QUERY_SECONDS="1",
-        )
+        return {
+            **self.variables,
+            "PREFECT_API_URL": self.api,
+            "PREFECT_HOME": str(self.home / "prefect"),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+        }
 
     def start_server(self) -> None:
         settings = {
@@ -97,7 +100,7 @@ class Platform:
         if self.database is not None:
             settings["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self.database
         words = ["server", "start", "--host", "127.0.0.1", "--port", str(self.port)]
-        server = self.start(words, "server.log", environment(**settings))
+        server = self.start(words, "server.log", {**self.variables, **settings})
         until = time.monotonic() + 120
         while time.monotonic() < until:
             assert server.poll() is None, self.log("server.log")
@@ -114,7 +117,7 @@ class Platform:
     def start(self, words: list[str], log: str, variables: dict[str, str]) -> subprocess.Popen[Any]:
         with (self.home / log).open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "prefect", *words],
+                [self.python, "-m", "prefect", *words],
                 cwd=self.home,
                 env=variables,
                 stdout=out,
@@ -130,7 +133,7 @@ class Platform:
     def deploy(self, *words: str) -> subprocess.CompletedProcess[str]:
         """What `make deploy` runs."""
         return subprocess.run(
-            [sys.executable, "-m", "flows.deploy", *words],
+            [self.python, "-m", "flows.deploy", *words],
             cwd=self.home,
             env=self.environment,
             capture_output=True,
