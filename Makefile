@@ -8,7 +8,7 @@ export UV_HTTP_TIMEOUT ?= 300
 # Every run starts a dozen Python processes: without bytecode each would compile torch anew.
 export UV_COMPILE_BYTECODE ?= 1
 
-.PHONY: demo test check deploy clean
+.PHONY: demo test check deploy lock clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
@@ -21,10 +21,24 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
 # Registers infra/prefect.yaml and infra/automations.yaml on the server that PREFECT_API_URL names.
 deploy: $(VENV)/.demo
 	$(BIN)/python -m flows.deploy $(NAMES) $(if $(NOTIFY),--notify $(NOTIFY))
+
+# What the images of Dockerfile install, to the version and digest (docs/decisions/lock-file.md). A version
+# that is locked stays while it fits pyproject.toml; UPGRADE=1 takes the newest. torch for a CPU comes from
+# PyTorch's own index, or from the wheel folder; the others' torch from the package index.
+LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_28 --custom-compile-command "make lock" $(if $(UPGRADE),--upgrade)
+
+lock: | $(BIN)/uv
+	$(LOCK) pyproject.toml --group build --extra cpu --extra demo --extra s3 --extra hub --extra kubernetes \
+		$(if $(UV_FIND_LINKS),,--torch-backend cpu) -o infra/locks/cpu.txt
+	UV_FIND_LINKS= $(LOCK) --no-config pyproject.toml --group build --extra gpu --extra s3 --extra hub \
+		--extra kubernetes -o infra/locks/gpu.txt
+	UV_FIND_LINKS= $(LOCK) --group mlflow-server -o infra/locks/mlflow.txt
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)

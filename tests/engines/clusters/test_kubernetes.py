@@ -137,8 +137,8 @@ def test_the_runs_manifest_names_settings_that_exist() -> None:
     (run,) = [path for path in MANIFESTS if path.name == "run.yaml"]
     (container,) = yaml.safe_load(run.read_text())["spec"]["template"]["spec"]["containers"]
     words = container["args"]
-    assert words[:3] == ["python", "-m", "flows.grpo"]
-    made = load_recipe(GRPOConfig, words[3], words[4:])
+    assert words[:2] == ["refrain", "grpo"]
+    made = load_recipe(GRPOConfig, words[2], words[3:])
     assert made.cluster.kind == "kubernetes"
 
 
