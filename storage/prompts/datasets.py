@@ -29,8 +29,8 @@ class HubRows(PromptSource):
         except ImportError:
             raise ValueError(
                 f"data.source is the hub dataset {config.name}, and the datasets library is not "
-                "installed. Install the extra 'hub' (pip install 'refrain-rl[hub]'), or give a file with "
-                "data.source.kind = file."
+                "installed. Install the extra 'hub' (pip install 'refrain-rl[hub]'), or give a file "
+                "with data.source.kind = file."
             ) from None
         self.name = config.name
         try:
