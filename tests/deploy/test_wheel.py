@@ -29,6 +29,7 @@ class Installed:
     """An environment with the wheel in it."""
 
     bin: Path
+    version: str
 
     @property
     def environment(self) -> dict[str, str]:
@@ -71,14 +72,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     )
     shutil.rmtree(source)
     (wheel,) = home.glob("*.whl")
-    assert wheel.name.startswith("refrain_rl-")
+    name, version, *_ = wheel.name.split("-")
+    assert name == "refrain_rl"
     venv.create(home / "venv", symlinks=True)
     python = home / "venv/bin/python"
     install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", "--python", python, *install], check=True)
     (packages,) = (home / "venv/lib").glob("python*/site-packages")
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
-    return Installed(bin=python.parent)
+    return Installed(bin=python.parent, version=version)
 
 
 def test_every_package_comes_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ print(json.dumps([version("refrain-rl"), sys.path, list(map(str, folders)), type
     done = installed.run("python", "-c", program, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     version, path, folders, typed, infra = json.loads(done.stdout)
-    assert version
+    assert version == installed.version
     assert str(ROOT) not in path
     environment = installed.bin.parent
     assert all(Path(folder).is_relative_to(environment) for folder in folders)
@@ -155,6 +157,7 @@ def test_a_run_with_a_reward_of_the_users_own(installed: Installed, tmp_path: Pa
     (run,) = (tmp_path / ".refrain/store").iterdir()
     commit = json.loads((run / "steps/000001/commit.json").read_text())
     assert "my_rewards:short" in json.dumps(commit)
+    assert json.loads((run / "run.json").read_text())["body"]["code"] == installed.version
     audited = installed.run("refrain", "audit", run.name, folder=tmp_path)
     assert audited.returncode == 0, audited.stdout + audited.stderr
 
