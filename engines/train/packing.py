@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from engines.train.partition import partition
+from engines.train.partition import contiguous_cuts, partition
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -138,23 +138,6 @@ def plan_logprobs(
                 ranks=tuple(tuple(unit.rows for unit in micros) for micros in ranks if micros)
             )
         count += 1
-
-
-def contiguous_cuts(costs: Floats, parts: int) -> list[int]:
-    """Edges [parts + 1] of contiguous ranges whose largest cost is the least possible."""
-    sums = np.concatenate([[0.0], np.cumsum(costs)])
-
-    def cut(limit: float) -> list[int]:
-        edges = [0]
-        for _ in range(parts):
-            edges.append(int(np.searchsorted(sums, sums[edges[-1]] + limit, side="right")) - 1)
-        return edges
-
-    low, high = float(sums[-1]) / parts, float(sums[-1])
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if cut(middle)[-1] == len(costs) else (middle, high)
-    return [*cut(high * (1 + 1e-12))[:-1], len(costs)]
 
 
 def _plan_step(

@@ -68,6 +68,3 @@ COLUMNS: dict[str, Declared] = {
     "attempt": Declared("dense", "I64", "attempt that made the row, [N]"),
     "row": Declared("json", "U8", "the dataset row (prompts only)"),
 }
-
-# Columns whose lengths count as tokens when a batch is balanced.
-TOKENS = ("prompt_ids", "response_ids")

@@ -79,7 +79,7 @@ class _Part:
     """The rows of one column that lie in one source."""
 
     source: Source
-    name: str  # of the column in the source
+    name: str  # of the column
     stored: StoredColumn
     rows: NDArray[np.int64]  # ascending, without repeats
     ranges: list[tuple[int, int]]  # of bytes: one for each run of neighbouring rows
@@ -137,8 +137,8 @@ def lengths(store: Store, name: str, column: ColumnRef) -> NDArray[np.int64]:
         raise ValueError(f"Column {name!r} is dense: its rows have no lengths.")
     known = heads(store, set(column.sources))
     held = []
-    for source, stored_name in zip(column.sources, column.stored, strict=True):
-        offsets = _stored(known, source, stored_name, column).offsets
+    for source in column.sources:
+        offsets = _stored(known, source, name, column).offsets
         held.append(np.diff(offsets) if offsets is not None else np.zeros(0, np.int64))
     every = np.concatenate([np.zeros(0, np.int64), *held])
     return every[column.index.array()]
@@ -198,12 +198,10 @@ def _plan(
             spread[view] = _spread(column)
         parts = []
         for number, rows in spread[view].rows:
-            source, stored_name = column.sources[number], column.stored[number]
-            stored = _stored(known, source, stored_name, column)
+            source = column.sources[number]
+            stored = _stored(known, source, name, column)
             ranges = _byte_ranges(stored.byte_offsets(), rows)
-            parts.append(
-                _Part(source=source, name=stored_name, stored=stored, rows=rows, ranges=ranges)
-            )
+            parts.append(_Part(source=source, name=name, stored=stored, rows=rows, ranges=ranges))
         plans[name] = (parts, spread[view].order)
     return plans
 

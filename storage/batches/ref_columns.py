@@ -31,9 +31,8 @@ class ColumnRef:
     kind: Kind
     dtype: str  # safetensors code of the values
     shape: tuple[int, ...]  # of one row (dense), or of one element of a row
-    stored: tuple[str, ...]  # the column's name in each source
-    sources: tuple[Source, ...]
-    index: RowIndex
+    sources: tuple[Source, ...]  # which hold it under its name
+    index: RowIndex  # [N] numbers of rows, through all sources
 
 
 def type_of(column: ColumnRef) -> tuple[str, str, tuple[int, ...]]:
@@ -56,24 +55,23 @@ def prune(sources: tuple[Source, ...], index: RowIndex) -> tuple[RowIndex, list[
     return RowIndex(rows - edges[owner] + starts[owner]), [int(number) for number in used]
 
 
-def concat(parts: Sequence[ColumnRef]) -> tuple[tuple[Source, ...], tuple[str, ...], RowIndex]:
-    """One row index over the union of the parts' sources."""
-    union: dict[tuple[Source, str], int] = {}
+def concat(parts: Sequence[ColumnRef]) -> tuple[tuple[Source, ...], RowIndex]:
+    """The union of the parts' sources, and one row index over it."""
+    union: dict[Source, int] = {}
     total = 0
     pieces = []
     for part in parts:
         edges = np.concatenate([[0], np.cumsum([s.rows for s in part.sources])]).astype(np.int64)
         starts = np.zeros(max(len(part.sources), 1), np.int64)
-        for number, source in enumerate(zip(part.sources, part.stored, strict=True)):
+        for number, source in enumerate(part.sources):
             if source not in union:
                 union[source] = total
-                total += source[0].rows
+                total += source.rows
             starts[number] = union[source]
         rows = part.index.array()
         owner = np.searchsorted(edges, rows, side="right") - 1
         pieces.append(RowIndex(rows - edges[owner] + starts[owner]))
-    sources = tuple(source for source, _ in union)
-    return sources, tuple(stored for _, stored in union), RowIndex.concat(pieces)
+    return tuple(union), RowIndex.concat(pieces)
 
 
 def shared(columns: dict[str, ColumnRef]) -> dict[str, ColumnRef]:
@@ -85,7 +83,6 @@ def shared(columns: dict[str, ColumnRef]) -> dict[str, ColumnRef]:
             kind=column.kind,
             dtype=column.dtype,
             shape=column.shape,
-            stored=column.stored,
             sources=sources.setdefault(column.sources, column.sources),
             index=indices.setdefault(column.index, column.index),
         )

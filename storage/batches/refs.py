@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from pydantic_core import CoreSchema, core_schema
 
 from storage.batches import reading, ref_columns
-from storage.batches.balance import balanced
-from storage.batches.columns import TOKENS, Kind
+from storage.batches.columns import Kind
 from storage.batches.format import DTYPES
 from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.rows import RowIndex
@@ -36,10 +35,24 @@ KINDS = ("dense", "jagged", "str", "json")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BatchRef:
-    """Rows and columns kept in a store. Frozen; JSON and pickle hold metadata only."""
+    """Rows and columns kept in a store. Frozen; JSON and pickle hold metadata only.
 
-    count: int  # rows
-    columns: Mapping[str, ColumnRef]
+    Operations return new refs and read nothing; `fetch` and its kin read from the store.
+
+    Example: three samples of two prompts; the samples of the first, as arrays
+        ref = write_batch(store, "run/samples.safetensors", {
+            "response_ids": [[7, 8], [9], [4, 5, 6]],  # jagged, 6 tokens
+            "reward": np.array([1.0, 0.0, 1.0], np.float32),  # dense, [3]
+            "group_id": np.array([0, 0, 1]),
+        })
+        repr(ref)  # BatchRef(3 rows: response_ids, reward, group_id)
+        first = ref[["response_ids", "reward"]].rows(0, 2)
+        first.fetch_numpy(store, "reward")  # ([1.0, 0.0], None)
+        first.fetch_numpy(store, "response_ids")  # ([7, 8, 9], offsets [0, 2, 3])
+    """
+
+    count: int  # rows, N
+    columns: Mapping[str, ColumnRef]  # by name; all of N rows
 
     def __len__(self) -> int:
         return self.count
@@ -77,15 +90,6 @@ class BatchRef:
             self.column(name)
         return self[[name for name in self.names if name not in names]]
 
-    def rename(self, names: Mapping[str, str]) -> BatchRef:
-        """Columns under new names, {old: new}."""
-        for name in names:
-            self.column(name)
-        renamed = {names.get(name, name): column for name, column in self.columns.items()}
-        if len(renamed) != len(self.columns):
-            raise ValueError(f"Renaming {dict(names)} gives two columns one name.")
-        return BatchRef(self.count, renamed)
-
     def rows(self, start: int, stop: int) -> BatchRef:
         """Rows start to stop (not included), as slices count them."""
         start, stop, _ = slice(start, stop).indices(self.count)
@@ -120,7 +124,6 @@ class BatchRef:
                 kind=column.kind,
                 dtype=column.dtype,
                 shape=column.shape,
-                stored=tuple(column.stored[number] for number in used),
                 sources=tuple(column.sources[number] for number in used),
                 index=index,
             )
@@ -144,7 +147,7 @@ class BatchRef:
             if set(ref.names) != set(first.names):
                 odd = ", ".join(sorted(set(ref.names) ^ set(first.names)))
                 raise ValueError(f"Batch {number} and batch 0 do not both have column {odd}.")
-        done: dict[tuple[object, ...], tuple[tuple[Source, ...], tuple[str, ...], RowIndex]] = {}
+        done: dict[tuple[tuple[int, int], ...], tuple[tuple[Source, ...], RowIndex]] = {}
         columns = {}
         for name in first.names:
             parts = [ref.columns[name] for ref in refs]
@@ -154,52 +157,29 @@ class BatchRef:
                         f"Column {name!r} is {ref_columns.type_of(part)} in batch {number}, "
                         f"{ref_columns.type_of(parts[0])} in batch 0."
                     )
-            renamed = any(stored != name for part in parts for stored in part.stored)
-            view = (name if renamed else "", *((id(p.sources), id(p.index)) for p in parts))
+            view = tuple((id(part.sources), id(part.index)) for part in parts)
             if view not in done:
                 done[view] = ref_columns.concat(parts)
-            sources, stored, index = done[view]
+            sources, index = done[view]
             columns[name] = ColumnRef(
                 kind=parts[0].kind,
                 dtype=parts[0].dtype,
                 shape=parts[0].shape,
-                stored=stored if renamed else (name,) * len(sources),
                 sources=sources,
                 index=index,
             )
         return BatchRef(sum(ref.count for ref in refs), ref_columns.shared(columns))
 
-    def chunk(
-        self,
-        n: int,
-        by: str | Sequence[int] | NDArray[np.integer] | None = None,
-        store: Store | None = None,
-    ) -> list[BatchRef]:
-        """Exactly `n` batches of the rows; every row is in one of them, in ascending order.
+    def chunk(self, n: int) -> list[BatchRef]:
+        """`n` contiguous batches of equal numbers of rows; the first ones have one more.
 
-        by=None: contiguous, of equal numbers of rows (the first ones have one more).
-        by="tokens": the sums of prompt_ids' and response_ids' lengths are balanced (needs
-        `store`, reads the row index only). by=[N] numbers: those are balanced. Deterministic;
-        the result is contiguous whenever that costs at most 2 % of balance.
+        To balance tokens instead: engines/train/packing.py.
         """
         if n < 1:
             raise ValueError(f"chunk() makes at least 1 batch, not {n}.")
-        if by is None:
-            sizes = [self.count // n + (k < self.count % n) for k in range(n)]
-            edges = np.concatenate([[0], np.cumsum(sizes)])
-            return [self.rows(a, b) for a, b in pairwise(edges.tolist())]
-        weights = self._tokens(by, store) if isinstance(by, str) else np.asarray(by, np.int64)
-        if weights.shape != (self.count,):
-            raise ValueError(f"chunk() got {weights.shape} weights for {self.count} rows.")
-        return [self.take(part) for part in balanced(weights, n)]
-
-    def _tokens(self, by: str, store: Store | None) -> NDArray[np.int64]:
-        if by != "tokens" or store is None:
-            raise ValueError('chunk(by=...) is "tokens" with a store, or one number per row.')
-        present = [name for name in TOKENS if name in self.columns]
-        if not present:
-            raise ValueError(f"The batch has none of {', '.join(TOKENS)} to balance tokens by.")
-        return np.sum([self.lengths(store, name) for name in present], axis=0, dtype=np.int64)
+        sizes = [self.count // n + (k < self.count % n) for k in range(n)]
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        return [self.rows(a, b) for a, b in pairwise(edges.tolist())]
 
     def lengths(self, store: Store, name: str) -> NDArray[np.int64]:
         """[N]: elements of each row of a jagged column. Reads row indices, no values."""
@@ -258,14 +238,7 @@ class BatchRef:
                 if view not in views:
                     views.append(view)
                 numbers[at] = views.index(view)
-            plain = all(stored == name for stored in column.stored)
-            columns[name] = [
-                column.kind,
-                column.dtype,
-                list(column.shape),
-                numbers[at],
-                *([] if plain else [list(column.stored)]),
-            ]
+            columns[name] = [column.kind, column.dtype, list(column.shape), numbers[at]]
         encoded = [
             [[sources.setdefault(source, len(sources)) for source in origin], index.to_json()]
             for origin, index in views
@@ -325,16 +298,14 @@ def _parse(value: object) -> BatchRef:
             raise ValueError(f"a view of {len(index)} rows does not fit {rows} of {held}")
         views.append((origin, index))
     columns = {}
-    for name, (kind, dtype, shape, number, *stored) in value["columns"].items():
+    for name, (kind, dtype, shape, number) in value["columns"].items():
         origin, index = views[number]
-        names = tuple(stored[0]) if stored else (name,) * len(origin)
-        if kind not in KINDS or dtype not in DTYPES or len(names) != len(origin):
+        if kind not in KINDS or dtype not in DTYPES:
             raise ValueError(f"column {name!r} is malformed")
         columns[name] = ColumnRef(
             kind=cast("Kind", kind),
             dtype=dtype,
             shape=tuple(int(size) for size in shape),
-            stored=names,
             sources=origin,
             index=index,
         )

@@ -67,7 +67,6 @@ def write_batch(store: Store, key: str, data: TensorDictBase | Mapping[str, obje
                 kind=column.kind,
                 dtype=column.dtype,
                 shape=column.shape,
-                stored=(name,),
                 sources=sources,
                 index=index,
             )

@@ -12,8 +12,6 @@ from engines.train.packing import (
     CostModel,
     Lengths,
     MiniBatch,
-    contiguous_cuts,
-    partition,
     plan_logprobs,
     plan_update,
 )
@@ -30,18 +28,6 @@ def of(function: str) -> list:
     ]
 
 
-@pytest.mark.parametrize("case", of("seqlen_balanced_partitions"))
-def test_partition_reaches_or_beats_the_reference(case: dict) -> None:
-    lengths, params, wanted = case["inputs"]["seqlen_list"], case["params"], case["outputs"]
-    parts = partition(lengths, params["k_partitions"], equal_size=params["equal_size"])
-    sums = [sum(lengths[i] for i in part) for part in parts]
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    assert max(sums) <= wanted["max_sum"]
-    assert max(sums) < wanted["max_sum"] or min(sums) >= wanted["min_sum"]
-    if params["equal_size"]:
-        assert len({len(part) for part in parts}) == 1
-
-
 @pytest.mark.parametrize("case", of("rearrange_micro_batches"))
 def test_micro_batches_reach_or_beat_the_reference(case: dict) -> None:
     lengths, params = case["inputs"]["seqlen_list"], case["params"]
@@ -56,19 +42,6 @@ def test_micro_batches_reach_or_beat_the_reference(case: dict) -> None:
     assert len(tokens) <= wanted["num_micro_batches"]
     if len(tokens) == wanted["num_micro_batches"]:
         assert max(tokens) <= wanted["max_tokens"]
-
-
-def test_partition_refuses_what_cannot_be_split() -> None:
-    with pytest.raises(ValueError, match="2 items cannot fill 3 parts"):
-        partition([5, 3], 3)
-    with pytest.raises(ValueError, match="3 items do not divide into 2 parts"):
-        partition([5, 3, 2], 2, equal_size=True)
-
-
-def test_many_items_are_split_in_seconds() -> None:
-    lengths = np.random.default_rng(0).integers(50, 4000, 8192)
-    sums = [lengths[part].sum() for part in partition(lengths, 512)]
-    assert max(sums) <= 1.001 * lengths.sum() / 512
 
 
 @st.composite
@@ -146,13 +119,6 @@ def test_balance_counts_attention() -> None:
     assert sorted(map(len, (rank[0] for rank in even.ranks))) == [1, 2]
     squares = plan_update(lengths, world=2, budget=4000, cost=CostModel(per_square=1.0))[0]
     assert sorted(rank[0] for rank in squares.ranks) == [(0,), (1, 2)]
-
-
-def test_contiguous_cuts_are_the_best_possible() -> None:
-    costs = np.array([1.0, 9.0, 1.0, 1.0, 8.0])
-    edges = contiguous_cuts(costs, 2)
-    assert edges == [0, 2, 5]
-    assert contiguous_cuts(np.array([1.0]), 3)[-1] == 1
 
 
 @pytest.mark.parametrize(

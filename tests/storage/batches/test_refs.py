@@ -47,9 +47,8 @@ def read(ref: BatchRef) -> list[Row]:
     rows: list[Row] = []
     for number in range(len(ref)):
         found: Row = {name: values[number] for name, values in columns.items()}
-        for name in ("response_ids", "renamed"):
-            if name in found:
-                found[name] = found[name].tolist()  # type: ignore[attr-defined]
+        if "response_ids" in found:
+            found["response_ids"] = found["response_ids"].tolist()  # type: ignore[attr-defined]
         if "note" in found:
             found["note"] = found["note"]["value"]  # type: ignore[index]
         rows.append(found)
@@ -94,14 +93,11 @@ def test_operations_like_a_list(data: st.DataObject) -> None:
                 )
             case "chunk":
                 n = data.draw(st.integers(1, 4))
-                by = data.draw(st.sampled_from([None, "tokens"]))
-                parts = ref.chunk(n, by=by, store=STORE)
-                assert len(parts) == n
-                assert sorted(map(repr, (r for part in parts for r in read(part)))) == sorted(
-                    map(repr, read(ref))
-                )
-                if by is None:
-                    assert read(BatchRef.concat(parts)) == rows
+                parts = ref.chunk(n)
+                assert [len(part) for part in parts] == [
+                    len(rows) // n + (k < len(rows) % n) for k in range(n)
+                ]
+                assert read(BatchRef.concat(parts)) == rows
                 continue
             case _:
                 result = BatchRef.from_json(json.loads(json.dumps(ref.to_json()))), rows
@@ -125,15 +121,31 @@ def some(rows: int = 4) -> BatchRef:
     )
 
 
-def test_renaming_and_dropping() -> None:
-    ref = some().rename({"response_ids": "renamed"})
-    assert ref.names == ("renamed", "reward")
-    both = BatchRef.concat([ref, some().rename({"response_ids": "renamed"}), ref.rows(1, 2)])
-    both = BatchRef.from_json(both.to_json())
-    assert [r["renamed"] for r in read(both)] == [[], [1], [2, 2], [3, 3, 3]] * 2 + [[1]]
-    assert ref.drop(["reward"]).names == ("renamed",)
-    with pytest.raises(ValueError, match="one name"):
-        ref.rename({"renamed": "reward"})
+def test_selecting_and_dropping() -> None:
+    ref = some()
+    assert ref.names == ("response_ids", "reward")
+    both = BatchRef.concat([ref[["response_ids"]], some().drop(["reward"]), ref.drop(["reward"])])
+    both = BatchRef.from_json(both.rows(0, 9).to_json())
+    assert [r["response_ids"] for r in read(both)] == [[], [1], [2, 2], [3, 3, 3]] * 2 + [[]]
+    assert ref.drop(["reward"]).names == ("response_ids",)
+
+
+def test_the_example_of_the_docstring() -> None:
+    ref = write_batch(
+        STORE,
+        "example.safetensors",
+        {
+            "response_ids": [[7, 8], [9], [4, 5, 6]],
+            "reward": np.array([1.0, 0.0, 1.0], np.float32),
+            "group_id": np.array([0, 0, 1]),
+        },
+    )
+    assert repr(ref) == "BatchRef(3 rows: response_ids, reward, group_id)"
+    first = ref[["response_ids", "reward"]].rows(0, 2)
+    rewards, none = first.fetch_numpy(STORE, "reward")
+    assert (rewards.tolist(), none) == ([1.0, 0.0], None)
+    tokens, offsets = first.fetch_numpy(STORE, "response_ids")
+    assert (tokens.tolist(), offsets.tolist()) == ([7, 8, 9], [0, 2, 3])
 
 
 def test_user_mistakes_are_named() -> None:
@@ -152,15 +164,15 @@ def test_user_mistakes_are_named() -> None:
         ref.with_columns(some(3))
     with pytest.raises(ValueError, match="do not both have column reward"):
         BatchRef.concat([ref, ref.drop(["reward"])])
-    other = write_batch(STORE, "x", {"x": np.arange(4)}).rename({"x": "reward"})
-    with pytest.raises(ValueError, match=r"'reward' is .*I64.* in batch 1"):
-        BatchRef.concat([ref[["reward"]], other])
+    other = write_batch(STORE, "x", {"score": np.arange(4)})
+    with pytest.raises(ValueError, match=r"'score' is .*I64.* in batch 1"):
+        BatchRef.concat([write_batch(STORE, "y", {"score": np.zeros(4, np.float32)}), other])
     with pytest.raises(ValueError, match="at least one batch"):
         BatchRef.concat([])
     with pytest.raises(ValueError, match="dense: its rows have no lengths"):
         ref.lengths(STORE, "reward")
-    with pytest.raises(ValueError, match="one number per row"):
-        ref.chunk(2, by="tokens")
+    with pytest.raises(ValueError, match="at least 1 batch, not 0"):
+        ref.chunk(0)
 
 
 def test_size_does_not_grow_with_the_rows() -> None:
@@ -171,7 +183,7 @@ def test_size_does_not_grow_with_the_rows() -> None:
     assert len(pickle.dumps(ref.rows(17, 90_000))) < 3000
     kept = np.flatnonzero(np.arange(100_000) // 8 % 5 != 3)  # whole groups, as a filter leaves them
     assert len(pickle.dumps(ref.take(kept))) < 4000
-    for part in ref.chunk(8, by=np.random.default_rng(0).integers(1, 900, 100_000)):
+    for part in ref.chunk(8):
         assert len(pickle.dumps(part)) < 3000
     shards = [
         write_batch(STORE, f"shard-{n}.safetensors", {m: np.zeros(64) for m in names})
@@ -206,6 +218,7 @@ def test_objects_are_those_of_the_rows() -> None:
         (lambda v: v["views"][0].__setitem__(0, [7]), "out of range"),
         (lambda v: v["columns"].update(reward=["dense", "F33", [], 0]), "'reward' is malformed"),
         (lambda v: v["columns"].update(reward="x"), "unpack"),
+        (lambda v: v["columns"]["reward"].append(["renamed"]), "too many values to unpack"),
         (lambda v: v["sources"].__setitem__(0, [1, 2, 3, 4]), "source 1 is malformed"),
     ],
 )
