@@ -45,7 +45,7 @@ def measure(model: str, repeats: int, only: str | None, folder: Path) -> dict[st
     store = Store(f"file://{folder}")
     policy = models.load_for_training(directory, "bfloat16").eval()
     weights = [
-        publish(store, "bench", v, models.untied_weights(policy), models.companion_files(directory))
+        publish(store, "bench", v, policy.state_dict().items(), models.companion_files(directory))
         for v in range(2)
     ]
     specs = {

@@ -2,8 +2,8 @@
 
 Tokens of a micro-batch lie in one row, [1, T, H]; a prompt that several responses continue is there
 once. Only attention needs whole sequences: there tokens are copied to slots, one per position of each
-sequence, and the results of the first copies are kept. So linear layers run on each token once and
-no padding, and no [T, T] mask exists.
+sequence, and of each token the result of one copy is kept. So linear layers run on each token once
+and on no padding, and no [T, T] mask exists.
 """
 
 from __future__ import annotations
@@ -19,24 +19,31 @@ from transformers import AttentionInterface
 
 PACKED = "refrain_packed"  # name in transformers' table of attention functions
 SHORT = 256  # tokens; up to there, on a CPU in bfloat16, plain matrix products are faster
-CACHED_SCORES = 2**20  # attention scores worked on at once by them: 4 MiB, which the cache holds
+CACHED_SCORES = 2**20  # scores that those work on at once: 4 MiB, which the cache holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
     """Sequences of similar length, padded on the right: slots start .. start + sequences x length."""
 
-    start: int
+    start: int  # first slot
     sequences: int
-    length: int
+    length: int  # slots of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionLayout:
-    """Where the T tokens of a micro-batch stand in the S slots of its sequences."""
+    """Where the T tokens of a micro-batch stand in the S slots of its sequences.
+
+    Example: prompt [5, 6] with the responses [7, 8, 9] and [4], on a CPU; T = 4 tokens [5, 6, 7, 8]
+        expand   = [0, 1, 2, 3, 0, 1, 0]  # sequence 5 6 7 8, sequence 5 6, a spare slot
+        collapse = [4, 5, 2, 3]  # of a shared token the slot in the shortest sequence counts
+        copies   = [[0, 1], [4, 5]]  # both slots of token 0, and of token 1
+        buckets  = Bucket(0, 1, 4), Bucket(4, 1, 2), Bucket(6, 1, 1)
+    """
 
     expand: Tensor  # [S] int64: token in each slot; padding repeats some token
-    collapse: Tensor  # [T] int64: first slot of each token
+    collapse: Tensor  # [T] int64: the slot of each token whose result counts
     copies: Tensor  # [C, P] int64: all slots of the first P tokens (prompts), then padding slots
     buckets: tuple[Bucket, ...]  # dense batches for scaled_dot_product_attention; empty: use edges
     edges: Tensor | None  # [sequences + 1] int32: first slot of each sequence, for varlen_attn
@@ -63,7 +70,7 @@ class _Expand(torch.autograd.Function):
 
 
 class _Collapse(torch.autograd.Function):
-    """y[collapse]; its backward pass writes each token's gradient to its first slot."""
+    """y[collapse]; its backward pass writes each token's gradient to the slot that it came from."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, layout: AttentionLayout) -> Tensor:
@@ -92,9 +99,24 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of query [1, H, T, D] to key and value [1, G, T, D]; returns [1, T, H, D].
+    """Causal attention within each sequence, with the signature that transformers asks for.
 
-    Raises ValueError for models whose attention is of another kind.
+    Args:
+        module: Not used.
+        query: [1, H, T, D] of H heads.
+        key: [1, G, T, D]; H is a multiple of G.
+        value: [1, G, T, D].
+        attention_mask: Not used: the layout says what is attended to.
+        packed_layout: Of the T tokens, as the caller passed it to the model.
+        scaling: Factor on the scores.
+        sliding_window: The model's attention window in tokens; longer sequences are refused.
+
+    Returns:
+        [1, T, H, D], and None for the scores.
+
+    Raises:
+        ValueError: The model's attention has dropout, soft-capped scores, sinks, or a window
+            shorter than the longest sequence.
     """
     if dropout or softcap is not None or s_aux is not None:
         raise ValueError(
@@ -169,8 +191,8 @@ def _long_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def _short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The same by plain matrix products, some sequences at a time.
 
-    torch 2.13's CPU kernel for bfloat16 takes four times as long on short sequences, most of it in
-    its backward pass.
+    A work-around: torch 2.13's CPU kernel for bfloat16 takes four times as long on short sequences,
+    most of it in its backward pass (not reported).
     """
     batch, length, heads, size = q.shape
     groups = k.shape[2]

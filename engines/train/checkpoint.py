@@ -1,8 +1,8 @@
 """Snapshots of a trainer: torch.distributed.checkpoint over the store, as safetensors and JSON.
 
-torch's own storage writes its metadata as a pickle; nothing is ever unpickled from the store, so the
-storage here keeps the same records in an index of JSON. Every rank writes its shards as one object,
-and a snapshot can be read by another number of ranks.
+torch's own storage reads its metadata by pickle (https://github.com/pytorch/pytorch/issues/189308);
+nothing is ever unpickled from the store, so the storage here keeps the same records in an index of
+JSON. Every rank writes its shards as one object, and any number of ranks can read a snapshot.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def load_snapshot(
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the first failed rank's own error; torch wraps it in something that is no Exception."""
+    """Raise the first failed rank's own error.
+
+    torch 2.13 wraps it in CheckpointException, which is a BaseException (not reported).
+    """
     try:
         yield
     except CheckpointException as wrapped:

@@ -1,4 +1,7 @@
-"""The critic: the language model's decoder with a value head. How it is updated: critic_update.py."""
+"""The critic: the language model's decoder with a value head, and its update.
+
+The update is the policy's (engines/train/policy_update.py) with the value loss as objective.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from configs.algorithm.algorithm import CriticConfig
+from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.metric_sums import MetricSums
+from engines.algorithms.value_loss import value_loss
 from engines.models import load_for_training
-from engines.train.micro_batch import PackedBatch
-from engines.train.policy import packed_attention
+from engines.train.micro_batch import MicroBatch, PackedBatch
+from engines.train.policy import decoder_states, packed_attention
+from engines.train.policy_update import TrainRank, Updater
+from storage.batches.refs import BatchRef
+
+COLUMNS = ("returns", "values")  # what the value loss is made of
 
 
 class Critic(nn.Module):
@@ -34,15 +45,10 @@ class Critic(nn.Module):
 
         A tuple, because FSDP looks for the outputs' gradients there.
         """
-        hidden = self.model(
-            input_ids=packed.tokens[None],
-            position_ids=packed.positions[None],
-            use_cache=False,
-            packed_layout=packed.layout,
-        ).last_hidden_state[0]
-        states = hidden.index_select(0, packed.predictors).float()
+        states = decoder_states(self.model, packed).float()
         values = functional.linear(states, self.value.weight.float(), self.value.bias.float())
-        return (values.squeeze(-1).clone(),)  # FSDP warns of views
+        # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
+        return (values.squeeze(-1).clone(),)
 
 
 def load_critic(directory: Path) -> Critic:
@@ -51,3 +57,38 @@ def load_critic(directory: Path) -> Critic:
     decoder = model.get_decoder()
     assert isinstance(decoder, PreTrainedModel)
     return Critic(decoder)
+
+
+class CriticUpdater(Updater):
+    """One update of a critic; made anew for each."""
+
+    def __init__(self, rank: TrainRank, critic: Critic, settings: CriticConfig) -> None:
+        super().__init__(rank)
+        self._critic = critic
+        self._settings = settings
+
+    def _columns(self, batch: BatchRef) -> list[str]:
+        missing = sorted(set(COLUMNS) - set(batch.names))
+        if missing:
+            raise ValueError(
+                f"The critic's update needs the columns {', '.join(missing)}; the batch has "
+                f"{', '.join(batch.names)}. Run the values and advantage tasks first."
+            )
+        return list(COLUMNS)
+
+    def _loss(
+        self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
+    ) -> tuple[Tensor, MetricSums]:
+        assert selected is None, "every token counts"
+        (values,) = self._critic(micro.packed)
+        loss, metrics = value_loss(
+            values,
+            micro.columns["returns"],
+            micro.columns["values"],
+            micro.mask,
+            micro.packed.rows,
+            normaliser,
+            clip=self._settings.clip,
+            aggregation=self._settings.aggregation,
+        )
+        return loss, MetricSums(means=metrics.means, sums={"loss": metrics.sums["value_loss"]})

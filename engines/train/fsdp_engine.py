@@ -19,23 +19,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from engines.algorithms.from_config import objective_of
 from engines.models import companion_files, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
-from engines.train.critic import Critic, load_critic
-from engines.train.critic_update import CriticUpdater
-from engines.train.fsdp import shard
+from engines.train.critic import Critic, CriticUpdater, load_critic
+from engines.train.fsdp import compare_weights, fill, shard, whole_tensors
 from engines.train.logprob_pass import write_token_columns
+from engines.train.mfu import cost_model
 from engines.train.micro_batch import MicroBatch, pack
 from engines.train.optimizer import Optimizer
-from engines.train.packing import CostModel
 from engines.train.policy import Policy, load_policy
-from engines.train.policy_update import Forward, Updater
+from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
 from engines.train.rendezvous import Meeting, meet
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
-from engines.train.weight_comparison import compare_weights, fill
 from engines.workers.engine import Call, Ranked
 from storage.batches.refs import BatchRef
 from storage.batches.tensors import code_of
@@ -60,7 +58,6 @@ class FSDPEngine(Ranked):
         "compare": Call(split="none", collect="first"),
         "score": Call(split="none", collect="first"),
         "digest": Call(split="none", collect="first"),
-        "status": Call(split="none", collect="all"),
     }
 
     def __init__(self, spec: TrainSpec) -> None:
@@ -68,7 +65,8 @@ class FSDPEngine(Ranked):
         self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._files = RunStore(self._store, spec.run, spec.role)
         torch.set_num_threads(spec.threads)
-        # torch 2.13 warns of a renaming in its own checkpointing code.
+        # torch 2.13's checkpoint code calls what it warns of itself:
+        # https://github.com/pytorch/pytorch/pull/161385
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = materialize(spec.model, Path(spec.model_cache))
@@ -140,13 +138,7 @@ class FSDPEngine(Ranked):
         forward = self._forward(temperature)
 
         def computed(micro: MicroBatch) -> dict[str, Tensor]:
-            logprobs, entropy, *squares = forward.policy(
-                micro.packed,
-                temperature=forward.temperature,
-                chunk=forward.chunk,
-                dtype=forward.dtype,
-                squared=squared,
-            )
+            logprobs, entropy, *squares = forward(micro.packed, squared=squared)
             found = {column: logprobs, "entropy": entropy}
             return {**found, "sum_pi_squared": squares[0]} if squared else found
 
@@ -226,16 +218,20 @@ class FSDPEngine(Ranked):
             raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
         torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
         self.version = None
-        kind = CriticUpdater if self._spec.role == "critic" else Updater
-        updater = kind(
+        rank = TrainRank(
             store=self._store,
             meeting=meeting,
             optimizer=self._optimizer,
-            forward=self._forward(temperature),
             config=self._spec.train,
             cost=self._cost,
         )
-        result = updater.run(batch, algorithm, max_new_tokens, step)
+        model = self._loaded()
+        updater: Updater
+        if isinstance(model, Critic):
+            updater = CriticUpdater(rank, model, algorithm.critic)
+        else:
+            updater = PolicyUpdater(rank, self._forward(temperature), objective_of(algorithm))
+        result = updater.run(batch, max_new_tokens, step)
         self.version = step
         return result
 
@@ -304,17 +300,10 @@ class FSDPEngine(Ranked):
     def load_weights(self, weights: WeightsRef, version: int) -> None:
         """Take the weights of a published policy version, with the optimizer as it is."""
         self._joined()
-        assert self._policy is not None
+        model = self._loaded()
         self.version = None
-        fill(self._policy.model, self._store, weights)
+        fill(model.model, self._store, weights)
         self.version = version
-
-    def status(self) -> dict[str, float]:
-        """Memory (bytes) and progress of this rank."""
-        found = {"optimizer_steps": float(self._optimizer.steps if self._optimizer else 0)}
-        if self._device.type == "cuda":
-            found["memory_peak"] = float(torch.cuda.max_memory_allocated())
-        return found
 
     def _files_of(self, run: str | None) -> RunStore:
         return self._files if run is None else replace(self._files, run=run)
@@ -325,19 +314,16 @@ class FSDPEngine(Ranked):
         return {**weights, **optimizer.moments()}
 
     def _whole_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of every weight, cast before it is gathered; a collective."""
-        assert self._policy is not None
-        whole = self._policy if isinstance(self._policy, Critic) else self._policy.model
-        for name, tensor in whole.state_dict().items():
-            value = tensor.detach()
-            if dtype is not None and value.is_floating_point():
-                value = value.to(dtype)
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        """The weights by name, gathered; those of a policy are named as in its checkpoint."""
+        model = self._loaded()
+        return whole_tensors(model if isinstance(model, Critic) else model.model, dtype)
 
     def _forward(self, temperature: float) -> Forward:
-        assert self._policy is not None
+        policy = self._loaded()
+        if not isinstance(policy, Policy):
+            raise ValueError("A critic has no log-probs. Ask the actor or the reference.")
         return Forward(
-            policy=self._policy,
+            policy=policy,
             temperature=temperature,
             chunk=self._spec.train.logit_chunk_tokens,
             dtype=self._compute,
@@ -346,6 +332,10 @@ class FSDPEngine(Ranked):
     @property
     def _compute(self) -> torch.dtype:
         return DTYPES[self._spec.train.compute_dtype]
+
+    def _loaded(self) -> Policy | Critic:
+        assert self._policy is not None
+        return self._policy
 
     def _joined(self) -> Meeting:
         if self._meeting is None:
@@ -363,17 +353,3 @@ def _share(group: dist.ProcessGroup, value: list[WeightsRef | None]) -> WeightsR
     dist.broadcast_object_list(value, group=group, group_src=0)
     assert value[0] is not None
     return value[0]
-
-
-def cost_model(policy: Policy | Critic) -> CostModel:
-    """FLOPs of a forward pass, from the model's shapes."""
-    config = policy.model.config.get_text_config()
-    head, embedding = policy.head, policy.model.get_input_embeddings().weight
-    assert isinstance(embedding, Tensor)
-    tables = embedding.numel() + (0 if head is embedding else head.numel())
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
-    return CostModel(
-        per_token=2.0 * (parameters - tables),
-        per_response_token=2.0 * head.numel(),
-        per_square=2.0 * config.hidden_size * config.num_hidden_layers,
-    )

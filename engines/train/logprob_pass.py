@@ -1,4 +1,8 @@
-"""Figures of every response token, by forward passes over a batch, written as new columns."""
+"""The log-prob pass: forward passes over a batch, whose numbers are written as new columns.
+
+Log-probs of the policy or the reference, values of the critic: whatever a function gives for the
+response tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.train.micro_batch import MicroBatch, read_lengths, read_micro_batch
-from engines.train.packing import CostModel, plan_logprobs
+from engines.train.mfu import CostModel
+from engines.train.micro_batch import MicroBatch, read_micro_batch
+from engines.train.packing import plan_logprobs, read_lengths
 from engines.train.rendezvous import Meeting
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
@@ -27,11 +32,23 @@ def write_token_columns(
     budget: int,
     cost: CostModel,
 ) -> tuple[BatchRef | None, dict[str, float]]:
-    """Write the columns that computed(micro_batch) gives for this rank's rows [R], without gradients.
+    """Write columns over the response tokens of this rank's rows, computed without gradients.
 
-    Ranks take contiguous rows, so that their refs, concatenated, are in the batch's order. Returns
-    the ref (None where this rank has no rows), and the sum of each column, written or not, over the
-    tokens of mask 1, with the number of those tokens as "tokens". budget: tokens of a forward pass.
+    Ranks take contiguous rows, so that their refs, concatenated, are in the batch's order.
+
+    Args:
+        store: Where the batch is read and the columns are written.
+        meeting: The ranks.
+        batch: [N] rows of all ranks.
+        out_key: Of the object that is written; with several ranks its number is put in.
+        computed: From a micro-batch to numbers [R] of its response tokens, by name.
+        columns: Names of those that are written.
+        budget: Most tokens of a forward pass.
+        cost: By which rows are balanced over ranks.
+
+    Returns:
+        The ref of the columns, None where this rank has no rows. And the sum of each name's numbers,
+        written or not, over the tokens with mask 1; "tokens" is the number of those.
     """
     plan = plan_logprobs(read_lengths(store, batch), world=meeting.world, budget=budget, cost=cost)
     found: dict[str, dict[int, np.ndarray]] = {}

@@ -14,13 +14,17 @@ CACHED_LOGITS = 2**22  # at most held at once on a CPU: 16 MiB, which its cache 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenStatistics:
-    """Figures of the policy's distribution at each token, float32."""
+    """Of the policy's distribution pi at each token; float32.
+
+    Example: one token, two words of probability 3/4 and 1/4, the label is the first
+        TokenStatistics(logprobs=[-0.2877], entropy=[0.5623], sum_pi_squared=[0.625])
+    """
 
     logprobs: Tensor  # [T] log pi(label), nats; with gradient
     entropy: Tensor  # [T] nats; with gradient when asked for
     sum_pi_squared: (
         Tensor | None
-    )  # [T] sum over the vocabulary of pi^2, no gradient; when asked for
+    )  # [T] sum over the words of pi^2, no gradient; None: not asked for
 
 
 def token_statistics(
@@ -33,11 +37,19 @@ def token_statistics(
     entropy_gradient: bool = False,
     squared: bool = False,
 ) -> TokenStatistics:
-    """Log-probs [T] of labels [T] under softmax(hidden [T, H] weight^T [V, H] / temperature).
+    """Log-probs and entropy of pi = softmax(hidden weight^T / temperature) at each label.
 
     The product runs in hidden's dtype (weight is cast, block by block), everything after in float32
-    (float64 stays float64). At most `chunk` x V logits exist at once, in the backward pass too, which
-    computes them anew.
+    (float64 stays float64). The backward pass computes the logits anew.
+
+    Args:
+        hidden: [T, H] last hidden states.
+        weight: [V, H] output head.
+        labels: [T] int64, words in [0, V).
+        temperature: Sampling temperature, > 0, by which logits are divided.
+        chunk: At most chunk x V logits exist at once.
+        entropy_gradient: Whether the entropy carries a gradient.
+        squared: Whether sum_pi_squared is computed.
     """
     logprobs, entropy, squares = _TokenStatistics.apply(
         hidden, weight, labels, temperature, chunk, entropy_gradient, squared

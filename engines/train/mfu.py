@@ -1,13 +1,24 @@
-"""Peak floating-point rates of GPUs, by which model FLOPs utilisation (MFU) is measured.
+"""Floating-point operations of a model and peak rates of GPUs: what MFU is measured by.
 
-Dense bfloat16 products with float32 sums, without sparsity, as the makers' data sheets state them.
+Model FLOPs utilisation (Chowdhery et al., 2022, arXiv:2204.02311, appendix B) counts the operations
+that the model needs, not those of recomputation or padding. Plans of a batch weigh rows by them too
+(engines/train/packing.py). Without torch.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
-# FLOP/s. The first name that stands in the device's name counts, so longer names come first.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.train.critic import Critic
+    from engines.train.policy import Policy
+
+# FLOP/s of dense bfloat16 products with float32 sums, without sparsity, as the makers' data sheets
+# state them. The first name that stands in the device's name counts, so longer names come first.
 PEAKS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -26,6 +37,55 @@ PEAKS = {
     "MI300X": 1307e12,
     "RTX 4090": 165e12,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Floating-point operations of a forward pass; a backward pass costs twice as much."""
+
+    per_token: float = 1.0  # layers: 2 x their parameters
+    per_response_token: float = 0.0  # output head: 2 x hidden size x vocabulary
+    per_square: float = 0.0  # causal attention, per squared sequence length
+
+    def forward(self, tokens: int, response_tokens: int, squares: int) -> float:
+        """FLOPs of a forward pass.
+
+        Args:
+            tokens: Positions that are computed, T.
+            response_tokens: Rows of logits, R.
+            squares: Sum of squared sequence lengths.
+        """
+        return (
+            self.per_token * tokens
+            + self.per_response_token * response_tokens
+            + self.per_square * squares
+        )
+
+
+def cost_model(policy: Policy | Critic) -> CostModel:
+    """The cost model of a policy or a critic, from its shapes, before it is sharded."""
+    config = policy.model.config.get_text_config()
+    head = policy.head
+    embedding = cast("Tensor", policy.model.get_input_embeddings().weight)
+    tables = embedding.numel() + (0 if head is embedding else head.numel())
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    return CostModel(
+        per_token=2.0 * (parameters - tables),
+        per_response_token=2.0 * head.numel(),
+        per_square=2.0 * config.hidden_size * config.num_hidden_layers,
+    )
+
+
+def utilisation(rate: float, device: str, ranks: int) -> float | None:
+    """Model FLOPs utilisation in [0, 1]; None where the device's peak is not known.
+
+    Args:
+        rate: FLOP/s of all ranks together.
+        device: Name of each rank's device, such as `NVIDIA H100 80GB HBM3`.
+        ranks: Number of devices.
+    """
+    peak = peak_flops(device)
+    return None if peak is None else rate / (peak * ranks)
 
 
 def peak_flops(device: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The tensors of one micro-batch: rows laid end to end, a prompt that several rows share only once.
+"""A micro-batch as tensors: rows read from the store and laid end to end, a shared prompt only once.
 
 Which rows form a micro-batch is decided in engines/train/packing.py; attention over the packed
 tokens is in engines/train/attention.py.
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from engines.algorithms.jagged import Rows
 from engines.train.attention import AttentionLayout, Bucket
-from engines.train.packing import Lengths
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
+# Columns over the response tokens that a policy's loss or metrics are made of, where there are such.
 PER_TOKEN = (
     "advantages",
     "old_logprobs",
@@ -29,30 +29,105 @@ PER_TOKEN = (
     "correction_weights",
     "correction_kept",
 )
+SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
 
 Ints = npt.NDArray[np.int64]
-
-SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """What a forward pass over some rows needs. The last token of a row is only ever a label."""
+    """What a forward pass over some rows needs: T tokens in, numbers of R response tokens out.
+
+    Rows that share a prompt share its tokens. The last token of a row is only ever a label.
+
+    Example: prompt [5, 6] with the responses [7, 8, 9] and [4]
+        tokens     = [5, 6, 7, 8]  # the prompt once, the first response without its last token
+        positions  = [0, 1, 2, 3]
+        predictors = [1, 2, 3, 1]  # token 6 predicts 7, 7 predicts 8, 8 predicts 9; 6 predicts 4
+        labels     = [7, 8, 9, 4]
+        rows       = offsets [0, 3, 4]
+        squares    = 4 * 4 + 2 * 2
+    """
 
     tokens: Tensor  # [T] int64: distinct prompts, then each row's response but for its last token
     positions: Tensor  # [T] int64: position of each token in its sequence
-    layout: AttentionLayout
+    layout: AttentionLayout  # of the T tokens in their sequences
     predictors: Tensor  # [R] int64: the token whose hidden state predicts each response token
     labels: Tensor  # [R] int64: response tokens of all rows
-    rows: Rows  # rows of the R response tokens
-    sequences: int  # rows with at least one response token
+    rows: Rows  # where the R response tokens of each row begin and end; rows may be empty
     squares: int  # sum of squared sequence lengths, for the count of FLOPs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch:
+    """Rows ready for a forward pass and a loss; R response tokens in the order of the rows."""
+
+    packed: PackedBatch  # T tokens, R response tokens
+    mask: Tensor  # bool [R]; True where the policy wrote the token
+    columns: dict[str, Tensor]  # float32 [R] each: those that were asked for, by name
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the forward pass, T."""
+        return self.packed.tokens.numel()
+
+
+def read_micro_batch(
+    store: Store,
+    batch: BatchRef,
+    rows: Sequence[int],
+    columns: Iterable[str],
+    device: torch.device,
+) -> MicroBatch:
+    """Read rows of a batch and pack them.
+
+    Args:
+        store: Where the batch's objects are.
+        batch: [N] rows with prompt_ids and response_ids; without response_mask every token counts.
+        rows: Row numbers; only these are read. May be empty: then nothing is.
+        columns: Jagged columns over the response tokens that are wanted too.
+        device: Where the tensors are put.
+
+    Raises:
+        ObjectMissing, ObjectDamaged: By the store.
+    """
+    wanted = list(columns)
+    if not rows:
+        nothing = torch.zeros(0, device=device)
+        return MicroBatch(
+            packed=pack([], [], device),
+            mask=nothing.bool(),
+            columns=dict.fromkeys(wanted, nothing),
+        )
+    masked = "response_mask" in batch.names
+    names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
+    data = batch.take(rows).fetch(store, names)
+    responses = _rows_of(data["response_ids"])
+    mask = data["response_mask"].values().bool() if masked else None
+    total = sum(map(len, responses))
+    return MicroBatch(
+        packed=pack(_rows_of(data["prompt_ids"]), responses, device),
+        mask=(torch.ones(total, dtype=torch.bool) if mask is None else mask).to(device),
+        columns={name: data[name].values().float().to(device) for name in wanted},
+    )
+
+
+def _rows_of(column: Tensor) -> list[np.ndarray]:
+    """The rows of a nested tensor [N, jagged] as arrays."""
+    values, offsets = column.values().numpy(), column.offsets().numpy()  # type: ignore[attr-defined]
+    return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
 def pack(
     prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu"
 ) -> PackedBatch:
-    """Pack rows; rows whose prompts are equal share it, rows without response take no room."""
+    """Pack rows; rows whose prompts are equal share it, rows without response take no room.
+
+    Args:
+        prompts: Of each row, int64 [P_i], P_i >= 1.
+        responses: Of each row, int64 [R_i]; R_i may be 0.
+        device: Where the tensors are put; on a CPU attention gets dense buckets, else edges.
+    """
     used = [row for row, response in enumerate(responses) if len(response)]
     bases, owners = _place_prompts([prompts[row] for row in used])
     tokens = [np.asarray(prompts[used[first]]) for first in owners]
@@ -69,7 +144,8 @@ def pack(
         members.append(indices)
         predictors.append(indices[prompt - 1 :])
         total += response - 1
-    if not used:  # a rank with a micro-batch less than others still takes part in the collectives
+    # A rank with a micro-batch less than others still takes part in the collectives.
+    if not used:
         zero = np.zeros(1, dtype=np.int64)
         tokens, positions, members, total = [zero], [zero], [zero], 1
     lengths = [len(response) for response in responses]
@@ -80,7 +156,6 @@ def pack(
         predictors=_tensor(predictors, device),
         labels=_tensor([responses[row] for row in used], device),
         rows=Rows.of_lengths(torch.tensor(lengths, dtype=torch.int64, device=device)),
-        sequences=len(used),
         squares=int(sum(len(m) ** 2 for m in members)),
     )
 
@@ -147,78 +222,3 @@ def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:
             start += (i - first) * lengths[first]
             first = i
     return tuple(found)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """Rows ready for a forward pass and a loss; R response tokens in the order of the rows."""
-
-    packed: PackedBatch
-    mask: Tensor  # bool [R]
-    columns: dict[str, Tensor]  # float32 [R] each: those that were asked for
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the forward pass."""
-        return self.packed.tokens.numel()
-
-
-def read_micro_batch(
-    store: Store,
-    batch: BatchRef,
-    rows: Sequence[int],
-    columns: Iterable[str],
-    device: torch.device,
-) -> MicroBatch:
-    """Read the given rows and no others. `rows` may be empty: then nothing is read."""
-    wanted = list(columns)
-    if not rows:
-        nothing = torch.zeros(0, device=device)
-        return MicroBatch(
-            packed=pack([], [], device),
-            mask=nothing.bool(),
-            columns=dict.fromkeys(wanted, nothing),
-        )
-    masked = "response_mask" in batch.names
-    names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
-    data = batch.take(rows).fetch(store, names)
-    responses = _rows_of(data["response_ids"])
-    mask = data["response_mask"].values().bool() if masked else None
-    total = sum(map(len, responses))
-    return MicroBatch(
-        packed=pack(_rows_of(data["prompt_ids"]), responses, device),
-        mask=(torch.ones(total, dtype=torch.bool) if mask is None else mask).to(device),
-        columns={name: data[name].values().float().to(device) for name in wanted},
-    )
-
-
-def read_lengths(store: Store, batch: BatchRef) -> Lengths:
-    """What plans are made from; reads row indices and the group numbers."""
-    groups = None
-    if "group_id" in batch.names:
-        groups = batch.fetch_numpy(store, "group_id")[0].astype(np.int64)
-    return Lengths(
-        prompts=batch.lengths(store, "prompt_ids"),
-        responses=batch.lengths(store, "response_ids"),
-        groups=groups,
-    )
-
-
-def read_mask_counts(store: Store, batch: BatchRef, rows: Sequence[int]) -> tuple[int, int, int]:
-    """Tokens with mask 1, rows with at least one such token, and rows, among the given rows."""
-    if not rows:
-        return 0, 0, 0
-    taken = batch.take(rows)
-    if "response_mask" not in batch.names:
-        lengths = taken.lengths(store, "response_ids")
-        return int(lengths.sum()), int((lengths > 0).sum()), len(rows)
-    values, offsets = taken.fetch_numpy(store, "response_mask")
-    assert offsets is not None
-    counts = [int(values[start:stop].astype(bool).sum()) for start, stop in pairwise(offsets)]
-    return sum(counts), sum(count > 0 for count in counts), len(rows)
-
-
-def _rows_of(column: Tensor) -> list[np.ndarray]:
-    """The rows of a nested tensor [N, jagged] as arrays."""
-    values, offsets = column.values().numpy(), column.offsets().numpy()  # type: ignore[attr-defined]
-    return [values[start:stop] for start, stop in pairwise(offsets)]

@@ -45,7 +45,10 @@ class Optimizer:
         self._make_state()
 
     def step(self, finite: bool = True) -> StepReport:
-        """Bound the gradients, apply them, forget them; skip all if something is not finite."""
+        """Bound the gradients, apply them, forget them; nothing is applied unless all is finite.
+
+        `finite`: whether every rank's losses were; the norm of the gradients is looked at here.
+        """
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self._config.max_grad_norm)
         size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         rate = learning_rate(self._config, self.steps, self._total)
@@ -84,9 +87,17 @@ class Optimizer:
 
 
 def learning_rate(config: TrainConfig, step: int, total: int | None) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine to 0.
+    """The learning rate of an optimizer step: linear warm-up, then constant, linear or cosine to 0.
 
     Warm-up step k of W has (k + 1) / W of the peak; a decay reaches 0 after step `total`.
+
+    Args:
+        config: Peak, schedule and number of warm-up steps.
+        step: Optimizer step of the run, from 0.
+        total: Optimizer steps of the run; None only with a constant schedule.
+
+    Raises:
+        ValueError: A decay without `total`.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

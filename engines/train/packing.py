@@ -1,8 +1,8 @@
 """Which rows go to which rank, mini-batch and micro-batch: plans made from lengths alone.
 
-A plan is a pure function of row lengths, so every rank (and the flow process) makes the same one
-without talking and before any tensor is read. numpy only. What a micro-batch looks like as tensors
-is in engines/train/micro_batch.py.
+A plan is a pure function of row lengths, so every rank makes the same one without talking and before
+any token is read. Without torch. What a micro-batch looks like as tensors is in
+engines/train/micro_batch.py, how costs are balanced in engines/train/partition.py.
 """
 
 from __future__ import annotations
@@ -14,27 +14,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from engines.train.mfu import CostModel
 from engines.train.partition import contiguous_cuts, partition
+from storage.batches.refs import BatchRef
+from storage.objects.store import Store
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostModel:
-    """Floating-point operations of a forward pass; a backward pass costs twice as much."""
-
-    per_token: float = 1.0  # layers: 2 x their parameters
-    per_response_token: float = 0.0  # output head: 2 x hidden size x vocabulary
-    per_square: float = 0.0  # causal attention, per squared sequence length
-
-    def forward(self, tokens: int, response_tokens: int, squares: int) -> float:
-        """FLOPs of so many positions, rows of logits, and squares of sequence lengths."""
-        return (
-            self.per_token * tokens
-            + self.per_response_token * response_tokens
-            + self.per_square * squares
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +45,13 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiniBatch:
-    """The rows of one optimizer step: `ranks[rank][micro_batch]` are row numbers, ascending."""
+    """The rows of one optimizer step: `ranks[rank][micro_batch]` are row numbers, ascending.
+
+    Example: five rows for two ranks, two micro-batches each, of which the last is empty
+        MiniBatch(ranks=(((0, 3), (1,)), ((2, 4), ())))
+    """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]  # every rank has as many micro-batches
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of each rank; some may be empty."""
-        return len(self.ranks[0])
 
     def rows(self) -> list[int]:
         """All rows of the mini-batch, ascending."""
@@ -82,6 +67,35 @@ class _Unit:
     cost: float
 
 
+def read_lengths(store: Store, batch: BatchRef) -> Lengths:
+    """The lengths and groups of a batch's rows; reads row indices and group numbers only."""
+    groups = None
+    if "group_id" in batch.names:
+        groups = batch.fetch_numpy(store, "group_id")[0].astype(np.int64)
+    return Lengths(
+        prompts=batch.lengths(store, "prompt_ids"),
+        responses=batch.lengths(store, "response_ids"),
+        groups=groups,
+    )
+
+
+def read_mask_counts(store: Store, batch: BatchRef, rows: Sequence[int]) -> tuple[int, int, int]:
+    """Tokens with mask 1, rows with at least one such token, and rows, among the given rows.
+
+    What the normaliser of a loss is made of; reads response_mask only, where there is one.
+    """
+    if not rows:
+        return 0, 0, 0
+    taken = batch.take(rows)
+    if "response_mask" not in batch.names:
+        lengths = taken.lengths(store, "response_ids")
+        return int(lengths.sum()), int((lengths > 0).sum()), len(rows)
+    values, offsets = taken.fetch_numpy(store, "response_mask")
+    assert offsets is not None
+    counts = [int(values[start:stop].astype(bool).sum()) for start, stop in pairwise(offsets)]
+    return sum(counts), sum(count > 0 for count in counts), len(rows)
+
+
 def plan_update(
     lengths: Lengths,
     *,
@@ -93,8 +107,17 @@ def plan_update(
     """The optimizer steps of one pass over a batch.
 
     Mini-batches follow the order of rows and keep groups whole where there are enough groups; they
-    do not depend on `world` or `budget` (tokens of one micro-batch). Raises ValueError when a row is
-    longer than the budget or there are fewer rows than mini-batches.
+    do not depend on `world` or `budget`.
+
+    Args:
+        lengths: Of N rows.
+        world: Number of ranks.
+        budget: Most tokens of a micro-batch, a shared prompt counted once.
+        mini_batches: Optimizer steps, at most N.
+        cost: By which micro-batches are balanced; None: by their tokens.
+
+    Raises:
+        ValueError: A row is longer than the budget, or there are fewer rows than mini-batches.
     """
     _check_budget(lengths, budget)
     if len(lengths) < mini_batches:
@@ -123,7 +146,8 @@ def plan_logprobs(
 ) -> MiniBatch:
     """Forward passes over a batch; rank r holds the r-th contiguous range of rows.
 
-    So the ranks' results, concatenated in rank order, are in the order of the batch.
+    So the ranks' results, concatenated in rank order, are in the order of the batch. Arguments and
+    errors are those of `plan_update`.
     """
     _check_budget(lengths, budget)
     cost = cost or CostModel()

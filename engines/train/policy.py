@@ -41,19 +41,21 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         squared: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Log-probs [R] and entropy [R] of response tokens, float32; `squared`: sums of pi^2 [R] too.
+        """Statistics of the R response tokens; a tuple, where FSDP looks for outputs' gradients.
 
-        dtype is that of the output head's product; chunk the number of logit rows held at once.
-        A tuple, because FSDP looks for the outputs' gradients there.
+        Args:
+            packed: T tokens of some rows.
+            temperature: Sampling temperature, by which logits are divided.
+            chunk: Rows of logits held at once.
+            dtype: Of the output head's product.
+            entropy_gradient: Whether a gradient flows through the entropy.
+            squared: Whether sums over the vocabulary of pi^2 are wanted too.
+
+        Returns:
+            Log-probs [R] and entropy [R] in nats, and with `squared` sums of pi^2 [R]; float32.
         """
-        hidden = self.model.get_decoder()(
-            input_ids=packed.tokens[None],
-            position_ids=packed.positions[None],
-            use_cache=False,
-            packed_layout=packed.layout,
-        ).last_hidden_state[0]
         stats = token_statistics(
-            hidden.index_select(0, packed.predictors).to(dtype),
+            decoder_states(self.model.get_decoder(), packed).to(dtype),
             self.head.to(dtype),
             packed.labels,
             temperature=temperature,
@@ -61,8 +63,21 @@ class Policy(nn.Module):
             entropy_gradient=entropy_gradient,
             squared=squared,
         )
-        found = (stats.logprobs.clone(), stats.entropy.clone())  # FSDP warns of views
+        # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
+        found = (stats.logprobs.clone(), stats.entropy.clone())
         return found if stats.sum_pi_squared is None else (*found, stats.sum_pi_squared.clone())
+
+
+def decoder_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
+    """The last hidden states [R, H] of the tokens that predict the response tokens."""
+    hidden = decoder(
+        input_ids=packed.tokens[None],
+        position_ids=packed.positions[None],
+        use_cache=False,
+        packed_layout=packed.layout,
+    ).last_hidden_state[0]
+    assert isinstance(hidden, Tensor)
+    return hidden.index_select(0, packed.predictors)
 
 
 def load_policy(directory: Path) -> Policy:

@@ -1,7 +1,8 @@
 """How the ranks of a gang meet: bounded phases with names, one process group for each process.
 
 Roles that share a pool are several engines in each of its processes, and take turns; they use one
-group, torch's default one. It stays when an engine leaves, because DTensor remembers groups by name,
+group, torch's default one. It stays when an engine leaves, because DTensor's caches name groups
+that were destroyed (torch 2.13; seen by others at https://github.com/NVIDIA/Megatron-LM/pull/7029),
 and is made anew when some rank does not know it, because its worker was restarted.
 """
 
@@ -53,8 +54,17 @@ def meet(
 ) -> Meeting:
     """A process group of all ranks; rank 0 listens at host:port.
 
-    Each phase (store, then gloo or nccl) takes at most `timeout` seconds, a collective later on
-    `call_timeout`. Raises RendezvousFailed naming the phase.
+    Args:
+        rank: Of this process, from 0.
+        world: Number of ranks.
+        host: Address of rank 0.
+        port: Of rank 0.
+        device: Of this rank; NCCL on CUDA, Gloo on a CPU.
+        timeout: Seconds that each phase (store, then gloo or nccl) may take.
+        call_timeout: Seconds that a collective may take later on.
+
+    Raises:
+        RendezvousFailed: Naming the phase.
     """
     seconds: dict[str, float] = {}
     where = f"rank {rank} of {world} at {host}:{port}"
@@ -108,7 +118,7 @@ def _phase(
 def _store(rank: int, world: int, host: str, port: int, timeout: float) -> dist.Store:
     if world == 1:
         return dist.HashStore()
-    # torch would listen on every interface: give it a socket that listens at `host` alone.
+    # torch 2.13 would listen on every interface (not reported): give it a socket at `host` alone.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.create_server((host, port), family=family).detach() if rank == 0 else None
     return dist.TCPStore(

@@ -48,10 +48,10 @@ class JoinReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnsResult:
-    """Figures of response tokens (log-probs, values) as new columns."""
+    """What forward passes give for each response token (log-probs, values), as new columns."""
 
     batch: BatchRef | None  # those columns only; of one rank, None where it had no rows
-    # name -> sum over tokens of mask 1, of one rank; mean over them, of all. tokens: their number.
+    # "tokens": number of tokens with mask 1. Others: sum over those (one rank), mean (all ranks).
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -60,8 +60,6 @@ class UpdateResult:
     """What an update did; the same on every rank."""
 
     step: int  # RL step, the version of the weights now held
-    optimizer_steps: int  # made by this update
-    skipped: int  # of them, left out because loss or gradient was not finite
     metrics: Mapping[str, float]  # train/loss, train/grad_norm, train/tokens_per_second, …
 
 

@@ -34,10 +34,10 @@ UNTRAINED = -1  # the version held where the model's own weights are no version 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UnfinishedUpdate:
-    """What an update was made of."""
+class UpdateInputs:
+    """What the update of a step is made of."""
 
-    batch: BatchRef
+    batch: BatchRef  # with advantages
     algorithm: AlgorithmConfig
 
 
@@ -71,14 +71,16 @@ class Trainer:
         self._base = 0
         self._caller = caller or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
-        self._unfinished: dict[
-            int, UnfinishedUpdate
-        ] = {}  # updates of steps that were not committed when made
+        # By step, of the steps that were not committed when they were updated.
+        self._uncommitted: dict[int, UpdateInputs] = {}
         self._loads = 0  # of older states; tells calls that are repeated on purpose from retries
         self._lock = threading.RLock()
 
     def at(self, version: int) -> None:
-        """Bring the gang to a version: form it if need be, load the nearest snapshot, replay."""
+        """Bring the gang to a version: form it if need be, load the nearest snapshot, replay.
+
+        Raises GangFailed where a rank dies or hangs, ObjectMissing or ObjectDamaged by the store.
+        """
         with self._lock:
             if self._version is None or not self._gang.formed:
                 self._form()
@@ -91,14 +93,14 @@ class Trainer:
                 self._go_to(base)
             for step in range(self._held + 1, version + 1):
                 self._on_replay(step, version)
-                again = self._stored(step) if step <= committed else self._unfinished[step]
+                again = self._stored(step) if step <= committed else self._uncommitted[step]
                 self._update(step, again.batch, again.algorithm)
 
     def update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
         """Apply step's update to version step - 1; the gang then holds version step."""
         with self._lock:
             self.at(step - 1)
-            self._unfinished[step] = UnfinishedUpdate(batch=batch, algorithm=algorithm)
+            self._uncommitted[step] = UpdateInputs(batch=batch, algorithm=algorithm)
             return self._update(step, batch, algorithm)
 
     @property
@@ -109,8 +111,8 @@ class Trainer:
     def committed(self, step: int) -> None:
         """A step has been committed: its batch is found in the store from now on."""
         with self._lock:
-            self._unfinished = {
-                later: update for later, update in self._unfinished.items() if later > step
+            self._uncommitted = {
+                later: update for later, update in self._uncommitted.items() if later > step
             }
 
     def logprobs(
@@ -175,11 +177,11 @@ class Trainer:
             self.at(version)
             return self._call("digest", version, {"dtype": dtype})
 
-    def _stored(self, step: int) -> UnfinishedUpdate:
+    def _stored(self, step: int) -> UpdateInputs:
         """A committed step's update."""
         done = read_commit(self._files, step)
         algorithm = AlgorithmConfig.model_validate(done.algorithm)
-        return UnfinishedUpdate(batch=done.refs["batch"], algorithm=algorithm)
+        return UpdateInputs(batch=done.refs["batch"], algorithm=algorithm)
 
     @property
     def _held(self) -> int:

@@ -157,7 +157,7 @@ class World:
         metrics |= self.actor.update(batch.ref, algorithm, *limits).metrics
         if algorithm.needs_critic:
             result = self.critic.update(batch.ref, algorithm, *limits)
-            assert result.skipped == 0, name
+            assert result.metrics["train/skipped_steps"] == 0, name
             metrics |= {f"critic/{key}": value for key, value in result.metrics.items()}
         if on_policy:
             # A version is published once; the next case publishes its own.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -83,12 +86,47 @@ def test_checking_needs_no_torch(tiny: Path) -> None:
         "import sys; from engines.models import check_model, position_limit, end_token_ids\n"
         "from configs.model import PretrainedModel, RandomModel; from pathlib import Path\n"
         f"check_model(PretrainedModel(path={str(tiny)!r})); check_model(RandomModel())\n"
-        f"assert position_limit(Path({str(tiny)!r})) == 256\n"
+        f"assert position_limit(PretrainedModel(path={str(tiny)!r})) == 256\n"
+        f"assert position_limit(PretrainedModel(path={SMOLLM!r})) == 8192\n"
         f"assert end_token_ids(Path({str(tiny)!r})) == (2,)\n"
         "import engines.rollout.contract\n"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_position_limit_of_every_kind_of_model(tiny: Path, tmp_path: Path) -> None:
+    assert models.position_limit(RandomModel(max_positions=96)) == 96
+    assert models.position_limit(PretrainedModel(path="some-org/some-model")) is None
+    with pytest.raises(ValueError, match="no such file or directory"):
+        models.position_limit(PretrainedModel(path=str(tmp_path / "x.gguf")))
+    path = shutil.copytree(tiny, tmp_path / "changed")
+    stated = json.loads((tiny / "config.json").read_text())
+
+    def limit(config: dict) -> int | None:
+        (path / "config.json").write_text(json.dumps(config))
+        return models.position_limit(PretrainedModel(path=str(path)))
+
+    assert limit({"text_config": stated}) == 256
+    assert limit({"n_positions": 1024}) == 1024
+    assert limit({}) is None
+    assert limit(stated | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}) is None
+    assert limit(stated | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}) == 256
+
+
+def test_a_gguf_file_is_skipped_through_to_its_context_length(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_array("before.words", ["one", "", "three"])
+    writer.add_array("before.numbers", [1.5, 2.5])
+    writer.add_string("before.text", "llama.context_length")
+    writer.add_bool("before.flag", True)
+    writer.add_context_length(4096)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert models.position_limit(PretrainedModel(path=str(tmp_path / "x.gguf"))) == 4096
+    (tmp_path / "x.gguf").write_bytes(b"no model")
+    assert models.position_limit(PretrainedModel(path=str(tmp_path / "x.gguf"))) is None
 
 
 def test_a_random_model_is_its_seed(tiny: Path, tmp_path: Path) -> None:
@@ -145,7 +183,7 @@ def test_a_published_version_loads_in_plain_transformers(tiny: Path, tmp_path: P
     policy = models.load_for_training(tiny)
     with torch.no_grad():
         policy.model.norm.weight.mul_(1.5)
-    weights = dict(models.untied_weights(policy))
+    weights = dict(policy.state_dict().items())
     assert set(weights) == set(models.tensor_shapes(tiny))
     files = models.companion_files(tiny)
     ref = publish(Store(f"file://{tmp_path}"), "run", 0, weights.items(), files)

@@ -102,7 +102,7 @@ def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
     }
     # Policy and critic live on this worker; the policy may have had its update already.
     dies = Fault(
-        id="critic", target="engines.train.critic_update:CriticUpdater.run", action="kill", nth=2
+        id="critic", target="engines.train.critic:CriticUpdater._columns", action="kill", nth=2
     )
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies, AFTER_STEP_3])
     broken = launch("tiny", "steps=4", module="flows.ppo", environment=faults.environment)

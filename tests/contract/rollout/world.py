@@ -59,7 +59,7 @@ class World:
             self.store,
             RUN,
             version,
-            models.untied_weights(policy),
+            policy.state_dict().items(),
             models.companion_files(self.directory),
         )
 

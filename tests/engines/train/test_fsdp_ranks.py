@@ -180,7 +180,7 @@ def test_fresh_weights_have_one_digest_whatever_the_ranks(seen: dict[int, list[S
 
 
 def test_one_ranks_bad_row_makes_all_skip(seen: dict[int, list[Seen]]) -> None:
-    assert [rank.skipped.skipped for rank in seen[2]] == [1, 1]
+    assert [rank.skipped.metrics["train/skipped_steps"] for rank in seen[2]] == [1, 1]
 
 
 def test_a_rank_without_rows_takes_part(seen: dict[int, list[Seen]]) -> None:
