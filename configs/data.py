@@ -66,6 +66,11 @@ class DataConfig(Settings):
     epochs: int | None = Field(
         None, ge=1, description="Passes over the data before the run ends; none means no limit."
     )
+    last_step: Literal["drop", "partial"] = Field(
+        "drop",
+        description="What epochs leave over for a last step, if fewer than prompts_per_step: drop: "
+        "not drawn; partial: trained on.",
+    )
 
     @model_validator(mode="after")
     def _template_fits(self) -> "DataConfig":

@@ -1,20 +1,20 @@
-"""The flows that train, the settings that each takes, and the commands on their runs."""
+"""The commands that a run names: how to go on with it, fork it, look at it."""
 
 import shlex
 
-from configs.grpo import GRPOConfig
-from configs.ppo import PPOConfig
 from configs.storage import StoreConfig
 
-SETTINGS: dict[str, type[GRPOConfig]] = {"grpo": GRPOConfig, "ppo": PPOConfig}  # flows/NAME.py
+
+def command(module: str, store: StoreConfig, *words: str | int) -> str:
+    """`python -m MODULE WORDS`, for a shell, with where the store is if not the default."""
+    return shlex.join(["python", "-m", module, *map(str, words), *store.words()])
 
 
-def command(flow: str, store: StoreConfig, *words: str | int) -> str:
-    """`python -m flows.FLOW WORDS`, for a shell, with where the store is if not the default."""
-    return shlex.join(["python", "-m", f"flows.{flow}", *map(str, words), *store.words()])
+def resume_command(flow: str, store: StoreConfig, run: str) -> str:
+    """The command that goes on with a run of a flow `package.module:function`."""
+    return command(flow.partition(":")[0], store, "--resume", run)
 
 
-def resume_command(config: GRPOConfig, run: str) -> str:
-    """The command that goes on with a run."""
-    flow = next(name for name, model in SETTINGS.items() if type(config) is model)
-    return command(flow, config.store, "--resume", run)
+def fork_command(flow: str, store: StoreConfig, fork: str) -> str:
+    """The command that begins a run at RUN@STEP of a run of the flow."""
+    return command(flow.partition(":")[0], store, "--fork", fork)

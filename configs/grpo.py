@@ -75,6 +75,11 @@ class GRPOConfig(Settings):
         return self.prompts_per_step * self.group_size
 
     @property
+    def fewest_prompts(self) -> int:
+        """Prompts with which a step is made; fewer are left only where data.epochs end."""
+        return self.prompts_per_step if self.data.last_step == "drop" else 1
+
+    @property
     def trained_roles(self) -> list[Role]:
         """Roles with an optimizer."""
         return ["actor", "critic"] if self.has_critic else ["actor"]

@@ -1,6 +1,6 @@
 """A whole run on Slurm: submit it, see where it stands, read its logs, stop it.
 
-python -m flows.cluster submit [--flow grpo|ppo] [RECIPE] [key=value …]
+python -m flows.cluster submit [--flow grpo|ppo|package.module:function] [RECIPE] [key=value …]
 python -m flows.cluster status [NAME]
 python -m flows.cluster logs NAME [WORKER]
 python -m flows.cluster stop NAME
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.cluster.kinds import SlurmConfig
-from configs.flows import SETTINGS
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe
 from engines.clusters.slurm_jobs import BusySlurm, Task
@@ -52,11 +51,13 @@ def main(words: Sequence[str] = ()) -> int:
 def _submit(arguments: argparse.Namespace) -> int:
     """Check the settings, then put the flow's job into the queue."""
     from tasks.run.preflight import check
+    from tasks.run.recorded_flow import load_flow, path_of, settings_class
 
+    flow = load_flow(arguments.flow)
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else DEMO
-    config = load_recipe(SETTINGS[arguments.flow], recipe, words)
-    module = f"flows.{arguments.flow}"
+    config = load_recipe(settings_class(flow), recipe, words)
+    module = path_of(flow).partition(":")[0]
     if config.cluster.kind != "slurm":
         raise ConfigError(
             f"cluster.kind = {config.cluster.kind}, but only runs on Slurm are submitted. Set "
@@ -137,7 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     submit = commands.add_parser("submit", help="submit a run as jobs")
-    submit.add_argument("--flow", choices=SETTINGS, default="grpo", help="what to run [grpo]")
+    submit.add_argument(
+        "--flow",
+        default="grpo",
+        metavar="FLOW",
+        help="what to run: grpo, ppo, or package.module:function of your own [grpo]",
+    )
     submit.add_argument("words", nargs="*", metavar="RECIPE key=value")
     for command, about in (
         ("status", "where a run stands, or all of them"),

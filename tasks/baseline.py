@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from prefect import task
+from prefect.futures import PrefectFuture
 
 from tasks.results import Prompts, Scored
 from tasks.reward import scored
-from tasks.rollout import sample_shard
+from tasks.rollout import sample_shard, shards_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 
@@ -24,3 +25,14 @@ def baseline(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> 
     # Numbered on from the samples' shards: a call of the same number would be the same call.
     sampled = sample_shard(run, step, part, greedy, "baseline", shards + shard)
     return scored(run, step, sampled, shards + shard)
+
+
+def baseline_shards(
+    run: Run, step: int, prompts: PrefectFuture[Prompts]
+) -> list[PrefectFuture[Scored]]:
+    """A baseline task for each shard of a step's prompts; waits for those."""
+    shards = shards_of(run, prompts)
+    return [
+        baseline.submit(run, step, prompts, shard, shards)  # type: ignore[call-overload]
+        for shard in range(1, shards + 1)
+    ]

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from prefect import task
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
 from engines.rewards.runner import code_digest
 from storage.batches.refs import BatchRef
 from storage.objects.errors import StoreUnavailable
+from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
+from storage.runs.retention import sweep
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_step
 from tasks.reporting.attempts import Attempt
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
+from tasks.run.flow_options import result_of
 from tasks.run.metrics import step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.weight_sync import weight_sync
 
 
 @task(name="snapshot", task_run_name="snapshot", **OPTIONS)
@@ -32,6 +38,28 @@ def snapshot(run: Run, step: int, updated: Updated) -> Updated:
         for trainer in run.engines.trained:
             trainer.snapshot(updated.version)
     return updated
+
+
+def sync_and_commit(
+    run: Run,
+    step: int,
+    prompts: PrefectFuture[Prompts],
+    scored: Sequence[PrefectFuture[Scored]],
+    batch: PrefectFuture[TrainBatch],
+    updated: PrefectFuture[Updated],
+    critic: PrefectFuture[Updated] | None = None,
+) -> StepSummary:
+    """What every step ends with: the engines that sample get its weights, and it is committed.
+
+    Between the two a snapshot is stored, if one is due. Raises the failure of the first task of the
+    step that failed.
+    """
+    synced = weight_sync.submit(run, step, updated)  # type: ignore[call-overload]
+    if run.snapshot_due(step, prompts.result().cursor):
+        trained = [synced] if critic is None else [synced, critic]
+        updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
+    committed = commit.submit(run, step, prompts, scored, batch, updated, synced, critic)  # type: ignore[call-overload]
+    return result_of(committed)
 
 
 @task(name="commit", task_run_name="commit", **OPTIONS)
@@ -63,7 +91,7 @@ def commit(
         step=step,
         parent=run.head,
         refs=refs,
-        version_in=run.sampled_with,
+        version_in=scored[0].sampled.weights,
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
@@ -75,7 +103,7 @@ def commit(
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
     )
-    record = write_commit(run.files, record, run.held)
+    record = write_commit(run.files, record, run.lease)
     attempts = run.attempts_of(step)
     run.advance(record)
     run.progress.step_done(step, metrics)
@@ -113,18 +141,32 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
     """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
     metrics = {name: value for name, value in record.metrics.items() if value is not None}
     run.tracker.step(record, metrics)
-    if run.snapshot_due(record.step):
+    if run.snapshot_due(record.step, Cursor.from_json(record.cursor)):
         run.tracker.register(record)
     try:
         show_step(run, record, scored, attempts)
         tell(run, record, scored, metrics)
-        run.tidy()
+        tidy(run)
     except StoreUnavailable as error:  # what is left over goes after the next step
         get_run_logger().warning(
             "Step %d is committed; showing it and tidying up after it did not go to the end: %s",
             record.step,
             error,
         )
+
+
+def tidy(run: Run) -> None:
+    """Remove policy versions, batches and snapshots that the settings do not keep."""
+    keep = run.config.store
+    removed = sweep(
+        run.files,
+        keep_versions=keep.keep_versions,
+        keep_steps=keep.keep_steps,
+        keep_snapshots=keep.keep_snapshots,
+        tagged=run.tracker.registered,
+    )
+    if removed:
+        get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
 
 
 def tell(run: Run, record: Commit, scored: list[Scored], metrics: dict[str, float]) -> None:

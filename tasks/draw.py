@@ -6,6 +6,7 @@ from prefect import task
 
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
+from storage.prompts.cursor import Exhausted
 from storage.prompts.cursor import draw as draw_rows
 from tasks.results import Prompts
 from tasks.run.retries import OPTIONS, attempted
@@ -16,17 +17,21 @@ from tasks.run.run import Run
 def draw(run: Run, step: int) -> Prompts:
     """Draw `prompts_per_step` rows; one whose prompt is too long is dropped, counted, replaced.
 
+    At the end of the last epoch fewer may be left. By data.last_step they are the step's, or else
+    Exhausted is raised, and what was drawn here does not count as drawn.
+
     Groups are numbered through the run, and through the run that it was forked from.
     """
     config = run.config
-    group = run.first_group(step)
+    group = first = run.first_group(step)
     last = group + config.prompts_per_step
     cursor, drawn = run.cursor, 0
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
-    while group < last:
+    made_by = config.data.model_dump(mode="json", exclude={"last_step"})
+    while group < last and cursor.remaining(config.data.epochs) != 0:
         rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs, run.fresh)
-        key = key_of("prompts", run.source.digest, rows, group, config.data.model_dump(mode="json"))
+        key = key_of("prompts", run.source.digest, rows, group, made_by)
         with attempted(run, step, "prompts") as attempt:
             made = run.engines.scorers.call(
                 "prompts",
@@ -42,4 +47,9 @@ def draw(run: Run, step: int) -> Prompts:
         if made.ref is not None:
             parts.append(made.ref)
             group += len(made.ref)
+    if group - first < config.fewest_prompts:
+        raise Exhausted(
+            f"data.epochs = {config.data.epochs} left {group - first} prompts for step {step} that "
+            f"fit data.max_prompt_tokens, and a step takes {config.fewest_prompts}."
+        )
     return Prompts(ref=BatchRef.concat(parts), cursor=cursor, drawn=drawn, dropped=dropped)

@@ -17,9 +17,12 @@ from engines.rollout.contract import RolloutRequest, Sampling
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.prompts.open_source import open_source
-from tasks.results import Prompts, result_of
+from tasks.results import Prompts
+from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+
+ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +48,7 @@ def evaluate(run: Run) -> Evaluation:
         for shard in range(1, shards + 1)
     ]
     summed = summarize.submit(run, run.config.evaluation, parts)
-    return result_of(summed, prompts, *parts)
+    return result_of(summed)
 
 
 @task(name="held-out prompts", task_run_name="held-out prompts", **OPTIONS)
@@ -53,7 +56,8 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
     """The first rows of the evaluation's source, as prompts."""
     source = open_source(evaluation.source)
     rows = list(range(min(evaluation.rows, len(source))))
-    asked = run.config.data.model_dump(mode="json") | {"source": evaluation.source.model_dump()}
+    asked = run.config.data.model_dump(mode="json", exclude={"last_step"})
+    asked["source"] = evaluation.source.model_dump()
     key = key_of("held-out", source.digest, rows, asked)
     with attempted(run, run.after, "held-out") as attempt:
         made = run.engines.scorers.call(
@@ -137,7 +141,7 @@ def sampling_of(run: Run, evaluation: EvaluationConfig) -> Sampling:
 
 def manner(run: Run, evaluation: EvaluationConfig) -> str:
     """What two evaluations must have in common to be compared."""
-    data = run.config.data.model_dump(mode="json", exclude={"source", "shuffle", "seed", "epochs"})
+    data = run.config.data.model_dump(mode="json", exclude=ORDER)
     return key_of(
         "evaluation",
         open_source(evaluation.source).digest,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from prefect.futures import PrefectFuture
 
 from engines.rewards.runner import RewardCode
 from engines.rollout.contract import ShardStats
@@ -31,6 +28,7 @@ class Sampled:
     """One shard of completions."""
 
     prompts: BatchRef
+    weights: WeightsRef  # policy version that sampled
     ref: BatchRef  # the samples; row i belongs to row i // group_size of the prompts
     stats: ShardStats
 
@@ -91,26 +89,9 @@ class RunSummary:
 
     run: str
     steps: int  # committed
+    asked: int  # more than that where the data's epochs were over first
     checkpoint: str  # URL of the last policy version
     dashboard: str  # URL of the flow run
     tracking: str  # URL or command that shows the MLflow run
     plot: str  # path or URL of the curves
     metrics: Metrics = field(default_factory=dict)
-
-
-Result = TypeVar("Result")
-
-
-def result_of(last: PrefectFuture[Result], *before: PrefectFuture[Any] | None) -> Result:
-    """The result of a step's last task, or the failure of the first task that failed.
-
-    `before`: every task that it waits for. Prefect's own error would say only that the last one, or
-    another that waited, is not ready.
-    """
-    last.wait()
-    for future in before:
-        if future is not None:
-            future.wait()
-            if not future.state.is_pending():
-                future.result()
-    return last.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefect import task
+from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from engines.data.results import SampleFailure
@@ -22,6 +23,16 @@ def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Sc
     sample is marked failed, and the function's traceback goes to this task's log.
     """
     return scored(run, step, sampled, shard)
+
+
+def reward_shards(
+    run: Run, step: int, sampled: Sequence[PrefectFuture[Sampled]]
+) -> list[PrefectFuture[Scored]]:
+    """A reward task for each shard that is sampled."""
+    return [
+        reward.submit(run, step, shard, number, len(sampled))  # type: ignore[call-overload]
+        for number, shard in enumerate(sampled, 1)
+    ]
 
 
 def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:

@@ -7,10 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from prefect import task
+from prefect.futures import PrefectFuture
 
 from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
+from storage.runs.weights import WeightsRef
 from tasks.results import Prompts, Sampled
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
@@ -30,6 +32,22 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> S
     return result
 
 
+def rollout_shards(
+    run: Run, step: int, prompts: PrefectFuture[Prompts]
+) -> list[PrefectFuture[Sampled]]:
+    """A rollout task for each shard of a step's prompts; waits for those."""
+    shards = shards_of(run, prompts)
+    return [
+        rollout.submit(run, step, prompts, shard, shards)  # type: ignore[call-overload]
+        for shard in range(1, shards + 1)
+    ]
+
+
+def shards_of(run: Run, prompts: PrefectFuture[Prompts]) -> int:
+    """Into how many shards the prompts go; a last step may have fewer prompts than there are."""
+    return min(run.config.rollout.shards, len(prompts.result().ref))
+
+
 def sample_shard(
     run: Run, step: int, prompts: BatchRef, sampling: Sampling, stage: str, shard: int
 ) -> Sampled:
@@ -39,7 +57,7 @@ def sample_shard(
     out_key = run.files.stage_key(step, stage, shard, key)
     done = run.files.finished(out_key)
     if done is not None:
-        return sampled(prompts, done)
+        return sampled(prompts, weights, done)
     with attempted(run, step, stage, shard) as attempt:
         request = RolloutRequest(
             prompts=prompts,
@@ -51,10 +69,11 @@ def sample_shard(
         )
         result = run.engines.rollouts.generate(request, attempt.assignment)
     done = run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
-    return sampled(prompts, done)
+    return sampled(prompts, weights, done)
 
 
-def sampled(prompts: BatchRef, record: Mapping[str, Any]) -> Sampled:
+def sampled(prompts: BatchRef, weights: WeightsRef, record: Mapping[str, Any]) -> Sampled:
     """A finished shard from its record: of two attempts, the one that finished first."""
     stats = ShardStats(**record["stats"])
-    return Sampled(prompts=prompts, ref=BatchRef.from_json(record["ref"]), stats=stats)
+    ref = BatchRef.from_json(record["ref"])
+    return Sampled(prompts=prompts, weights=weights, ref=ref, stats=stats)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from prefect import task
+from prefect.settings import PREFECT_API_URL
 
-from tasks.results import Synced, result_of
+from storage.runs.live import Live, write_live
+from tasks.reporting.flow_run import flow_run_id
+from tasks.results import Synced
+from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.weight_sync import publish_and_sync
@@ -14,8 +18,22 @@ from tasks.weight_sync import publish_and_sync
 def start_workers(run: Run) -> dict[str, list[str]]:
     """Wait for the workers of every pool; returns pool -> worker names."""
     workers = run.engines.workers()
-    run.announce()
+    announce(run)
     return workers
+
+
+def announce(run: Run) -> None:
+    """Tell those who look at the run from outside where it goes on."""
+    flow = flow_run_id()
+    made = run.engines.temporary_certificates
+    live = Live(
+        scheduler=run.engines.scheduler,
+        prefect=PREFECT_API_URL.value(),
+        flow_run=None if flow is None else str(flow),
+        epoch=run.epoch,
+        certificates=None if made is None else made.model_dump(),
+    )
+    write_live(run.files, live)
 
 
 @task(name="start engine", task_run_name="start {role}", **OPTIONS)
@@ -40,4 +58,4 @@ def start_engines(run: Run) -> Synced:
         for role in run.engines.roles
     ]
     synced = first_sync.submit(run, run.head, started)
-    return result_of(synced, workers, *started)
+    return result_of(synced)

@@ -7,8 +7,10 @@ import time
 from prefect import task
 
 from engines.rollout.weight_probe import Probe
+from storage.runs.forks import shared_weights
 from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
+from tasks.run.forking import parent_config
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
@@ -27,7 +29,7 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
     """Publish a version, load it into the rollout engines, and check it on a probe."""
     start = time.monotonic()
     with attempted(run, step, "weight_sync"):
-        weights = run.shared_weights if version == run.start else None
+        weights = parents_weights(run) if version == run.start else None
         if weights is None:
             weights = run.engines.actor.export(version, run.config.rollout.dtype)
             say_made_anew(run, weights)
@@ -50,6 +52,14 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
             "weights/probe_error": max(load.logprob_error for load in loaded.values()),
         },
     )
+
+
+def parents_weights(run: Run) -> WeightsRef | None:
+    """The parent's policy version that a fork samples with first, without a copy."""
+    if run.origin is None or not run.origin.fork:
+        return None
+    same = parent_config(run.files, run.origin).rollout.dtype == run.config.rollout.dtype
+    return shared_weights(run.files) if same else None
 
 
 def say_made_anew(run: Run, weights: WeightsRef) -> None:

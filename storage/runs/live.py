@@ -9,8 +9,11 @@ and MLflow is told the end. A run that dies in between is not done, though all i
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import BaseModel, ConfigDict
 
+from configs.data import DataConfig
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.runs.run_store import RunStore
@@ -33,6 +36,29 @@ class Live(BaseModel):
     certificates: dict[str, str] | None = None
 
 
+class DataOver(BaseModel):
+    """Settings under which the data give no further step."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    epochs: int | None
+    last_step: str
+
+    @classmethod
+    def of(cls, config: DataConfig) -> Self:
+        """Those of a run."""
+        return cls(epochs=config.epochs, last_step=config.last_step)
+
+
+class End(BaseModel):
+    """The end of a run, until it is given more steps or more data."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int  # its last
+    data_over: DataOver | None = None  # None: it made all steps that were asked for
+
+
 def write_live(run: RunStore, live: Live) -> None:
     """Put the record in place of an earlier one."""
     run.store.write(_live_key(run), documents.encode(LIVE, live.model_dump(mode="json")))
@@ -50,17 +76,24 @@ def _live_key(run: RunStore) -> str:
     return f"{run.run}/live.json"
 
 
-def write_end(run: RunStore, step: int) -> None:
+def write_end(run: RunStore, end: End) -> None:
     """Put on record that nothing is left to do after a step. Only under the run's lease."""
-    run.store.write(_end_key(run), documents.encode(END, {"step": step}))
+    run.store.write(_end_key(run), documents.encode(END, end.model_dump(mode="json")))
+
+
+def read_end(run: RunStore) -> End | None:
+    """The record of the last end; None before there was one. Raises ObjectDamaged."""
+    key = _end_key(run)
+    try:
+        return documents.validated(End, key, documents.read(run.store, key, END))
+    except ObjectMissing:
+        return None
 
 
 def is_done(run: RunStore, step: int) -> bool:
     """Whether nothing is left to do after a step; False where the run went on from an earlier end."""
-    try:
-        return documents.read(run.store, _end_key(run), END).get("step") == step
-    except ObjectMissing:
-        return False
+    end = read_end(run)
+    return end is not None and end.step == step
 
 
 def _end_key(run: RunStore) -> str:

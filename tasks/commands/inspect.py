@@ -22,7 +22,7 @@ from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
-from tasks.run.forking import settings_of
+from tasks.run.recorded_flow import flow_of, settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,10 +61,10 @@ class StepView:
 def answer(request: Request) -> Answer:
     """Look at the run that was named."""
     files = request.files
-    config = settings_of(files)
+    config, flow = settings_of(files), flow_of(files)
     holder, live, origin = holder_of(files), read_live(files), origin_of(files)
     done, start = head(files) or start_of(files), start_of(files)
-    finished = done >= config.steps and is_done(files, done)
+    finished = is_done(files, done)
     steps = [
         step_view(files, read_commit(files, step))
         for step in range(max(start, done - request.arguments.steps) + 1, done + 1)
@@ -76,7 +76,7 @@ def answer(request: Request) -> Answer:
         "steps": config.steps,
         "origin": None if origin is None else str(origin),
         "holder": None if holder is None else f"process {holder.pid} on {holder.host}",
-        "resume": None if holder or finished else resume_command(config, files.run),
+        "resume": None if holder or finished else resume_command(flow, request.store, files.run),
         "committed": [asdict(one) for one in steps],
     }
     shown = _headline(record)

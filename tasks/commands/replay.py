@@ -25,7 +25,7 @@ from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.run.engines import train_spec
-from tasks.run.forking import settings_of
+from tasks.run.recorded_flow import settings_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from prefect.logging.configuration import setup_logging
 
@@ -24,7 +24,11 @@ from configs.storage import StoreConfig
 from tasks.run.interruption import INTERRUPTED
 
 if TYPE_CHECKING:
+    from prefect import Flow
+
     from tasks.reporting.progress import Terminal
+    from tasks.results import RunSummary
+    from tasks.run.opening import OpenedRun
     from tasks.run.run import Run
 
 HOME = Path(".refrain")
@@ -32,67 +36,84 @@ BAD_SETTINGS = 2  # exit codes
 FAILED = 1
 
 
-def main(run_flow: Callable[..., Any], model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
+def main(flow: Flow[..., Any], words: Sequence[str] = ()) -> int:
     """Run a flow from the command line's words; returns the exit code."""
-    arguments = _parser(model).parse_intermixed_args(list(words) or sys.argv[1:])
-    quiet_libraries()
-    from tasks.run.forking import origin_of_fork  # late, so that --help answers at once
-    from tasks.run.preflight import check
+    from tasks.run.recorded_flow import path_of, settings_class
 
+    made_by = path_of(flow)
     try:
-        config = _settings(model, arguments)
-        check(config)
-        if arguments.fork is not None:
-            origin_of_fork(config, arguments.fork)
-        if arguments.check:
-            print(f"{config.name}: the settings are good, and a run would start.")
-            return 0
-        return _run(run_flow, config, arguments.resume, arguments.fork)
+        model = settings_class(flow)
+        arguments = _parser(made_by, model).parse_intermixed_args(list(words) or sys.argv[1:])
+        quiet_libraries()
+        return _begin(flow, made_by, _settings(made_by, model, arguments), arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_SETTINGS
 
 
-def _run(
-    run_flow: Callable[..., Any], config: GRPOConfig, resume: str | None, fork: str | None
+def _begin(
+    flow: Flow[..., Any], made_by: str, config: GRPOConfig, arguments: argparse.Namespace
 ) -> int:
+    """Check everything; then run the flow, unless only the checks were asked for."""
+    from tasks.run.continue_from import NothingNew
+    from tasks.run.opening import open_run
+    from tasks.run.preflight import check
+
+    resume, fork = arguments.resume, arguments.fork
+    check(config)
+    try:
+        opened = open_run(made_by, config, resume, fork)
+    except NothingNew as nothing:
+        print(nothing)
+        return 0
+    except RuntimeError as error:  # of the store
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    if arguments.check:
+        print(f"{config.name}: the settings are good, and a run would start.")
+        return 0
+    return _run(lambda run: flow(config, resume, fork, run), opened)
+
+
+def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
     """Start engines and server side by side, run the flow, say where everything is."""
     import httpx
     from prefect.exceptions import PrefectException
 
     from tasks.launch.server import prefect_server
     from tasks.reporting.progress import Terminal
-    from tasks.run.continue_from import NothingNew
-    from tasks.run.run import prepared
+    from tasks.run.life_cycle import started
 
-    terminal = Terminal()
+    terminal, config, name = Terminal(), opened.config, opened.name
+    again = resume_command(opened.flow, config.store, name)
     run: Run | None = None
     try:
-        with prepared(config, terminal, resume, fork, partial(_stopped, terminal)) as run:
-            name = run.name
+        with started(opened, terminal, partial(_stopped, terminal, again)) as run:
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
             with prefect_server(HOME / "prefect") as dashboard:
                 terminal.say(f"Dashboard {dashboard}")
-                summary = run_flow(config, resume, fork)
+                summary: RunSummary = call(run)
     except KeyboardInterrupt:
-        return _stopped(terminal, run)
-    except NothingNew as nothing:
-        terminal.say(str(nothing))
-        return 0
+        return _stopped(terminal, again if run is not None else "")
     except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
         if run is not None and run.stopped:  # the error is a wait that was ended
-            return _stopped(terminal, run)
+            return _stopped(terminal, again)
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, httpx.HTTPError):
             what = f"The Prefect server does not answer ({what})."
         terminal.say(what, style="red")
         if run is not None:
-            terminal.say(f"To go on from the last step: {resume_command(run.config, run.name)}")
+            terminal.say(f"To go on from the last step: {again}")
         return FAILED
+    steps = f"{summary.steps} steps are committed."
+    if summary.steps < summary.asked:
+        steps = (
+            f"{summary.steps} of {summary.asked} steps are committed; the data's epochs are over."
+        )
     terminal.facts(
-        f"{name}: {summary.steps} steps are committed.",
+        f"{name}: {steps}",
         {
             "checkpoint": summary.checkpoint,
             "curves": summary.plot,
@@ -103,15 +124,9 @@ def _run(
     return 0
 
 
-def _command() -> str:
-    """How this program was started: python -m flows.<name>."""
-    return f"python -m flows.{Path(sys.argv[0]).stem}"
-
-
-def _stopped(terminal: Terminal, run: Run | None) -> int:
-    """A person ended the run."""
-    again = f" To go on: {resume_command(run.config, run.name)}" if run is not None else ""
-    terminal.say(f"Stopped.{again}", style="yellow")
+def _stopped(terminal: Terminal, again: str) -> int:
+    """A person ended the run, which goes on by the command `again`."""
+    terminal.say("Stopped." + (again and f" To go on: {again}"), style="yellow")
     return INTERRUPTED
 
 
@@ -135,7 +150,7 @@ def quiet_libraries() -> None:
     logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
 
 
-def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:
+def _settings(made_by: str, model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:
     """The recipe of the words; for a resumed run without one, the settings that it began with."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
@@ -148,20 +163,13 @@ def _settings(model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOCon
         return load_recipe(model, recipe or DEMO, words)
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
+    from tasks.run.recorded_flow import check_same_flow, stored_settings
 
     given = [word for word in words if word.startswith("store.")]
     where = change(_Stored, {}, given).store
-    uri = where.uri
-    written = RunStore(Store(uri, where.options), earlier).read_run()
-    if written is None:
-        raise ConfigError(
-            f"There is no run {earlier} in {uri}. Name a run of that store, or add store.uri=… of "
-            "another."
-        )
-    settings = cast(dict[str, Any], written["config"])
-    if "critic" in settings and not model.has_critic:
-        raise ConfigError(f"Run {earlier} trains a critic. Go on with it by python -m flows.ppo.")
-    return change(model, settings, words)
+    files = RunStore(Store(where.uri, where.options), earlier)
+    check_same_flow(files, made_by, where, arguments.fork)
+    return change(model, stored_settings(files), words)
 
 
 class _Stored(Settings):
@@ -170,9 +178,9 @@ class _Stored(Settings):
     store: StoreConfig = StoreConfig()
 
 
-def _parser(model: type[GRPOConfig]) -> argparse.ArgumentParser:
+def _parser(made_by: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=_command(),
+        prog=f"python -m {made_by.partition(':')[0]}",
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -19,9 +19,9 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import TypeAdapter
 
 from configs.environment import import_from_working_folder
-from configs.flows import SETTINGS
 from configs.recipe import load_recipe
 from tasks.launch.server import ServerError
+from tasks.run.recorded_flow import load_flow, settings_class
 
 INFRA = Path(str(files("infra")))  # a package of files, so that an installed Refrain has them too
 PREFECT_FILE = INFRA / "prefect.yaml"
@@ -124,7 +124,7 @@ def recipe(name: str, settings: dict[str, Any] | None = None, flow: str = "grpo"
     a new `make deploy` to take effect. Runs work in the folder that is deployed from, `directory`.
     """
     words = [f"{key}={value}" for key, value in (settings or {}).items()]
-    config = load_recipe(SETTINGS[flow], name, words)
+    config = load_recipe(settings_class(load_flow(flow)), name, words)
     return {"config": config.model_dump(mode="json"), "directory": str(Path.cwd())}
 
 

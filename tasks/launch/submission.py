@@ -112,8 +112,7 @@ class Submission:
         """The command that goes on with the run on this machine; empty before there is a run."""
         run = self.run()
         store = StoreConfig(uri=self.record.store, options=self.record.store_options)
-        flow = self.record.module.rpartition(".")[2]
-        return "" if run is None else command(flow, store, "--resume", run)
+        return "" if run is None else command(self.record.module, store, "--resume", run)
 
     def status(self) -> SubmissionStatus:
         """Jobs from the queue, progress from the store."""
@@ -126,7 +125,7 @@ class Submission:
             name=self.name,
             run=run,
             step=step,
-            done=files is not None and step >= self.record.steps and is_done(files, step),
+            done=files is not None and is_done(files, step),
             steps=self.record.steps,
             flow=flow[0] if flow else None,
             pools={name.removeprefix(f"{self.name}-"): tasks for name, tasks in jobs.items()},

@@ -98,8 +98,8 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
     if run.origin is not None:
         lines += ["", f"The run goes on from {escaped(run.origin)}."]
     store = run.config.store
-    samples = command("lineage", store, run.name, "--version", commit.version_out.version)
-    again = command("replay", store, run.name, commit.step)
+    samples = command("flows.lineage", store, run.name, "--version", commit.version_out.version)
+    again = command("flows.replay", store, run.name, commit.step)
     lines += ["", f"Sample by sample: `{samples}`; made again and compared: `{again}`."]
     failures = [attempt for attempt in attempts if attempt.error]
     if failures:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from prefect.context import TagsContext
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
@@ -18,12 +17,3 @@ def flow_run_url() -> str | None:
     """Page of the flow run on the dashboard."""
     found = flow_run_id()
     return url_for("flow-run", obj_id=found) if found else None
-
-
-def untagged_tasks() -> TagsContext:
-    """During the body, task runs do not inherit the tags of their flow run.
-
-    Prefect asks the server for a concurrency slot for each tag of a task run before it starts it: a
-    round trip of up to two seconds on a busy machine, measured with Prefect 3.7.7.
-    """
-    return TagsContext(current_tags=set())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import history
 from storage.runs.origins import start_of
 from storage.tracking.plots import progress_png
@@ -64,7 +65,8 @@ class RunTracker:
                 self._log(self._tracker, commit, metrics)
         self.registered = self._tracker.registered()
         newest = before[0]
-        if self._run.snapshot_due(head) and newest.version_out.version not in self.registered:
+        due = self._run.snapshot_due(head, Cursor.from_json(newest.cursor))
+        if due and newest.version_out.version not in self.registered:
             self._register(self._tracker, newest)
 
     def step(self, commit: Commit, metrics: Metrics) -> None:

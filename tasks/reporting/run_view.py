@@ -30,13 +30,22 @@ class RunView(Protocol):
     source: PromptSource
     origin: Origin | None
     epoch: int
-    head: int
-    last: Commit | None
-    cursor: Cursor
     attempts: list[Attempt]
     cancelled: threading.Event
     terminal: Terminal
     progress: Progress
 
-    def snapshot_due(self, step: int) -> bool:
-        """Whether the trainer's state is stored after a step."""
+    @property
+    def head(self) -> int:
+        """The last committed step."""
+
+    @property
+    def last(self) -> Commit | None:
+        """The commit of the step before the next one."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the next step draws."""
+
+    def snapshot_due(self, step: int, cursor: Cursor) -> bool:
+        """Whether the trainer's state is stored after a step that drew up to `cursor`."""

@@ -23,7 +23,6 @@ from storage.tracking.registry import NotRegistered, Registry
 if TYPE_CHECKING:
     from storage.prompts.source import PromptSource
 
-
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, State
 
@@ -36,11 +35,11 @@ class NothingNew(Exception):
     """Every row has been seen by the run that this one would go on from; there is nothing to do."""
 
 
-def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray | None]:
+def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
     """What `config.continue_from` means: the origin, and digests of the rows drawn until there.
 
-    None where it is not known what was drawn. Raises ConfigError if there is no such place, and
-    NothingNew.
+    None of them where it is not known what was drawn. Raises ConfigError if there is no such place,
+    and NothingNew.
     """
     if config.has_critic:
         raise ConfigError(
@@ -73,7 +72,9 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray | None]:
             )
         return origin, seen_before(owner)
     seen = seen_at(owner, reached, source)
-    if config.continue_data == "unseen" and seen is not None and not unseen(source, seen):
+    if seen is None:
+        return origin, np.empty(0, np.uint64)
+    if config.continue_data == "unseen" and not unseen(source, seen):
         raise NothingNew(
             f"Nothing new to train on: all {len(source)} rows of {source.name} were seen by {origin} "
             "or the runs before it."
@@ -82,23 +83,24 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray | None]:
 
 
 def first_cursor(
-    files: RunStore, config: GRPOConfig, source: PromptSource, origin: Origin | None
+    store: Store,
+    config: GRPOConfig,
+    source: PromptSource,
+    origin: Origin | None,
+    seen: np.ndarray,
 ) -> Cursor:
-    """Where a run draws first, by its origin and what it keeps of the rows seen before."""
+    """Where a run draws first, by its origin and the digests of the rows seen before."""
     if origin is not None and origin.cursor:
-        before = read_commit(RunStore(files.store, origin.run), origin.step)
+        before = read_commit(RunStore(store, origin.run), origin.step)
         return Cursor.from_json(before.cursor)
-    seen = seen_before(files)
     first = origin is not None and not origin.fork and config.continue_data == "unseen"
     new = len(unseen(source, seen)) if first and len(seen) else 0
     return Cursor.start(config.data, source, new)
 
 
-def fresh_rows(files: RunStore, cursor: Cursor, source: PromptSource) -> list[int]:
+def fresh_rows(cursor: Cursor, source: PromptSource, seen: np.ndarray) -> list[int]:
     """The unseen rows with which a run began that has some first; none in later epochs."""
-    if not cursor.fresh or cursor.epoch > 0:
-        return []
-    return unseen(source, seen_before(files))
+    return unseen(source, seen) if cursor.fresh and cursor.epoch == 0 else []
 
 
 def _place(store: Store, config: GRPOConfig) -> tuple[RunStore, int | None]:

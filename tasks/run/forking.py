@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.ppo import PPOConfig
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.prompts.open_source import open_source
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.origins import Origin, committer, origin_of, parent_of
 from storage.runs.run_store import RunStore
+from tasks.run.recorded_flow import check_same_flow, settings_of
 
 
 def split(fork: str) -> tuple[str, int | None]:
@@ -26,8 +25,8 @@ def split(fork: str) -> tuple[str, int | None]:
     return name, int(step) if at else None
 
 
-def origin_of_fork(config: GRPOConfig, fork: str) -> Origin:
-    """The origin of a run that goes on from RUN@STEP under `config`; ConfigError if it cannot."""
+def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
+    """The origin of a run that `flow` begins at RUN@STEP with `config`; ConfigError if it cannot."""
     name, step = split(fork)
     parent = RunStore(Store(config.store.uri, config.store.options), name)
     if parent.read_run() is None:
@@ -35,6 +34,7 @@ def origin_of_fork(config: GRPOConfig, fork: str) -> Origin:
             f"There is no run {name} in {parent.store.uri}. A fork shares its parent's objects, so "
             "it needs the same store: set store.uri."
         )
+    check_same_flow(parent, flow, config.store, fork)
     try:
         origin = begin_at(parent, step, fork=True)
     except NoSuchOrigin as error:
@@ -44,12 +44,6 @@ def origin_of_fork(config: GRPOConfig, fork: str) -> Origin:
         raise ConfigError(
             f"{origin} was trained from another model, whose weights and optimizer state do not fit "
             "the one given. A fork keeps its parent's model; start a new run to change it."
-        )
-    if before.has_critic != config.has_critic:
-        with_critic = "with" if before.has_critic else "without"
-        raise ConfigError(
-            f"{origin} was trained {with_critic} a critic. Fork it by "
-            f"python -m flows.{'ppo' if before.has_critic else 'grpo'}."
         )
     if config.steps <= origin.at:
         raise ConfigError(
@@ -90,13 +84,3 @@ def data_go_on(config: GRPOConfig, before: GRPOConfig) -> bool:
 def parent_config(child: RunStore, origin: Origin) -> GRPOConfig:
     """The settings under which the origin's step was made."""
     return settings_of(parent_of(child, origin))
-
-
-def settings_of(files: RunStore) -> GRPOConfig:
-    """The settings in a run's run.json."""
-    record = files.read_run()
-    if record is None:
-        raise ConfigError(f"There is no run {files.run} in {files.store.uri}.")
-    settings = cast("dict[str, Any]", record["config"])
-    model = PPOConfig if "critic" in settings else GRPOConfig
-    return model.model_validate(settings)

@@ -7,8 +7,9 @@ from typing import Any
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.runs.commit_log import head
-from storage.runs.live import is_done
+from storage.runs.live import DataOver, read_end
 from storage.runs.run_store import RunStore
+from tasks.run.recorded_flow import check_same_flow, settings_of
 
 # What may change between the parts of a run without making its past unrepeatable. A name stands
 # for the setting and all below it.
@@ -16,6 +17,8 @@ MAY_CHANGE = (
     "steps",
     "cluster",
     "tracking",
+    "data.epochs",
+    "data.last_step",
     "store.options",
     "store.snapshot_every",
     "store.keep_versions",
@@ -36,17 +39,18 @@ MAY_CHANGE = (
 )
 
 
-def check_resumable(files: RunStore, config: GRPOConfig) -> None:
-    """ConfigError unless the run is there, unfinished, and its settings fit the given ones."""
-    written = files.read_run()
-    if written is None:
+def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
+    """ConfigError unless the run is there, is the flow's, unfinished, and fits the settings."""
+    if files.read_run() is None:
         raise ConfigError(
             f"There is no run {files.run} in {files.store.uri}. "
             "Give --resume the name of a run of that store, or set store.uri."
         )
+    check_same_flow(files, flow, config.store)
+    written = settings_of(files).model_dump(mode="json")
     changed = [
         key
-        for key in differing(written["config"], config.model_dump(mode="json"))
+        for key in differing(written, config.model_dump(mode="json"))
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
     ]
     if changed:
@@ -55,10 +59,17 @@ def check_resumable(files: RunStore, config: GRPOConfig) -> None:
             f"start a new run. On resuming only these may change: {', '.join(MAY_CHANGE)}."
         )
     committed = head(files) or 0
-    if committed >= config.steps and is_done(files, committed):
+    end = read_end(files)
+    if end is None or end.step != committed:
+        return
+    done = f"Run {files.run} is finished: {committed} of {config.steps} steps are committed"
+    if committed >= config.steps:
+        raise ConfigError(f"{done}. Set steps higher to train on.")
+    if end.data_over == DataOver.of(config.data):
+        rest = ", or data.last_step = partial" if config.data.last_step == "drop" else ""
         raise ConfigError(
-            f"Run {files.run} is finished: {committed} of {config.steps} steps are committed. "
-            "Set steps higher to train on."
+            f"{done}, and data.epochs = {config.data.epochs} is over. Set data.epochs higher{rest} "
+            "to train on."
         )
 
 

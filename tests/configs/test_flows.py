@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.flows import SETTINGS, command, resume_command
-from configs.grpo import GRPOConfig
+from configs.flows import command, fork_command, resume_command
 from configs.overrides import change
-from configs.ppo import PPOConfig
-from configs.recipe import load_recipe
 from configs.storage import StoreConfig
 
 TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc"]))
@@ -18,17 +15,20 @@ VALUES = st.one_of(TEXT, st.integers(), st.booleans(), st.floats(allow_nan=False
 
 
 def test_a_run_in_the_default_store_needs_no_more_than_its_name() -> None:
-    config = load_recipe(GRPOConfig, "tiny")
-    assert resume_command(config, "tiny-1") == "python -m flows.grpo --resume tiny-1"
-    with_critic = load_recipe(PPOConfig, "tiny", ["algorithm.advantage.kind=gae"])
-    assert resume_command(with_critic, "tiny-1") == "python -m flows.ppo --resume tiny-1"
+    store = StoreConfig()
+    again = resume_command("flows.grpo:grpo", store, "tiny-1")
+    assert again == "python -m flows.grpo --resume tiny-1"
+    again = resume_command("lab.my_flows:my_flow", store, "mine-1")
+    assert again == "python -m lab.my_flows --resume mine-1"
+    fork = fork_command("flows.ppo:ppo", store, "tiny-1@3")
+    assert fork == "python -m flows.ppo --fork tiny-1@3"
 
 
-@pytest.mark.parametrize("flow", SETTINGS)
-def test_another_store_is_named(flow: str) -> None:
+@pytest.mark.parametrize("module", ["flows.grpo", "my_flows"])
+def test_another_store_is_named(module: str) -> None:
     store = StoreConfig(uri="s3://bucket/a b", options={"endpoint_url": "http://127.0.0.1:9000"})
-    assert command(flow, store, "--resume", "x") == (
-        f"python -m flows.{flow} --resume x 'store.uri=s3://bucket/a b' "
+    assert command(module, store, "--resume", "x") == (
+        f"python -m {module} --resume x 'store.uri=s3://bucket/a b' "
         "store.options.endpoint_url=http://127.0.0.1:9000"
     )
 
@@ -39,7 +39,7 @@ def test_the_words_read_as_the_store_that_they_were_made_of(
     name: str, options: dict[str, str | int | float | bool]
 ) -> None:
     store = StoreConfig(uri=f"s3://bucket/{name}", options=options)
-    words = shlex.split(command("grpo", store))[3:]
+    words = shlex.split(command("flows.grpo", store))[3:]
     given = [word.removeprefix("store.") for word in words]
     read = change(StoreConfig, {}, given)
     assert read == store

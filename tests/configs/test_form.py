@@ -13,6 +13,7 @@ from configs.form import title_of
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe, recipe_names
 from flows.grpo import grpo
+from tasks.run.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,17 @@ def test_a_refusal_names_the_setting(
     config = load_recipe(GRPOConfig, "tiny").model_dump(mode="json")
     with pytest.raises(ValidationError, match=said):
         validate({"config": {**config, **change}}, schema, raise_on_error=True)
+
+
+def test_the_form_asks_for_settings_and_never_for_a_run(schema: dict[str, Any]) -> None:
+    assert list(schema["properties"]) == ["config", "resume", "fork"]
+    assert schema["required"] == ["config"]
+
+
+def test_a_run_handed_to_a_flow_is_not_spread_out_on_the_dashboard() -> None:
+    run = Run.__new__(Run)
+    run.name = "mine"
+    assert grpo.serialize_parameters({"run": run}) == {"run": "<Run>"}
 
 
 def test_titles_read_as_people_write() -> None:

@@ -22,7 +22,8 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.origins import origin_of
 from storage.runs.run_store import RUN_FORMAT, RunStore
-from tasks.run.forking import origin_of_fork, settings_of
+from tasks.run.forking import origin_of_fork
+from tasks.run.recorded_flow import settings_of
 from tests.flows.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
@@ -283,13 +284,14 @@ def test_what_a_fork_may_change(world: World, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(world.folder)
     config = settings_of(world.parent).model_copy(update={"steps": 5})
     name = world.parent.run
-    origin = origin_of_fork(config, f"{name}@2")
+    mine = "flows.grpo:grpo"
+    origin = origin_of_fork(config, f"{name}@2", mine)
     assert (origin.at, origin.cursor, origin.first_group) == (2, True, 8)
-    assert origin_of_fork(config, name).step == 3
+    assert origin_of_fork(config, name, mine).step == 3
     larger = config.model_copy(update={"group_size": 2})
-    assert origin_of_fork(larger, f"{name}@2").first_group == 16  # sample ids stay distinct
+    assert origin_of_fork(larger, f"{name}@2", mine).first_group == 16  # sample ids stay distinct
     other = config.model_copy(update={"data": config.data.model_copy(update={"seed": 9})})
-    assert not origin_of_fork(other, f"{name}@2").cursor
+    assert not origin_of_fork(other, f"{name}@2", mine).cursor
     wide = config.model_copy(update={"model": config.model.model_copy(update={"layers": 3})})
     for bad, fork, said in (
         (wide, f"{name}@2", "was trained from another model"),
@@ -299,7 +301,9 @@ def test_what_a_fork_may_change(world: World, monkeypatch: pytest.MonkeyPatch) -
         (config.model_copy(update={"steps": 2}), f"{name}@2", "Set steps to 3 or more"),
     ):
         with pytest.raises(ConfigError, match=said):
-            origin_of_fork(bad, fork)
+            origin_of_fork(bad, fork, mine)
+    with pytest.raises(ConfigError, match=f"Fork it by: python -m flows.grpo --fork {name}@2"):
+        origin_of_fork(config, f"{name}@2", "flows.ppo:ppo")
     assert origin_of(world.child) is not None
     assert head(world.child) == 3
 

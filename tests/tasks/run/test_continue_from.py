@@ -76,10 +76,10 @@ def begun(parent: RunStore, name: str, config: GRPOConfig) -> tuple[RunStore, Cu
     """A run that begins as a flow would begin it."""
     origin, seen = beginning(config)
     run = RunStore(parent.store, name)
-    if seen is not None:
-        write_seen(run, seen)
+    write_seen(run, seen)
     run.write_run({"config": {}, FIELD: origin.model_dump(mode="json")})
-    return run, first_cursor(run, config, open_source(config.data.source), origin)
+    source = open_source(config.data.source)
+    return run, first_cursor(parent.store, config, source, origin, seen)
 
 
 def test_only_unseen_rows_make_the_first_epoch(parent: RunStore, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_only_unseen_rows_make_the_first_epoch(parent: RunStore, tmp_path: Path)
     run, cursor = begun(parent, "child", settings(tmp_path, "continue_from=parent"))
     assert cursor.fresh == 5
     assert str(origin_of(run)) == "parent@2"
-    fresh = fresh_rows(run, cursor, source)
+    fresh = fresh_rows(cursor, source, seen_before(run))
     assert {6, 7, 8} < set(fresh)
     assert len(seen_before(run)) == 4
     first, _ = draw(source, cursor, 5, fresh=fresh)
@@ -98,7 +98,7 @@ def test_with_nothing_new_there_is_nothing_to_do(parent: RunStore, tmp_path: Pat
     source = open_source(settings(tmp_path).data.source)
     run, cursor = begun(parent, "child", settings(tmp_path, "continue_from=parent@2"))
     version = publish(parent.store, "child", 1, [("w", torch.ones(2))], {})
-    _, cursor = draw(source, cursor, 2, fresh=fresh_rows(run, cursor, source))
+    _, cursor = draw(source, cursor, 2, fresh=fresh_rows(cursor, source, seen_before(run)))
     record = Commit(
         step=1, parent=0, version_in=version, version_out=version, cursor=cursor.to_json()
     )

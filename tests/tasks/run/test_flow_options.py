@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from prefect import flow, task
+from prefect import flow, tags, task
+from prefect.runtime import task_run
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
 
-from tasks.results import result_of
+from tasks.run.flow_options import STEP, result_of
 from tests.flows.conftest import prefect_api
 
 __all__ = ["prefect_api"]  # a fixture
@@ -26,18 +27,37 @@ def adds(number: int) -> int:
     return number + 1
 
 
-@flow
-def step(broken: bool) -> int:
+@task
+def own_tags(number: int) -> list[str]:
+    return sorted(task_run.tags)
+
+
+@flow(name="a-step", **STEP)
+def a_step(step: int, broken: bool) -> int:
     first = breaks.submit() if broken else adds.submit(1)
     other = adds.submit(5)
     waits = adds.submit(other, wait_for=[first])
     last = adds.submit(waits)
-    return result_of(last, other, waits, None, first)
+    return result_of(last)
+
+
+@flow(name="tagged", **STEP)
+def tagged(step: int) -> list[str]:
+    return result_of(own_tags.submit(step))
+
+
+@flow
+def undeclared() -> int:
+    return result_of(adds.submit(1))
 
 
 @pytest.mark.cluster
 def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) -> None:
     with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
-        assert step(False) == 8
+        assert a_step(1, False) == 8
         with pytest.raises(RuntimeError, match="the cause"):
-            step(True)
+            a_step(2, True)
+        with tags("step 3"):
+            assert tagged(3) == []  # a task run with tags waits for the server, a slot for each
+        with pytest.raises(ValueError, match=r"Declare it by @flow\(name=…, \*\*RUN\)"):
+            undeclared()

@@ -1,0 +1,105 @@
+"""How a run starts and ends: its hold on the store, its engines, what people see of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from storage.prompts.open_source import open_source
+from storage.runs.live import DataOver, End, write_end
+from storage.runs.orphans import clear
+from storage.runs.seen_rows import write_rows
+from tasks.reporting import events
+from tasks.reporting.artifacts import show_curves, show_run, show_steps
+from tasks.reporting.flow_run import flow_run_id, flow_run_url
+from tasks.reporting.progress import Terminal
+from tasks.results import RunSummary
+from tasks.run.interruption import dashboard_ends, set_closes, signals_end
+from tasks.run.opening import OpenedRun, begin, take_over
+from tasks.run.run import Run
+
+
+@contextlib.contextmanager
+def started(
+    opened: OpenedRun, terminal: Terminal, last_words: Callable[[], object] = lambda: None
+) -> Iterator[Run]:
+    """Take a run over, begin it, and start its engines in the background; all ends with the body.
+
+    `last_words` are said before a process that cannot be stopped in order ends itself. Raises
+    LeaseHeld while another process writes the run.
+    """
+    lease, position = take_over(opened)
+    with contextlib.ExitStack() as failed:
+        failed.callback(lease.release)
+        begin(opened, position)
+        run = Run(opened, lease, position, terminal)
+        failed.pop_all()
+    failure: BaseException | None = None
+    with signals_end(run.cancelled, last_words):
+        try:
+            with set_closes(run.cancelled, run.engines.close), terminal.live():
+                run.engines.launch()
+                yield run
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            close(run, failure)
+
+
+def close(run: Run, error: BaseException | None) -> None:
+    """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
+    run.stopped = run.cancelled.is_set()
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.lease.release)
+        stack.callback(run.tracker.finish, error)
+        stack.callback(run.background.stop)
+        stack.callback(run.engines.close)
+        run.cancelled.set()
+
+
+@contextlib.contextmanager
+def shown(run: Run) -> Iterator[None]:
+    """During the body the run is seen on the dashboard, and a cancel there ends it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
+        events.emit(events.RUN_STARTED, run.name, steps=run.config.steps)
+        stack.callback(lambda: events.emit(events.RUN_ENDED, run.name, step=run.head))
+        show_run(run)
+        stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
+        yield
+
+
+def finish(run: Run, data_over: bool) -> RunSummary:
+    """Leave the curves in MLflow and on the dashboard, and put the end on record.
+
+    The last thing that a run does: from now on it is done. `data_over`: it made fewer steps than it
+    was asked for, because the data's epochs are over.
+    """
+    run.background.drain()
+    clear(run.files, run.head)
+    _keep_rows(run)
+    plot = f"{run.name}/progress.png"
+    image = run.tracker.plot()
+    if image is not None:
+        show_curves(run, image)
+        show_steps(run, run.tracker.history)
+        run.store.write(plot, image)
+    run.tracker.finish(None)
+    over = DataOver.of(run.config.data) if data_over else None
+    write_end(run.files, End(step=run.head, data_over=over))
+    return RunSummary(
+        run=run.name,
+        steps=run.head,
+        asked=run.config.steps,
+        checkpoint=run.last_weights,
+        dashboard=flow_run_url() or "",
+        tracking=run.tracker.link,
+        plot=run.store.url(plot),
+    )
+
+
+def _keep_rows(run: Run) -> None:
+    """Keep which rows the data had, unless they changed meanwhile, for runs that go on."""
+    if open_source(run.config.data.source).digest == run.source.digest:
+        write_rows(run.files, run.source)

@@ -1,0 +1,177 @@
+"""From settings to a run that this process may write: open it, take it over, begin it.
+
+`open_run` only reads. `take_over` keeps every other writer out and sees where the run stands. `begin`
+is the first that writes to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+
+from configs.environment import user
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from storage.objects.store import Store
+from storage.prompts.cursor import Cursor
+from storage.prompts.open_source import open_source
+from storage.prompts.source import PromptSource
+from storage.runs.commit_log import Commit, Ledger, head, read_commit
+from storage.runs.forks import pin
+from storage.runs.origins import FIELD, Origin, origin_of, parent_of
+from storage.runs.orphans import clear
+from storage.runs.run_lease import RunLease
+from storage.runs.run_store import RunStore
+from storage.runs.seen_rows import seen_before, write_seen
+from tasks.run.continue_from import NothingNew, beginning, first_cursor
+from tasks.run.forking import origin_of_fork
+from tasks.run.resuming import check_resumable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedRun:
+    """A run by its settings and by what the store says of it. Nothing is written, nobody kept out."""
+
+    name: str
+    flow: str  # package.module:function that makes it
+    config: GRPOConfig
+    files: RunStore
+    source: PromptSource
+    resumed: bool  # it is in the store already
+    origin: Origin | None  # where it began, if not with the model's own weights
+    seen: np.ndarray  # uint64 [rows], digests of the rows drawn before it began
+    first: Cursor  # where its first step draws
+
+    @property
+    def start(self) -> int:
+        """The version that the run begins with."""
+        return 0 if self.origin is None else self.origin.at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a run stands between two steps."""
+
+    head: int  # the last committed step; before the first, the version that the run begins with
+    last: Commit | None  # of the step before the next one, which a fork inherits
+    cursor: Cursor  # where the next step draws
+    ledger: Ledger  # of all steps so far
+
+    @classmethod
+    def after(cls, commit: Commit) -> Position:
+        """Where the run stands once a step is committed."""
+        cursor = Cursor.from_json(commit.cursor)
+        return cls(head=commit.step, last=commit, cursor=cursor, ledger=commit.ledger)
+
+
+def open_run(
+    flow: str, config: GRPOConfig, resume: str | None = None, fork: str | None = None
+) -> OpenedRun:
+    """The run that these settings mean: a stored one that goes on, or a new one, perhaps a fork.
+
+    `flow`: package.module:function that is to make it. `fork`: RUN@STEP. Raises ConfigError where it
+    cannot be, and NothingNew where there is nothing to do.
+    """
+    store = Store(config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20)
+    files = RunStore(store, resume or new_name(config.name))
+    source = open_source(config.data.source)
+    origin, seen = None, np.empty(0, np.uint64)
+    if resume is not None:
+        check_resumable(files, config, flow)
+        origin, seen = origin_of(files), seen_before(files)
+    elif fork is not None:
+        origin = origin_of_fork(config, fork, flow)
+        seen = seen_before(parent_of(files, origin))
+    elif config.continue_from is not None:
+        origin, seen = beginning(config)
+    opened = OpenedRun(
+        name=files.run,
+        flow=flow,
+        config=config,
+        files=files,
+        source=source,
+        resumed=resume is not None,
+        origin=origin,
+        seen=seen,
+        first=first_cursor(store, config, source, origin, seen),
+    )
+    if not opened.resumed:
+        _check_first_step(opened)
+    return opened
+
+
+def new_name(family: str) -> str:
+    """A name for a new run: family, UTC time, and four characters against coincidence."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    return f"{family}-{now}-{secrets.token_hex(2)}"
+
+
+def _check_first_step(opened: OpenedRun) -> None:
+    """ConfigError, or NothingNew for a run that goes on, where the data's epochs give no step."""
+    config, left = opened.config, opened.first.remaining(opened.config.data.epochs)
+    if left is None or left >= config.fewest_prompts:
+        return
+    said = (
+        f"data.epochs = {config.data.epochs} leaves {left} prompts of {opened.source.name}, and a "
+        f"step takes {config.fewest_prompts}."
+    )
+    if config.continue_from is not None:
+        raise NothingNew(f"Too little to train on: {said}")
+    raise ConfigError(
+        f"{said} Set data.epochs higher, prompts_per_step lower, or data.last_step = partial."
+    )
+
+
+def take_over(opened: OpenedRun) -> tuple[RunLease, Position]:
+    """Keep every other writer out, then see where the run stands. Raises LeaseHeld.
+
+    The lease renews itself until it is released.
+    """
+    lease = RunLease.acquire(opened.files, f"{user()}'s flow")
+    with contextlib.ExitStack() as failed:
+        failed.callback(lease.release)
+        lease.keep()
+        # Only now: until a moment ago another flow may have been committing.
+        own = head(opened.files) if opened.resumed else None
+        position = _inherited(opened) if own is None else _committed(opened, own)
+        failed.pop_all()
+    return lease, position
+
+
+def _committed(opened: OpenedRun, step: int) -> Position:
+    return Position.after(read_commit(opened.files, step))
+
+
+def _inherited(opened: OpenedRun) -> Position:
+    """Where a run without a step of its own stands."""
+    origin = opened.origin
+    if origin is None or not origin.fork:
+        return Position(head=opened.start, last=None, cursor=opened.first, ledger=Ledger())
+    last = read_commit(parent_of(opened.files, origin), origin.step)
+    settled = last.ledger.settled()
+    return Position(head=opened.start, last=last, cursor=opened.first, ledger=settled)
+
+
+def begin(opened: OpenedRun, position: Position) -> None:
+    """Clear what a writer that died left, or put a new run on record. Only under the run's lease."""
+    files, origin = opened.files, opened.origin
+    if opened.resumed:
+        clear(files, position.head)
+        return
+    if origin is not None and not origin.fork:
+        write_seen(files, opened.seen)
+    record: dict[str, object] = {
+        "config": opened.config.model_dump(mode="json"),
+        "code": version("refrain"),
+        "flow": opened.flow,
+    }
+    if origin is not None:
+        record[FIELD] = origin.model_dump(mode="json")
+    files.write_run(record)
+    if origin is not None:
+        pin(files, origin)

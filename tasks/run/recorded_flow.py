@@ -1,0 +1,123 @@
+"""Which flow made a run: its name in run.json, the flow that has this name, the settings it takes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from prefect import Flow
+
+from configs.flows import fork_command, resume_command
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError, validate
+from configs.storage import StoreConfig
+from engines.imports import imported
+from storage.runs.run_store import RunStore
+
+LOADED_FROM_FILE = "__prefect_loader_"  # what Prefect calls a module that it loads by its file
+
+
+def path_of(flow: Flow[..., Any]) -> str:
+    """`package.module:function`, by which the flow is imported from the working folder."""
+    return f"{_module_of(flow.fn)}:{flow.fn.__qualname__}"
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """The module's name, also where it was started as a program or loaded by its file."""
+    name = function.__module__
+    if name == "__main__":
+        return _program()
+    return _name_of(inspect.getfile(function)) if name.startswith(LOADED_FROM_FILE) else name
+
+
+def _program() -> str:
+    """The name of the module that was started: `python -m NAME`, or `python FOLDER/NAME.py`."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:
+        return main.__spec__.name
+    return _name_of(main.__file__) if main.__file__ else "__main__"
+
+
+def _name_of(file: str) -> str:
+    path = Path(file).resolve()
+    inside = path.is_relative_to(Path.cwd())
+    return ".".join(path.relative_to(Path.cwd()).with_suffix("").parts) if inside else path.stem
+
+
+def load_flow(path: str) -> Flow[..., Any]:
+    """The flow at `package.module:function`; a word alone is one of ours, such as grpo.
+
+    Raises ConfigError if there is none.
+    """
+    if ":" not in path:
+        path = f"flows.{path}:{path}"
+    module, _, name = path.partition(":")
+    if module == _program():  # it stands in __main__, and is not imported a second time
+        found = vars(sys.modules["__main__"]).get(name)
+    else:
+        try:
+            found = imported(path)
+        except ValueError as error:
+            raise ConfigError(
+                f"The flow {path} cannot be imported ({error}) Name it package.module:function, and "
+                "work in the folder that holds the package or set PYTHONPATH to it."
+            ) from error
+    if not isinstance(found, Flow):
+        raise ConfigError(f"{path} is no flow. Name a function with Prefect's @flow.")
+    return found
+
+
+def settings_class(flow: Flow[..., Any]) -> type[GRPOConfig]:
+    """The type of the flow's parameter `config`."""
+    found = typing.get_type_hints(flow.fn).get("config")
+    if not (isinstance(found, type) and issubclass(found, GRPOConfig)):
+        raise ConfigError(
+            f"The flow {path_of(flow)} takes no settings of a run. Its parameter config must be a "
+            "GRPOConfig, or a class made from it."
+        )
+    return found
+
+
+def flow_of(files: RunStore) -> str:
+    """`package.module:function` of the flow that made a run; ConfigError if there is no such run."""
+    return cast(str, _record(files)["flow"])
+
+
+def settings_of(files: RunStore) -> GRPOConfig:
+    """The settings in a run's run.json, as its own flow takes them."""
+    return validate(settings_class(load_flow(flow_of(files))), stored_settings(files))
+
+
+def stored_settings(files: RunStore) -> dict[str, Any]:
+    """The same as plain values; ConfigError if there is no such run."""
+    return cast("dict[str, Any]", _record(files)["config"])
+
+
+def check_same_flow(
+    files: RunStore, flow: str, store: StoreConfig, fork: str | None = None
+) -> None:
+    """ConfigError unless `flow` made the run; it says by which command to go on, or to fork."""
+    made_by = flow_of(files)
+    if made_by == flow:
+        return
+    if fork is None:
+        remedy = f"Go on with it by: {resume_command(made_by, store, files.run)}"
+    else:
+        remedy = f"Fork it by: {fork_command(made_by, store, fork)}"
+    raise ConfigError(
+        f"Run {files.run} was made by the flow {made_by}, and this is {flow}. {remedy}"
+    )
+
+
+def _record(files: RunStore) -> dict[str, object]:
+    record = files.read_run()
+    if record is None:
+        raise ConfigError(
+            f"There is no run {files.run} in {files.store.uri}. Name a run of that store, or add "
+            "store.uri=… of another."
+        )
+    return record

@@ -1,0 +1,87 @@
+"""What stands around every algorithm: a run is opened or resumed, makes its steps, ends in order.
+
+The algorithm is the flow of one step; see flows/grpo.py for a whole flow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from prefect import tags
+from prefect.context import FlowRunContext
+from prefect.states import State
+
+from configs.grpo import GRPOConfig
+from storage.prompts.cursor import Exhausted
+from storage.runs.commit_log import Commit
+from tasks.commit import snapshot
+from tasks.promotion import judge_policy
+from tasks.reporting.progress import Terminal
+from tasks.results import RunSummary, Updated
+from tasks.run.continue_from import NothingNew, skipped
+from tasks.run.flow_options import result_of
+from tasks.run.life_cycle import finish, shown, started
+from tasks.run.opening import open_run
+from tasks.run.preflight import check
+from tasks.run.recorded_flow import path_of
+from tasks.run.run import Run
+from tasks.start import start_engines
+
+
+def train(
+    step_flow: Callable[[Run, int], Any],
+    config: GRPOConfig,
+    resume: str | None,
+    fork: str | None,
+    run: Run | None,
+) -> RunSummary | State[None]:
+    """Make the steps of a run, judge its policy, and say where everything is.
+
+    The body of a run's flow, whose parameters these are. `run`: what the command line has started
+    by them; None where a worker called the flow. With nothing new to train on, the flow run ends as
+    Skipped.
+    """
+    with contextlib.ExitStack() as stack:
+        if run is None:
+            check(config)
+            try:
+                opened = open_run(_this_flow(), config, resume, fork)
+            except NothingNew as nothing:
+                return skipped(nothing)
+            run = stack.enter_context(started(opened, Terminal()))
+        stack.enter_context(shown(run))
+        start_engines(run)
+        data_over = make_steps(step_flow, run)
+        judge_policy(run)
+        return finish(run, data_over)
+
+
+def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool:
+    """Make the steps that are left; whether the data's epochs were over before the last of them."""
+    try:
+        for step in run.steps_left():
+            run.progress.step(step, run.config.rollout.shards)
+            with tags(f"step {step}"):
+                step_flow(run, step)
+    except Exhausted:  # found while drawing: some of the last prompts are too long
+        if run.last is None:
+            raise
+        if not run.snapshot_due(run.head, run.cursor):  # it was not known to be the last step
+            keep_last(run, run.last)
+        return True
+    return run.head < run.config.steps
+
+
+def keep_last(run: Run, commit: Commit) -> None:
+    """Store the trainers' state after a step, and register its policy version."""
+    last = Updated(version=run.head, metrics={})
+    result_of(snapshot.submit(run, run.head, last))
+    run.background.add(lambda: run.tracker.register(commit))
+
+
+def _this_flow() -> str:
+    context = FlowRunContext.get()
+    assert context is not None and context.flow is not None, "train() is the body of a flow"
+    return path_of(context.flow)
