@@ -55,7 +55,8 @@ class GRPOConfig(Settings):
     )
     continue_state: ContinueState = Field(
         "weights",
-        description="Taken over from there: the weights alone, or the trainer's whole state.",
+        description="Taken over from there: the policy's weights alone (a critic begins anew), or "
+        "the trainer's whole state.",
     )
     continue_data: ContinueData = Field(
         "unseen",

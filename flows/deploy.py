@@ -1,15 +1,20 @@
 """Register the deployments of infra/prefect.yaml on the server that PREFECT_API_URL names.
 
     python -m flows.deploy [NAME …] [--notify TYPE/BLOCK]
+    python -m flows.deploy --flow package.module:function --recipe RECIPE [key=value …]
 
 With them come their work pool and the automations of infra/automations.yaml. Doing it again brings
-them up to date. Runs will work in the folder that this is called in.
+them up to date. Runs will work in the folder that this is called in. The second form registers one
+deployment, of a flow of your own.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+
+from configs.overrides import ConfigError
+from configs.recipe import DEMO
 
 
 def main() -> int:
@@ -19,7 +24,14 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="deployments; without: all")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="deployments; without: all. With --flow: settings key=value",
+    )
+    parser.add_argument("--flow", metavar="FLOW", help="package.module:function; or grpo, ppo")
+    parser.add_argument("--recipe", default=DEMO, help=f"settings of --flow [{DEMO}]")
     parser.add_argument(
         "--notify", metavar="TYPE/BLOCK", help="notification block that the automations use"
     )
@@ -32,6 +44,7 @@ def main() -> int:
         ensure_pools,
         register_automations,
         register_deployments,
+        register_flow,
     )
     from tasks.launch.server import ServerError
 
@@ -39,9 +52,13 @@ def main() -> int:
         api = check_server(PREFECT_API_URL.value())
         with get_client(sync_client=True) as client:
             pools = ensure_pools(client)
-        register_deployments(arguments.names)
+        if arguments.flow is not None:
+            name = register_flow(arguments.flow, arguments.recipe, arguments.names)
+            print(f"Deployment   {name}")
+        else:
+            register_deployments(arguments.names)
         automations = register_automations(arguments.notify)
-    except ServerError as error:
+    except (ServerError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 1
     print(f"Deployments  {api.removesuffix('/api')}/deployments")

@@ -216,7 +216,10 @@ class Trainer:
         digest = f"{self._spec.digest}-{uuid.uuid4().hex[:8]}"
         self._gang.spec = dataclasses.replace(self._spec, digest=digest)
         self._gang.form(self._cancel)
-        first = self._files.role == "ref" or origin_of(self._files) is None
+        origin, role = origin_of(self._files), self._files.role
+        # A run that goes on with a policy's weights alone begins with a new critic.
+        new_critic = role == "critic" and origin is not None and not origin.trainer_state
+        first = role == "ref" or origin is None or new_critic
         self._version = 0 if first else UNTRAINED
 
     def _update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -15,17 +16,21 @@ from prefect.automations import Automation
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from pydantic import TypeAdapter
 
 from configs.environment import import_from_working_folder
 from configs.recipe import load_recipe
+from engines.processes.node_process import python_path
 from tasks.launch.server import ServerError
 from tasks.run.recorded_flow import load_flow, settings_class
 
 INFRA = Path(str(files("infra")))  # a package of files, so that an installed Refrain has them too
 PREFECT_FILE = INFRA / "prefect.yaml"
 AUTOMATIONS_FILE = INFRA / "automations.yaml"
+POOL = "refrain"  # of the deployments in prefect.yaml
 MESSAGE = "{{ automation.description }}\n\n{{ event.event }} {{ event.payload }}"
 
 
@@ -74,6 +79,29 @@ def register_deployments(names: list[str]) -> None:
     )
     if done.returncode:
         raise NotDeployed(f"prefect deploy failed:\n{done.stdout.strip()}")
+
+
+def register_flow(path: str, recipe: str, words: Sequence[str]) -> str:
+    """A deployment of the flow at `package.module:function` with a recipe; returns its name.
+
+    It is named after the recipe's run family, and is on the work pool of the other deployments. Its
+    runs work in the folder that this is called in, with the modules that are found from here.
+    """
+    flow = load_flow(path)
+    config = load_recipe(settings_class(flow), recipe, words)
+    limit = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
+    deployment = RunnerDeployment.from_flow(
+        flow,
+        name=config.name,
+        parameters={"config": config.model_dump(mode="json")},
+        tags=[flow.name],
+        concurrency_limit=limit,
+        work_pool_name=POOL,
+        job_variables={"working_dir": os.getcwd(), "env": {"PYTHONPATH": python_path()}},
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+    deployment.apply()
+    return f"{flow.name}/{config.name}"
 
 
 def register_automations(notify: str | None = None, path: Path = AUTOMATIONS_FILE) -> list[str]:

@@ -41,11 +41,6 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
     None of them where it is not known what was drawn. Raises ConfigError if there is no such place,
     and NothingNew.
     """
-    if config.has_critic:
-        raise ConfigError(
-            f"continue_from = {config.continue_from} takes over a policy, and this run has a critic "
-            "too. Go on by --fork, or run python -m flows.grpo."
-        )
     store = Store(config.store.uri, config.store.options)
     parent, step = _place(store, config)
     try:
@@ -57,7 +52,8 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
             cursor=config.continue_data == "cursor",
         )
         if origin.trainer_state:
-            _check_snapshot(parent, origin)
+            for role in config.trained_roles:
+                _check_snapshot(parent, origin, role)
     except (NoSuchOrigin, StoreError) as error:
         raise ConfigError(f"continue_from = {config.continue_from}: {error}") from error
     owner = RunStore(store, origin.run)
@@ -128,11 +124,12 @@ def _place(store: Store, config: GRPOConfig) -> tuple[RunStore, int | None]:
     return RunStore(store, found.run), found.step
 
 
-def _check_snapshot(parent: RunStore, origin: Origin) -> None:
-    base = base_of(RunStore(parent.store, origin.run), origin.step)
+def _check_snapshot(parent: RunStore, origin: Origin, role: str) -> None:
+    base = base_of(RunStore(parent.store, origin.run, role), origin.step)
     if base is None or base.version != origin.step:
+        whose = "critic" if role == "critic" else "trainer"
         raise ObjectMissing(
-            f"the trainer's state of {origin} is not stored as a snapshot. Name a step with one, "
+            f"the {whose}'s state of {origin} is not stored as a snapshot. Name a step with one, "
             "such as a run's last, or set continue_state = weights."
         )
 

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import secrets
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_before, write_seen
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
+from tasks.run.preflight import installed
 from tasks.run.resuming import check_resumable
 
 
@@ -167,7 +167,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
         write_seen(files, opened.seen)
     record: dict[str, object] = {
         "config": opened.config.model_dump(mode="json"),
-        "code": version("refrain"),
+        "code": installed("refrain-rl") or "a checkout that is not installed",
         "flow": opened.flow,
     }
     if origin is not None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 import time
 
 import psutil
 import pytest
 
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
 from tests.deploy.conftest import API, Platform
+from tests.flows.test_own_flow import OWN
 
 pytestmark = pytest.mark.cluster
 
@@ -135,6 +139,26 @@ def wait_for_a_step(platform: Platform, flow_run: str, timeout: float = 120) -> 
             return
         time.sleep(0.3)
     raise AssertionError(platform.log("worker.log"))
+
+
+@pytest.mark.slow
+def test_a_flow_of_a_users_own_is_deployed_by_its_path(platform: Platform) -> None:
+    shutil.copy(OWN, platform.home)
+    done = platform.deploy("--flow", "my_flows:my_flow", "--recipe", "tiny", "name=own", "steps=1")
+    assert done.returncode == 0, done.stderr
+    assert "Deployment   mine/own" in done.stdout
+    found = API.get(f"{platform.api}/deployments/name/mine/own").raise_for_status().json()
+    assert list(found["parameter_openapi_schema"]["properties"]) == ["config", "resume", "fork"]
+    config = {**found["parameters"]["config"], "store": {"uri": f"file://{platform.home}/own"}}
+    submitted = API.post(
+        f"{platform.api}/deployments/{found['id']}/create_flow_run",
+        json={"parameters": {"config": config}, "state": {"type": "SCHEDULED"}},
+    )
+    platform.wait(submitted.json()["id"], "COMPLETED")
+    store = Store(f"file://{platform.home}/own")
+    (name,) = store.children()
+    record = RunStore(store, name).read_run()
+    assert record is not None and record["flow"] == "my_flows:my_flow"
 
 
 def test_without_a_server_deploying_says_so_in_one_sentence(platform: Platform) -> None:

@@ -218,7 +218,9 @@ def test_another_format(run: RunStore, key: str) -> None:
         return json.dumps(document).encode()
 
     text = damaged(run, key, older)
-    assert ("/0" in text and ("/1" in text or "/2" in text)) or "altered" in text or "damaged" in text
+    assert (
+        ("/0" in text and ("/1" in text or "/2" in text)) or "altered" in text or "damaged" in text
+    )
 
 
 @pytest.mark.parametrize("other", [0, 2])
