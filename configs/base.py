@@ -1,8 +1,9 @@
-"""The base of every settings model: frozen, strict about unknown keys, no environment reads."""
+"""The base of every settings model, and how settings name a user's own function."""
 
-from typing import Any
+import os
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -27,3 +28,22 @@ class Settings(BaseModel):
         found = handler.resolve_ref_schema(handler(core_schema))
         found.update(with_tabs(found, handler.resolve_ref_schema))
         return found
+
+
+def located(path: str) -> str:
+    """An import path whose file, if it names one, is absolute: seen from the working folder."""
+    place, _, name = path.rpartition(":")
+    if not place.endswith(".py"):
+        return path
+    return f"{os.path.abspath(os.path.expanduser(place))}:{name}"
+
+
+FunctionPath = Annotated[
+    str,
+    Field(
+        pattern=r"^([\w.]+|.+\.py):[\w.]+$",
+        description="The function: package.module:NAME, or path/to/file.py:NAME. A file has to be "
+        "under the same path on every machine that runs workers.",
+    ),
+    AfterValidator(located),
+]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.base import Settings
+from configs.base import FunctionPath, Settings
 
 
 class ReasoningGymReward(Settings):
@@ -45,9 +45,7 @@ class FunctionReward(Settings):
     """A user's function fn(prompts, completions, **columns) -> list[float], as TRL calls it."""
 
     kind: Literal["function"] = "function"
-    path: str = Field(
-        pattern=r"^[\w.]+:[\w.]+$", description="Import path of the function, package.module:name."
-    )
+    path: FunctionPath
     name: str | None = Field(
         None, description="Name under which the score is logged; none takes the function's name."
     )

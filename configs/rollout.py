@@ -30,10 +30,10 @@ class RolloutConfig(Settings):
         "bfloat16", description="Number format of the rollout engine's weights and activations."
     )
     shards: int = Field(
-        8, ge=1, description="Parts into which a step's prompts are split; the unit of retry."
-    )
-    shards_in_flight: int = Field(
-        8, ge=1, description="Shards that one engine works on at once (continuous batching)."
+        8,
+        ge=1,
+        description="Parts into which a step's prompts are split; the unit of retry. An engine works "
+        "on as many at once as its pool has slots.",
     )
     max_sequences: int = Field(64, ge=1, description="Sequences that vLLM decodes at once.")
     kv_cache_gib: float = Field(

@@ -6,7 +6,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from configs.base import Settings
-from configs.secrets import refuse_password, refuse_secrets
+from configs.environment import refuse_password, refuse_secrets
 
 
 class StoreConfig(Settings):

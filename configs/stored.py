@@ -13,6 +13,7 @@ MOVED = {"engines.scorers:share_of_digits": "engines.rewards.builtin:share_of_di
 def upgraded_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a run that was stored by version 1 of run.json."""
     new = copy.deepcopy(dict(settings))
+    new.get("rollout", {}).pop("shards_in_flight", None)  # cluster.pools.NAME.slots bounds them
     for function in new.get("rewards", {}).get("functions", []):
         if function.get("path") in MOVED:
             function["path"] = MOVED[function["path"]]

@@ -8,7 +8,6 @@ flow process does know carries the text instead.
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
 import sys
@@ -184,17 +183,6 @@ def revive(failure: Failure, where: str) -> BaseException:
         error = _stand_in(failure)
     error.add_note(f"raised {where}:\n{failure.text.rstrip()}")
     return error
-
-
-def import_class(path: str) -> type:
-    """The class at an import path `package.module:Class`."""
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ValueError(f"{path!r} is no import path of a class. Write package.module:Class.")
-    found = vars(importlib.import_module(module)).get(name)
-    if not isinstance(found, type):
-        raise ValueError(f"{path!r}: module {module} has no class {name}.")
-    return found
 
 
 class WeightMismatch(RuntimeError):

@@ -9,6 +9,7 @@ from prefect import task
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import Scored, TrainBatch
+from tasks.reward import samples_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
@@ -29,11 +30,11 @@ def advantage(
     A group with a failed sample follows rewards.on_failure; a group that the algorithm's filter
     leaves out is counted as filtered. Neither reaches the update.
     """
-    samples = BatchRef.concat([shard.ref for shard in scored])
+    samples = samples_of(run, step, scored)
     for columns in (logprobs, values):
         if columns is not None:
             samples = samples.with_columns(columns[[n for n in ADDED if n in columns.names]])
-    baselines = BatchRef.concat([shard.ref for shard in greedy]) if greedy else None
+    baselines = samples_of(run, step, greedy) if greedy else None
     key = key_of(
         "advantage",
         samples.to_json(),

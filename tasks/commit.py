@@ -11,7 +11,6 @@ from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
 from engines.rewards.runner import code_digest
-from storage.batches.refs import BatchRef
 from storage.objects.errors import StoreUnavailable
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
@@ -21,8 +20,9 @@ from tasks.reporting import events
 from tasks.reporting.artifacts import show_step
 from tasks.reporting.attempts import Attempt
 from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
+from tasks.reward import samples_of
 from tasks.run.flow_options import result_of
-from tasks.run.metrics import step_metrics
+from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 from tasks.weight_sync import weight_sync
@@ -80,9 +80,10 @@ def commit(
     """
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
     metrics |= critic.metrics if critic is not None else {}
+    metrics |= logged_metrics(scored, metrics)
     refs = {
         "prompts": prompts.ref,
-        "samples": BatchRef.concat([shard.ref for shard in scored]),
+        "samples": samples_of(run, step, scored),
         "batch": batch.ref,
     }
     if batch.baselines is not None:

@@ -13,11 +13,13 @@ import numpy as np
 from prefect import task
 
 from configs.retraining import EvaluationConfig
+from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rollout.contract import RolloutRequest, Sampling
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.prompts.open_source import open_source
 from tasks.results import Prompts
+from tasks.reward import trainer_state
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
@@ -36,6 +38,14 @@ class Evaluation:
     failed: int  # samples that could not be scored; they are not in the mean
     truncated: int
     on: str  # digest of rows and manner: only evaluations with the same one can be compared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedShard:
+    """A shard of the held-out prompts, sampled and scored."""
+
+    ref: BatchRef  # the samples with their rewards
+    metrics: dict[str, LoggedMetric]  # what the reward functions gave to log_metric
 
 
 def evaluate(run: Run) -> Evaluation:
@@ -81,7 +91,7 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
 
 
 @task(name="evaluate", task_run_name="evaluate {shard}/{shards}", **OPTIONS)
-def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> BatchRef:
+def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> EvaluatedShard:
     """Sample and score a shard of the held-out prompts (counted from 1)."""
     assert run.config.evaluation is not None
     part = prompts.ref.chunk(shards)[shard - 1]
@@ -106,15 +116,17 @@ def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> Batch
             prompts=part,
             samples=sampled.ref,
             out_key=run.files.stage_key(run.head, "evaluated", shard, key),
+            trainer_state=trainer_state(run, run.after),
         )
-    return sampled.ref.drop(["status"]).with_columns(scored.ref)
+    ref = sampled.ref.drop(["status"]).with_columns(scored.ref)
+    return EvaluatedShard(ref=ref, metrics=scored.metrics)
 
 
 @task(name="evaluation", task_run_name="evaluation", **OPTIONS)
-def summarize(run: Run, evaluation: EvaluationConfig, parts: list[BatchRef]) -> Evaluation:
-    """The mean held-out reward; also to MLflow."""
+def summarize(run: Run, evaluation: EvaluationConfig, parts: list[EvaluatedShard]) -> Evaluation:
+    """The mean held-out reward; also to MLflow, with what the reward functions log as eval/NAME."""
     store = run.files.store
-    samples = BatchRef.concat(parts)
+    samples = BatchRef.concat([part.ref[["reward", "finish_reason"]] for part in parts])
     rewards, _ = samples.fetch_numpy(store, "reward")
     finish = samples.fetch_list(store, "finish_reason")
     good = rewards[~np.isnan(rewards)].astype(np.float64)
@@ -128,8 +140,12 @@ def summarize(run: Run, evaluation: EvaluationConfig, parts: list[BatchRef]) -> 
         truncated=sum(str(reason) == "length" for reason in finish),
         on=manner(run, evaluation),
     )
+    logged = pooled(part.metrics for part in parts)
+    metrics = {f"eval/{name}": metric.mean for name, metric in logged.items()}
     if len(good):
-        run.tracker.log(run.last, {"eval/reward": done.reward, "eval/error": done.error})
+        metrics |= {"eval/reward": done.reward, "eval/error": done.error}
+    if metrics:
+        run.tracker.log(run.last, metrics)
     return done
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
 from engines.rollout.contract import ShardStats
 from storage.batches.refs import BatchRef
@@ -38,10 +39,11 @@ class Scored:
     """One shard, sampled and scored."""
 
     sampled: Sampled
-    ref: BatchRef  # the samples with reward, score/<function> and status
+    ref: BatchRef  # the samples with reward, score/<function>, extra/<function>/<column>, status
     failures: int  # samples whose scoring failed
     code: tuple[RewardCode, ...]  # the functions that scored
     seconds: float  # time in the reward functions
+    metrics: dict[str, LoggedMetric]  # what they gave to log_metric, by its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

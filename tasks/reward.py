@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from engines.data.results import SampleFailure
+from engines.rewards.protocol import TrainerState
+from storage.batches.columns import EXTRA
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from tasks.results import Sampled, Scored
 from tasks.run.retries import OPTIONS, attempted
@@ -20,7 +25,9 @@ def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Sc
     """Score the completions of a shard (counted from 1).
 
     An exception, a time-out or a crash in a reward function is not retried and is not a reward: the
-    sample is marked failed, and the function's traceback goes to this task's log.
+    sample is marked failed, and the function's traceback goes to this task's log. What the function
+    logs as TRL's do goes with the scores: columns of log_extra into their batch, values of
+    log_metric to the commit (tasks/run/metrics.py).
     """
     return scored(run, step, sampled, shard)
 
@@ -37,7 +44,9 @@ def reward_shards(
 
 def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
     """A shard with its rewards; failures are logged."""
-    key = key_of("reward", sampled.ref.to_json(), run.config.rewards.model_dump(mode="json"))
+    state = trainer_state(run, step)
+    rewards = run.config.rewards.model_dump(mode="json")
+    key = key_of("reward", sampled.ref.to_json(), rewards, asdict(state))
     out_key = run.files.stage_key(step, "reward", shard, key)
     with attempted(run, step, "reward", shard) as attempt:
         result = run.engines.scorers.call(
@@ -47,6 +56,7 @@ def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
             prompts=sampled.prompts,
             samples=sampled.ref,
             out_key=out_key,
+            trainer_state=state,
         )
     for (function, error), samples in by_cause(result.failures).items():
         numbers = ", ".join(map(str, samples))
@@ -59,7 +69,35 @@ def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
         failures=result.failed,
         code=result.code,
         seconds=result.seconds,
+        metrics=result.metrics,
     )
+
+
+def trainer_state(run: Run, step: int) -> TrainerState:
+    """Where the run stands while the samples of a step are scored, as reward functions are told."""
+    began = run.cursor
+    return TrainerState(
+        global_step=step - 1,
+        max_steps=run.config.steps,
+        epoch=began.epoch + began.position / began.size,
+    )
+
+
+def samples_of(run: Run, step: int, scored: Sequence[Scored]) -> BatchRef:
+    """The scored shards as one batch, [N] samples.
+
+    A column of log_extra that the functions gave for some shards only is null in the others.
+    """
+    names = dict.fromkeys(n for shard in scored for n in shard.ref.names if n.startswith(EXTRA))
+    parts = []
+    for number, shard in enumerate(scored, 1):
+        ref = shard.ref
+        if missing := [name for name in names if name not in ref.names]:
+            key = run.files.stage_key(step, "reward", f"{number}-null", key_of(missing, len(ref)))
+            nulls: dict[str, object] = {name: [None] * len(ref) for name in missing}
+            ref = ref.with_columns(write_batch(run.store, key, nulls))
+        parts.append(ref)
+    return BatchRef.concat(parts)
 
 
 def by_cause(failures: Sequence[SampleFailure]) -> dict[tuple[str, str], list[int]]:

@@ -2,11 +2,14 @@
 
 import ast
 import importlib.util
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from configs.base import Settings
+from configs.base import FunctionPath, Settings
+
+OWN = {"configs", "engines", "flows", "storage", "tasks"}  # Refrain's packages
 
 
 class Method(Settings):
@@ -21,9 +24,7 @@ class UserFunction(Method):
     """A user's own function, by import path; it has the signature of the built-in ones."""
 
     kind: Literal["function"] = "function"
-    path: str = Field(
-        pattern=r"^[\w.]+:[\w.]+$", description="Import path of the function, package.module:name."
-    )
+    path: FunctionPath
     params: dict[str, int | float | bool | str] = Field(
         default_factory=dict, description="Keyword arguments passed on every call."
     )
@@ -43,23 +44,60 @@ def found_path(path: str) -> str:
 
     The module's text is read, not run: the process that loads a config stays free of torch.
     """
-    module, _, name = path.partition(":")
+    place, _, name = path.rpartition(":")
+    file = place if place.endswith(".py") else _file_of(place, path)
+    if file is None or not file.endswith(".py"):
+        return path
+    try:
+        with open(file, encoding="utf-8") as source:
+            tree = ast.parse(source.read(), file)
+    except FileNotFoundError:
+        raise ValueError(f"there is no file '{file}'. Check '{path}'.") from None
+    except SyntaxError as error:
+        raise ValueError(f"'{file}' is not Python: {error}.") from None
+    names = _names(tree)
+    first = name.split(".")[0]
+    if first not in names and "*" not in names:
+        kind = "file" if file == place else "module"
+        raise ValueError(f"{kind} '{place}' has no '{first}'. Check '{path}'.")
+    if file == place:
+        _refuse_taken_names(tree, Path(file))
+    return path
+
+
+def _file_of(module: str, path: str) -> str | None:
+    """The file of a module; None where it has none, ValueError where there is no module."""
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         spec = None
     if spec is None:
         raise ValueError(
-            f"no module '{module}' is found for '{path}'. Install it, or start from its folder."
+            f"no module '{module}' is found for '{path}'. Install it, start from its folder, or "
+            "name its file: path/to/file.py:NAME."
         )
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return path
-    with open(spec.origin, encoding="utf-8") as source:
-        names = _names(ast.parse(source.read()))
-    first = name.split(".")[0]
-    if first not in names and "*" not in names:
-        raise ValueError(f"module '{module}' has no '{first}'. Check '{path}'.")
-    return path
+    return spec.origin
+
+
+def _refuse_taken_names(tree: ast.Module, file: Path) -> None:
+    """ValueError where a file imports a neighbour whose name is one of Refrain's own packages.
+
+    Such a file is loaded into processes that have those packages, so it would get them.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            modules = [node.module]
+        else:
+            continue
+        for name in {module.partition(".")[0] for module in modules} & OWN:
+            beside = (file.with_name(name), file.with_name(f"{name}.py"))
+            if any(one.exists() for one in beside):
+                raise ValueError(
+                    f"'{file}' imports '{name}', which is a package of Refrain's and a neighbour of "
+                    "the file: it would get Refrain's. Give the neighbour another name."
+                )
 
 
 def _names(tree: ast.Module) -> set[str]:

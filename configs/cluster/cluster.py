@@ -15,7 +15,7 @@ from configs.cluster.kinds import (
     Tls,
     TlsFiles,
 )
-from configs.secrets import refuse_secrets
+from configs.environment import refuse_secrets
 
 Role = Literal["actor", "ref", "critic", "rollout", "reward"]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from distributed.utils import get_ip_interface
 
 from configs.cluster.cluster import ClusterConfig
 from engines.failures import ClusterLost
+from engines.imports import imported
 from engines.processes.bounded import bounded
 from engines.processes.certificates import Certificates, certificates_for
 from engines.processes.node import NodePlan, WorkerPlan
@@ -74,7 +74,7 @@ def open_cluster(
         cluster = _connected(config, certificates, _start_local(config, env, certificates, logs))
         plugin = EngineHost(logs=str(logs) if logs is not None else None)
     else:
-        start: Start = vars(importlib.import_module(KINDS[config.kind]))["start"]
+        start: Start = imported(f"{KINDS[config.kind]}:start")
         cluster = _connected(config, certificates, start(config, env, certificates))
     try:
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
@@ -94,7 +94,7 @@ def check_cluster(config: ClusterConfig) -> None:
         place_local(config.pools)
     certificates_for(config.encryption)
     if config.kind in ("slurm", "ssh"):
-        vars(importlib.import_module(KINDS[config.kind]))["check"](config)
+        imported(f"{KINDS[config.kind]}:check")(config)
 
 
 def _start_local(

@@ -21,11 +21,10 @@ from engines.algorithms.inputs import AdvantageBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import correction_metrics
+from storage.batches.columns import SCORE
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
-
-SCORE = "score/"  # prefix of the columns with each reward function's own score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

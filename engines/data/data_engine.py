@@ -1,7 +1,8 @@
-"""The work of a cpu worker: rows to prompts, completions to rewards, rewards to advantages.
+"""The data engine: rows to prompts, completions to rewards, rewards to advantages.
 
-Whole batches, no device. The reward functions themselves run in child processes
-(engines/rewards/runner.py), so that one that hangs or crashes fails its samples and nothing else.
+It lives on the workers of the pool that cluster.roles.reward names: whole batches, no device. The
+reward functions themselves run in child processes (engines/rewards/runner.py), so that one that
+hangs or crashes fails its samples and nothing else.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
@@ -22,9 +24,10 @@ from configs.model import Model
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import prompts_of, state_number, tokenize
 from engines.data.results import AdvantagesResult, PromptsResult, SampleFailure, ScoreResult
-from engines.rewards.runner import RewardRunner, code_digest
+from engines.rewards.protocol import TrainerState
+from engines.rewards.runner import RewardRunner, Scores, code_digest
 from engines.workers.engine import Call, Engine
-from storage.batches.columns import SampleStatus
+from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
@@ -49,7 +52,7 @@ class DataSpec(Settings):
 
 
 class DataEngine(Engine):
-    """Prompts, rewards and advantages; see the module's docstring."""
+    """Makes prompts, rewards and advantages out of stored batches, and stores them."""
 
     REMOTE: ClassVar[Mapping[str, Call]] = {
         "prompts": Call(),
@@ -107,8 +110,14 @@ class DataEngine(Engine):
             )
         return tokens, [len(ids) // 2 for ids in tokens]
 
-    def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ScoreResult:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
+    def score(
+        self, prompts: BatchRef, samples: BatchRef, out_key: str, trainer_state: TrainerState
+    ) -> ScoreResult:
+        """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
+
+        What the functions give to log_extra becomes columns extra/<function>/<column>, one JSON
+        value per sample; null for a sample of which nothing was logged.
+        """
         repeat = len(samples) // len(prompts)
         found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
         rows = [row for row in found for _ in range(repeat)]
@@ -121,30 +130,21 @@ class DataEngine(Engine):
             self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
             rows,
             completion_ids,
+            trainer_state,
         )
         seconds = time.monotonic() - began
         code = self._rewards.code()
         status, _ = samples.fetch_numpy(self._store, "status")
-        columns: dict[str, object] = {
-            # A failed sample's reward is not a number, so that no mistake can make it count as 0.
-            "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
-            "status": np.where(scores.failed, np.int64(SampleStatus.FAILED), status),
-            "reward_code": [code_digest(code)] * len(samples),
-        }
-        for position, name in enumerate(scores.names):
-            given = scores.applied[:, position] & ~scores.failed
-            columns[f"score/{name}"] = np.where(
-                given, scores.components[:, position], np.float32("nan")
-            )
         sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
         return ScoreResult(
-            ref=write_batch(self._store, out_key, columns),
+            ref=write_batch(self._store, out_key, score_columns(scores, status, code_digest(code))),
             failures=tuple(
                 SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
                 for f in scores.failures
             ),
             tracebacks=scores.tracebacks,
             failed=int(scores.failed.sum()),
+            metrics=scores.metrics,
             code=code,
             seconds=seconds,
         )
@@ -176,3 +176,27 @@ class DataEngine(Engine):
     def close(self) -> None:
         """End the reward functions' processes."""
         self._rewards.close()
+
+
+def score_columns(scores: Scores, status: NDArray[Any], reward_code: str) -> dict[str, object]:
+    """The scores of N samples as columns of a batch.
+
+    Args:
+        scores: of the N samples.
+        status: int64 [N], SampleStatus before they were scored.
+        reward_code: digest of the functions that scored.
+    """
+    columns: dict[str, object] = {
+        # A failed sample's reward is not a number, so that no mistake can make it count as 0.
+        "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
+        "status": np.where(scores.failed, np.int64(SampleStatus.FAILED), status),
+        "reward_code": [reward_code] * len(status),
+    }
+    for position, name in enumerate(scores.names):
+        given = scores.applied[:, position] & ~scores.failed
+        columns[f"{SCORE}{name}"] = np.where(
+            given, scores.components[:, position], np.float32("nan")
+        )
+    for name, values in scores.extras.items():
+        columns[f"{EXTRA}{name}"] = values
+    return columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,9 +23,8 @@ from engines.data.advantage_columns import (
     numbers,
     write_advantages,
 )
-from engines.data.results import AdvantagesResult, NothingToTrain
+from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import sample_metrics
-from engines.rewards.failure_policy import resolve_failures
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -80,6 +80,49 @@ def training_batch(
         filtered=filtered,
         dropped={"reward_failed": dropped} if dropped else {},
         metrics=metrics | shaped.metrics | selection_metrics(selected, filtered) | advantages,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolution:
+    """Which samples go on after failures of scoring, by rewards.on_failure; N samples in groups.
+
+    Groups [7, 7, 3, 3] of which the second sample failed: keep [0, 0, 1, 1] under drop.
+    """
+
+    keep: np.ndarray  # bool [N]
+    samples_dropped: dict[str, int]  # reason -> samples: reward_failed, or group_incomplete
+    groups_dropped: int  # groups with no sample left
+
+
+def resolve_failures(
+    group_ids: np.ndarray, failed: np.ndarray, policy: Literal["drop", "complete", "abort"]
+) -> Resolution:
+    """Apply rewards.on_failure to samples with `group_ids` int64 [N] and `failed` bool [N].
+
+    drop leaves out each group with a failed sample; complete leaves out failed samples only, and a
+    group of which one sample or none is left (its advantage would say nothing); abort raises
+    RewardsFailed if any sample failed.
+    """
+    groups, member = np.unique(group_ids, return_inverse=True)
+    if policy == "abort" and failed.any():
+        touched = len(np.unique(member[failed]))
+        raise RewardsFailed(
+            f"Scoring failed for {int(failed.sum())} of {len(failed)} samples, in {touched} of "
+            f"{len(groups)} groups, and rewards.on_failure is abort."
+        )
+    sizes = np.bincount(member, minlength=len(groups))
+    left = sizes - np.bincount(member, weights=failed, minlength=len(groups)).astype(np.int64)
+    whole = left == sizes
+    kept_groups = whole if policy == "drop" else whole | (left > 1)
+    keep = kept_groups[member] & ~failed
+    return Resolution(
+        keep=keep,
+        samples_dropped={
+            "reward_failed": int(failed.sum()),
+            "group_incomplete": int((~keep & ~failed).sum()),
+        },
+        groups_dropped=int((~kept_groups).sum()),
     )
 
 

@@ -2,7 +2,8 @@
 
 It scores in the main thread, where signal alarms work. The owner (engines/rewards/process.py) kills
 the process when a call takes too long, so nothing here needs to survive. A process is started anew
-for each sample that hangs: only the standard library is imported here.
+for each sample that hangs: only the standard library is imported here. A function that is named by
+its file finds the modules of its own folder first, whatever their names.
 """
 
 from __future__ import annotations
@@ -18,28 +19,32 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
-from operator import attrgetter
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engines.imports import described, imported, is_file
+from engines.rewards import protocol
 from engines.rewards.protocol import (
     TRL_ARGUMENTS,
     TRL_HIDDEN_COLUMNS,
     Broken,
-    Code,
     Ready,
     Reply,
     RewardCall,
     Start,
+    TrainerState,
+    packed,
+    unpacked,
 )
 
 if TYPE_CHECKING:
     from engines.rewards.builtin import Scorer
+    from storage.objects.json_values import JsonValue
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
@@ -64,15 +69,16 @@ def main(socket: int, owner: int, dump: int) -> None:
         try:
             answer, ready = _load(start)
         except Exception as error:
-            connection.send(Broken(error=_refusal(start, error)))
+            connection.send(packed(Broken(error=_refusal(start, error))))
             return
-        connection.send(ready)
+        connection.send(packed(ready))
         while True:
             try:
-                call: RewardCall = connection.recv()
+                call = unpacked(connection.recv())
             except EOFError:
                 return
-            connection.send(answer(call))
+            assert isinstance(call, RewardCall)
+            connection.send(packed(answer(call)))
 
 
 def _die_with(owner: int) -> None:
@@ -84,17 +90,33 @@ def _die_with(owner: int) -> None:
 
 
 def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
-    function = find_function(start.path)
-    code = code_of(function, start.packages)
+    place = start.path.rpartition(":")[0]
+    if not start.built_in and is_file(place):
+        _give_way(place)
+    function = imported(start.path)
+    if not callable(function):
+        raise ValueError(f"{start.path} is a {type(function).__name__}, not a function")
     if start.built_in:
         scorer = SampleScorer(function(**start.params), start.sample_seconds)
-        return scorer, Ready(columns=(), code=code)
+        return scorer, ready_of(function, (), start.packages)
     columns = required_columns(function, start.params)
-    return FunctionScorer(function, start.params), Ready(columns=columns, code=code)
+    return FunctionScorer(function, start.params), ready_of(function, columns, start.packages)
 
 
-def code_of(function: Callable[..., Any], packages: tuple[str, ...]) -> Code:
-    """Digests of the lines that were loaded, and versions of packages where they are installed."""
+def _give_way(file: str) -> None:
+    """Let a file's own folder come first, and put our modules out of the way of its imports.
+
+    What is loaded of ours works on; messages hold plain values from now on.
+    """
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "engines"]:
+        del sys.modules[name]
+
+
+def ready_of(
+    function: Callable[..., Any], columns: tuple[str, ...], packages: tuple[str, ...]
+) -> Ready:
+    """With digests of the lines that were loaded, and versions of packages that are installed."""
     plain = inspect.unwrap(function)
     plain = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
     try:
@@ -109,7 +131,7 @@ def code_of(function: Callable[..., Any], packages: tuple[str, ...]) -> Code:
     for package in packages:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    return Code(source=source, module=module, packages=found)
+    return Ready(columns=columns, source=source, module=module, packages=found)
 
 
 def _sha256(data: bytes) -> str:
@@ -117,18 +139,10 @@ def _sha256(data: bytes) -> str:
 
 
 def _refusal(start: Start, error: Exception) -> str:
+    said = str(error) if isinstance(error, ValueError) else _describe(error)
     if start.built_in and isinstance(error, ValueError):  # a sentence about the user's settings
-        return str(error)
-    return f"The reward function {start.name} cannot be loaded: {_describe(error)}."
-
-
-def find_function(path: str) -> Callable[..., Any]:
-    """The callable at package.module:name; ImportError or AttributeError when there is none."""
-    module, _, name = path.partition(":")
-    function = attrgetter(name)(import_module(module))
-    if not callable(function):
-        raise TypeError(f"{path} is a {type(function).__name__}, not a function")
-    return function
+        return said
+    return f"The reward function {start.name} cannot be loaded: {said}."
 
 
 def required_columns(function: Callable[..., Any], params: Mapping[str, object]) -> tuple[str, ...]:
@@ -158,46 +172,84 @@ class FunctionScorer:
         self._loop = asyncio.Runner()  # one for the life of the process: sessions stay usable
 
     def __call__(self, call: RewardCall) -> Reply:
-        metrics: dict[str, list[float]] = {}
-        extras: dict[str, list[Any]] = {}
-
-        def log_metric(name: str, value: float) -> None:
-            metrics.setdefault(name, []).append(float(value))
-
-        def log_extra(column: str, values: list[Any]) -> None:
-            extras[column] = [_printable(value) for value in values]
-
-        arguments = {
-            **_columns(call),
-            "prompts": list(call.prompts),
-            "completions": _completions(call),
-            "completion_ids": [list(ids) for ids in call.completion_ids],
-            "trainer_state": call.trainer_state,
-            "log_extra": log_extra,
-            "log_metric": log_metric,
-            **self._params,
-        }
-        if not self._takes_all:
-            arguments = {name: arguments[name] for name in self._names if name in arguments}
+        logged = Logged()
         try:
-            result = self._function(**arguments)
+            result = self._function(**self._arguments(call, logged))
             if inspect.isawaitable(result):
                 result = self._loop.run(_finish(result))
             values = [] if result is None else list(result)
         except Exception as error:
             return _failed_call(_describe(error), _trace(error))
-        if result is None or len(values) != len(call.completions):
+        size = len(call.completions)
+        if result is None or len(values) != size:
             got = "None" if result is None else f"{len(values)} values"
-            return _failed_call(f"returned {got} for {len(call.completions)} samples")
+            return _failed_call(f"returned {got} for {size} samples")
+        for column, entries in logged.extras.items():
+            if len(entries) != size:
+                return _failed_call(
+                    f"gave log_extra {len(entries)} values of {column!r} for {size} samples"
+                )
         checked = [_checked(value) for value in values]
         return Reply(
             values=[value if isinstance(value, float) else None for value in checked],
             errors={i: value for i, value in enumerate(checked) if isinstance(value, str)},
             error=None,
-            metrics=metrics,
-            extras={c: v for c, v in extras.items() if len(v) == len(values)},
+            metrics=logged.means(),
+            extras=logged.extras,
             tracebacks={},
         )
+
+    def _arguments(self, call: RewardCall, logged: Logged) -> dict[str, Any]:
+        arguments = {
+            **_columns(call),
+            "prompts": list(call.prompts),
+            "completions": _completions(call),
+            "completion_ids": [list(ids) for ids in call.completion_ids],
+            "trainer_state": TrainerState(
+                global_step=call.global_step, max_steps=call.max_steps, epoch=call.epoch
+            ),
+            "log_extra": logged.log_extra,
+            "log_metric": logged.log_metric,
+            **self._params,
+        }
+        if self._takes_all:
+            return arguments
+        return {name: arguments[name] for name in self._names if name in arguments}
+
+
+class Logged:
+    """What a function logs during one call, by TRL's two functions.
+
+    A wrong value is an error in the function, at the line that logs it.
+    """
+
+    def __init__(self) -> None:
+        self.extras: dict[str, list[JsonValue]] = {}  # one entry per sample, at the call's end
+        self._metrics: dict[str, list[float]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number for the batch, or several one by one, of which the mean is taken."""
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"log_metric({name!r}, …): a metric's name is a string")
+        number = _number(value)
+        if number is None:
+            shown = _shortened(repr(value), 60)
+            raise TypeError(f"log_metric({name!r}, …): {shown} is not a number")
+        found = self._metrics.setdefault(name, [])
+        if math.isfinite(number):
+            found.append(number)
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        """Log values of a column, one per sample: all at once, or in parts."""
+        if not isinstance(column, str) or not column:
+            raise TypeError(f"log_extra({column!r}, …): a column's name is a string")
+        if isinstance(values, (str, bytes)):
+            raise TypeError(f"log_extra({column!r}, …): the values are a string, not a list")
+        self.extras.setdefault(column, []).extend(_json_value(value) for value in values)
+
+    def means(self) -> dict[str, float]:
+        """Name -> mean of the finite values; absent where there is none (TRL leaves out NaN)."""
+        return {name: math.fsum(v) / len(v) for name, v in self._metrics.items() if v}
 
 
 class SampleScorer:
@@ -255,15 +307,22 @@ def _checked(value: Any) -> float | str | None:
     """A number that fits float32, None for "not applicable", or the reason why it is neither."""
     if value is None:
         return None
-    try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError):
+    number = _number(value)
+    if number is None:
         return f"returned {_shortened(repr(value), 60)}, which is not a number"
     if not math.isfinite(number) or abs(number) > 3e38:
         return f"returned {number}, which is not a finite float32"
     return number
+
+
+def _number(value: Any) -> float | None:
+    """Any kind of number, such as a tensor of one element; None for what is none, as text."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _failed_call(error: str, trace: str = "") -> Reply:
@@ -271,18 +330,24 @@ def _failed_call(error: str, trace: str = "") -> Reply:
     return Reply(values=(), errors={}, error=error, metrics={}, extras={}, tracebacks=tracebacks)
 
 
-def _printable(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+def _json_value(value: Any) -> JsonValue:
+    """A value as JSON has it; a number that is not finite becomes null, another object its text."""
+    if value is None or isinstance(value, (bool, str)):
         return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item) for item in value]
     return str(value)
 
 
 def _describe(error: Exception) -> str:
-    """The error's type and text, and the line that raised it."""
-    where = ""
-    if frames := traceback.extract_tb(error.__traceback__):
-        where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
-    return _shortened(f"{type(error).__name__}: {error}", _ERROR_CHARACTERS) + where
+    """The error's type and text, and the function's line that raised it."""
+    return described(error, _ERROR_CHARACTERS, ours=(__file__, protocol.__file__))
 
 
 def _trace(error: Exception) -> str:

@@ -10,23 +10,57 @@ somebody from outside is no sample's fault.
 All this has to fit into ISOLATION_BUDGET deadlines, counted in the time of calls; a lost process
 counts as an eighth of a deadline at least, however quickly it crashed. A sample that could not be
 reached by then is failed and says so.
+
+What a function logs counts where its call succeeds, so each sample's logs count once.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from engines.rewards.process import CallTimedOut, ProcessDied, RewardProcess
 from engines.rewards.protocol import Reply, RewardCall
+from storage.objects.json_values import JsonValue
 
 ISOLATION_BUDGET = 4  # deadlines that finding the guilty samples of one batch may take
 FIRST_LOOK = 1 / 8  # of the deadline: what a sample gets at first when samples are called singly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedMetric:
+    """What was given to log_metric under one name: a mean over the samples of all calls.
+
+    TRL takes the mean of all values that were given, which is the same where every call has as many
+    samples and gives as many values. Here the mean of a call's values weighs as much as the call
+    has samples, so that neither shards nor the search for a sample at fault change the figure.
+
+    Example: 0.5 for a call of 6 samples and 1.0 for a call of 2 are total 5.0 of 8, mean 0.625.
+    """
+
+    total: float  # sum over the calls: mean of the call's values times its samples
+    samples: int  # of those calls
+
+    @property
+    def mean(self) -> float:
+        """Mean over the samples."""
+        return self.total / self.samples
+
+    def __add__(self, other: LoggedMetric) -> LoggedMetric:
+        return LoggedMetric(total=self.total + other.total, samples=self.samples + other.samples)
+
+
+def pooled(logged: Iterable[Mapping[str, LoggedMetric]]) -> dict[str, LoggedMetric]:
+    """The metrics of several functions, or shards, together."""
+    found: dict[str, LoggedMetric] = {}
+    for metrics in logged:
+        for name, metric in metrics.items():
+            found[name] = found[name] + metric if name in found else metric
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +70,8 @@ class Column:
     values: np.ndarray  # float64 [N]; 0 where there is no value
     applied: np.ndarray  # bool [N]; where the function gave a value
     errors: dict[int, str] = field(default_factory=dict)  # sample without a valid value, and why
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # values given to log_metric
-    extras: dict[str, list[Any]] = field(default_factory=dict)  # columns given to log_extra, N each
+    metrics: dict[str, LoggedMetric] = field(default_factory=dict)  # given to log_metric, by name
+    extras: dict[str, list[JsonValue]] = field(default_factory=dict)  # given to log_extra, N each
     tracebacks: dict[str, str] = field(default_factory=dict)  # of errors, by the error
 
 
@@ -137,8 +171,9 @@ class _Scoring:
                 column.errors[sample] = reply.errors[position]
             elif value is not None:
                 column.values[sample], column.applied[sample] = value, True
-        for name, logged in reply.metrics.items():
-            column.metrics.setdefault(name, []).extend(logged)
+        size = len(samples)
+        logged = {n: LoggedMetric(total=m * size, samples=size) for n, m in reply.metrics.items()}
+        column.metrics.update(pooled([column.metrics, logged]))
         for name, entries in reply.extras.items():
             whole = column.extras.setdefault(name, [None] * len(column.values))
             for sample, entry in zip(samples, entries, strict=True):
@@ -151,5 +186,7 @@ def _part(batch: RewardCall, samples: Sequence[int]) -> RewardCall:
         completions=[batch.completions[i] for i in samples],
         completion_ids=[batch.completion_ids[i] for i in samples],
         rows=[batch.rows[i] for i in samples],
-        trainer_state=batch.trainer_state,
+        global_step=batch.global_step,
+        max_steps=batch.max_steps,
+        epoch=batch.epoch,
     )

@@ -20,7 +20,17 @@ from multiprocessing.connection import Connection
 from threading import Event, Lock, Timer
 
 from engines.failures import InfrastructureError
-from engines.rewards.protocol import Broken, Ready, Reply, RewardCall, Start
+from engines.rewards.protocol import (
+    Broken,
+    Message,
+    Packed,
+    Ready,
+    Reply,
+    RewardCall,
+    Start,
+    packed,
+    unpacked,
+)
 
 DUMP_SECONDS = 0.05  # in which a process that hangs writes its stacks before it is killed
 
@@ -79,7 +89,7 @@ class RewardProcess:
         with self._lock:
             self._ensure_started()
             try:
-                reply = self._exchange(call, seconds)
+                reply = self._exchange(packed(call), seconds)
             except TimeoutError:
                 text = f"took longer than {seconds:.3g} s"
                 raise CallTimedOut(text, self._stacks()) from None
@@ -138,7 +148,7 @@ class RewardProcess:
         if self._closed:
             raise RuntimeError(f"The reward function {self.name} has been closed.")
 
-    def _exchange(self, message: Start | RewardCall, seconds: float) -> Ready | Broken | Reply:
+    def _exchange(self, message: Start | Packed, seconds: float) -> Message:
         """Send a message and await the answer; TimeoutError, and the process killed, if it is late.
 
         A timer kills rather than a poll with a time-out: it frees every blocking step, whichever
@@ -159,7 +169,7 @@ class RewardProcess:
         timer.start()
         try:
             self._connection.send(message)
-            return self._connection.recv()
+            return unpacked(self._connection.recv())
         except (EOFError, OSError):
             if late.is_set():
                 raise TimeoutError from None

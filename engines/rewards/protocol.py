@@ -1,17 +1,20 @@
-"""What a reward process and its owner say to each other.
+"""What a reward process and its owner say to each other, and what TRL's functions expect.
 
-Messages are pickled over a socket pair between two processes of the same program; nothing of this
-is ever stored. Only the standard library is imported, so that a process starts quickly.
+Messages go as pickles over a socket pair between two processes of the same program; nothing of this
+is ever stored. After `Start` they hold plain values only (`packed`): to read them imports nothing, so
+a user's file may have modules of any name, `engines` too. Only the standard library is imported, so
+that a process starts quickly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 if TYPE_CHECKING:
-    from storage.objects.json_values import Row
+    from storage.objects.json_values import JsonValue, Row
 
 Prompt: TypeAlias = "str | list[dict[str, str]]"
 
@@ -30,11 +33,20 @@ TRL_HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Progress of the run, for rewards that change with it; TRL's names."""
+    """Where the run stands, for rewards that change with it: fields of transformers' TrainerState.
 
-    global_step: int = 0  # steps finished before this one
+    A step is one of the run's, with all the optimizer steps that it makes; TRL counts the latter.
+    What is not here is an AttributeError, never a default.
+    """
+
+    global_step: int = 0  # steps finished before the one whose samples are scored
     max_steps: int = 0  # steps of the whole run
-    epoch: float = 0.0  # passes over the data
+    epoch: float = 0.0  # passes over the data when the step began
+
+    def __getattr__(self, name: str) -> NoReturn:  # of what the class does not have
+        raise AttributeError(
+            f"trainer_state has no {name} in Refrain: it has global_step, max_steps and epoch"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +54,7 @@ class Start:
     """The first message: which function to become, a user's or a built-in scorer."""
 
     name: str  # what messages call the function
-    path: str  # package.module:name of the function, or of a maker of a scorer
+    path: str  # import path of the function, or of a maker of a scorer
     built_in: bool  # whether `path` makes a scorer for single samples out of settings
     params: Mapping[str, Any]  # keyword arguments of each call of a function, or of the maker
     sample_seconds: float  # longest time for one sample of a built-in scorer, in seconds
@@ -50,20 +62,13 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Code:
-    """What a loaded function is: its lines, those of its module, the packages around it."""
+class Ready:
+    """The function is loaded, and what it is: its lines, its file, the packages around it."""
 
+    columns: tuple[str, ...]  # columns that it cannot be called without
     source: str  # sha256 of the function's own lines; empty where it has none to read
     module: str  # sha256 of the file that it is in; empty for what has no file
     packages: Mapping[str, str]  # version of each installed package that was asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """The function is loaded."""
-
-    columns: tuple[str, ...]  # columns that it cannot be called without
-    code: Code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +80,53 @@ class Broken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCall:
-    """Samples to score; every list has one entry per sample."""
+    """Samples to score; every list has one entry per sample.
+
+    Two samples: prompts ["1+1=", "2+2="], completions ["2", "5"], completion_ids [[17], [20]],
+    rows [{"answer": "2"}, {"answer": "4"}].
+    """
 
     prompts: Sequence[Prompt]
     completions: Sequence[str]  # decoded text
     completion_ids: Sequence[Sequence[int]]
     rows: Sequence[Row]
-    trainer_state: TrainerState
+    global_step: int  # these three: TrainerState
+    max_steps: int
+    epoch: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Result of a call. Where `error` is set the call failed as a whole and nothing else counts."""
+    """Result of a call. Where `error` is set the call failed as a whole and nothing else counts.
+
+    Two samples: values [1.0, None], errors {1: "returned nan, …"}, metrics {"accuracy": 0.5},
+    extras {"parsed": ["2", "5"]}.
+    """
 
     values: Sequence[float | None]  # one per sample; None: not applicable, or see `errors`
     errors: Mapping[int, str]  # position of a sample that has no valid value, and why
     error: str | None  # why the whole call failed
     tracebacks: Mapping[str, str]  # of the exceptions among those errors, by the error
-    metrics: Mapping[str, Sequence[float]]  # values given to log_metric
-    extras: Mapping[str, Sequence[Any]]  # columns given to log_extra, one entry per sample
+    metrics: Mapping[str, float]  # by name: mean of the finite values given to log_metric
+    extras: Mapping[str, Sequence[JsonValue]]  # columns given to log_extra, one entry per sample
+
+
+Message: TypeAlias = "Ready | Broken | RewardCall | Reply"
+Packed: TypeAlias = "tuple[str, dict[str, Any]]"
+
+_MESSAGES: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Ready, Broken, RewardCall, Reply)
+}
+
+
+def packed(message: Message) -> Packed:
+    """A message as plain values: the name of its class, and its fields."""
+    return type(message).__name__, {
+        field.name: attrgetter(field.name)(message) for field in fields(message)
+    }
+
+
+def unpacked(message: Packed) -> Message:
+    """The message that `packed` took apart."""
+    kind, values = message
+    return _MESSAGES[kind](**values)

@@ -19,11 +19,12 @@ import numpy as np
 
 from configs.data import DataConfig, ReasoningGymSource
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
-from engines.rewards.failing_samples import Column, score_column
+from engines.imports import is_file
+from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
 from storage.objects.digests import key_of
-from storage.objects.json_values import Row
+from storage.objects.json_values import JsonValue, Row
 from storage.prompts.source import PromptSource
 
 _SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
@@ -50,8 +51,8 @@ class Scores:
     components: np.ndarray  # float32 [N, F]: unweighted scores; 0 where `applied` is not set
     applied: np.ndarray  # bool [N, F]: where a function gave a score
     failures: tuple[RewardFailure, ...]  # at least one for each failed sample
-    metrics: dict[str, float]  # means of what functions passed to log_metric
-    extras: dict[str, list[Any]]  # [N] each: what functions passed to log_extra, as function/column
+    metrics: dict[str, LoggedMetric]  # what the functions gave to log_metric, by its name
+    extras: dict[str, list[JsonValue]]  # [N] each: given to log_extra, as function/column
     seconds: dict[str, float]  # time that each function took
     tracebacks: dict[str, str]  # of the errors among the failures, by the error
 
@@ -110,9 +111,9 @@ class RewardRunner:
             RewardCode(
                 name=reward.label,
                 settings=reward.model_dump(mode="json"),
-                source=ready.code.source,
-                module=ready.code.module,
-                packages=dict(ready.code.packages),
+                source=ready.source,
+                module=ready.module,
+                packages=dict(ready.packages),
             )
             for reward, ready in zip(
                 self._rewards.functions,
@@ -129,17 +130,27 @@ class RewardRunner:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
     ) -> Scores:
-        """Score N samples; each argument has one entry per sample.
+        """Score N samples; each of the lists has one entry per sample.
+
+        Args:
+            prompts: text or chat messages, [N] as the next three.
+            completions: decoded text.
+            rows: of the data set.
+            completion_ids: tokens of the completions; empty if not given.
+            trainer_state: where the run stands; at its beginning if not given.
 
         Failures of samples are part of the result. RuntimeError only when a function's process
         cannot be started, ValueError when a function cannot be loaded.
         """
+        state = trainer_state or TrainerState()
         batch = RewardCall(
             prompts=prompts,
             completions=completions,
             completion_ids=completion_ids or [()] * len(completions),
             rows=rows,
-            trainer_state=trainer_state or TrainerState(),
+            global_step=state.global_step,
+            max_steps=state.max_steps,
+            epoch=state.epoch,
         )
         lengths = {len(batch.prompts), len(batch.completions), len(batch.completion_ids), len(rows)}
         assert len(lengths) == 1, f"arguments of different lengths: {lengths}"
@@ -164,10 +175,6 @@ class RewardRunner:
         for failure in failures:
             failed[failure.index] = True
         rewards[failed] = 0.0
-        logged_metrics: dict[str, list[float]] = {}
-        for column in columns:
-            for name, logged in column.metrics.items():
-                logged_metrics.setdefault(name, []).extend(logged)
         return Scores(
             names=names,
             rewards=rewards,
@@ -175,7 +182,7 @@ class RewardRunner:
             components=values.astype(np.float32),
             applied=applied,
             failures=failures,
-            metrics={name: float(np.mean(values)) for name, values in logged_metrics.items()},
+            metrics=pooled(column.metrics for column in columns),
             extras={
                 f"{name}/{logged}": values
                 for name, column in zip(names, columns, strict=True)
@@ -214,7 +221,8 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
     match reward:
         case FunctionReward():
             path, params = reward.path, dict(reward.params)
-            packages = (path.partition(":")[0].partition(".")[0],)
+            place = path.rpartition(":")[0]
+            packages = () if is_file(place) else (place.partition(".")[0],)
         case MathReward():
             path, params = "engines.rewards.builtin:math_scorer", {"reward": reward}
             packages = ("refrain-rl", "math-verify")

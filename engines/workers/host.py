@@ -30,8 +30,8 @@ from engines.failures import (
     StaleCall,
     StaleIncarnation,
     StaleVersion,
-    import_class,
 )
+from engines.imports import imported_class
 from engines.processes.parent_death import die_with_parent, kill_tree
 from engines.workers.engine import COLLECTORS, Call, Engine, EngineSpec, calls_of
 from engines.workers.messages import (
@@ -133,7 +133,7 @@ class EngineHost(WorkerPlugin):
 
     def _make(self, role: str, spec: EngineSpec) -> Tenant:
         began = time.monotonic()
-        cls = import_class(spec.cls)
+        cls = imported_class(spec.cls)
         if not issubclass(cls, Engine):
             raise TypeError(
                 f"{spec.cls} is no engine. Derive it from engines.workers.engine.Engine."

@@ -14,13 +14,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from storage.batches.columns import EXTRA, SCORE
 from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.origins import origin_of, parent_of, start_of
 from storage.runs.run_store import RunStore
-
-SCORE = "score/"  # prefix of the columns with each reward function's own score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +49,7 @@ class SampleOrigin:
     status: int
     reward: float | None  # None: scoring failed
     scores: dict[str, float | None]  # by reward function
+    extras: dict[str, Any]  # what reward functions gave to log_extra, by function/column
     reward_code: str  # digest of the functions; empty where the run did not record it
     trained: bool  # whether it was part of the update
     advantage: float | None  # mean over its tokens, where it trained
@@ -235,6 +235,7 @@ def samples_of(
     advantages = _advantages(run, commit)
     spans = columns.lists("weight_spans")
     scores = [name for name in ref.names if name.startswith(SCORE)]
+    extras = [name for name in ref.names if name.startswith(EXTRA)]
     found = []
     for row, sample in enumerate(columns.numbers("sample_id")):
         found.append(
@@ -255,6 +256,7 @@ def samples_of(
                 scores={
                     name.removeprefix(SCORE): _finite(columns.numbers(name)[row]) for name in scores
                 },
+                extras={name.removeprefix(EXTRA): columns.text(name)[row] for name in extras},
                 reward_code=columns.text("reward_code")[row],
                 trained=int(sample) in advantages,
                 advantage=advantages.get(int(sample)),

@@ -68,3 +68,14 @@ COLUMNS: dict[str, Declared] = {
     "attempt": Declared("dense", "I64", "attempt that made the row, [N]"),
     "row": Declared("json", "U8", "the dataset row (prompts only)"),
 }
+
+# Columns that are named after reward functions, and what the names begin with.
+SCORE = "score/"  # score/<function>: F32 [N], what the function gave; NaN where nothing
+EXTRA = "extra/"  # extra/<function>/<column>: json, what it gave to log_extra; null where nothing
+
+
+def kind_of(name: str) -> Kind | None:
+    """The kind of a column whose values must not decide it; None for others."""
+    if name in COLUMNS:
+        return COLUMNS[name].kind
+    return "json" if name.startswith(EXTRA) else None

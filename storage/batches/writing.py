@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.batches import tensors
-from storage.batches.columns import COLUMNS
+from storage.batches.columns import COLUMNS, kind_of
 from storage.batches.format import DTYPES, Encoded, build
 from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.refs import BatchRef
@@ -150,7 +150,7 @@ def _column(name: str, value: object) -> Encoded:
 def _list(name: str, rows: list[object]) -> Encoded:
     """A list with a value per row: its declared type, or else the one its values show."""
     declared = COLUMNS.get(name)
-    kind = declared.kind if declared else _kind_of(rows)
+    kind = kind_of(name) or _kind_of(rows)
     code = declared.dtype if declared else None
     if kind == "json":
         return _texts("json", [json.dumps(row, separators=(",", ":")) for row in rows])

@@ -10,6 +10,8 @@ import fcntl
 import json
 import logging
 import os
+import posixpath
+import re
 import tempfile
 import urllib.error
 import urllib.request
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _SQLITE = "sqlite:///"
 _LONGEST_PARAM = 500  # characters of a setting shown among the parameters; config.yaml has it whole
 _PARAMS_PER_CALL = 100  # MLflow's limit
+_NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
 _DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
 
 RUN_TAG = "refrain.run"
@@ -138,7 +141,9 @@ class Tracker:
         from mlflow.entities import Metric, RunTag
 
         moment = int(at * 1000)
-        values = [Metric(name, float(value), moment, step) for name, value in metrics.items()]
+        values = [
+            Metric(_shown(name), float(value), moment, step) for name, value in metrics.items()
+        ]
         with _as_tracking_errors(self._uri):
             newest = {LAST_STEP_TAG: str(step), **(lineage or {})}
             tags = [RunTag(name, value) for name, value in newest.items()]
@@ -349,6 +354,14 @@ def _tags(tracked: TrackedRun) -> dict[str, str]:
     if tracked.flow_run_url is not None:
         tags["mlflow.note.content"] = f"[Prefect flow run]({tracked.flow_run_url})"
     return {name: value for name, value in tags.items() if value is not None}
+
+
+def _shown(name: str) -> str:
+    """A metric's name as MLflow takes it: `_` for other signs; users' functions name metrics too."""
+    allowed = re.sub(r"[^/\w.\- :]", "_", name)[:_NAME_CHARACTERS]
+    if posixpath.normpath(allowed) != allowed or allowed.startswith((".", "/")):  # read as a path
+        return re.sub(r"[./]", "_", allowed)
+    return allowed
 
 
 @contextmanager

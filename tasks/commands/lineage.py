@@ -126,6 +126,7 @@ def _sample(files: RunStore, owner: RunStore, found: SampleOrigin, commit: Commi
         "drawn by": f"{found.worker}, attempt {found.attempt}",
         "reward": "none: scoring failed" if found.reward is None else f"{found.reward:.4f}",
         "scores": ", ".join(f"{name} {value}" for name, value in found.scores.items()),
+        **{f"extra {name}": repr(value) for name, value in found.extras.items()},
         "reward code": found.reward_code or "not recorded",
         "advantage": "none: it did not train"
         if found.advantage is None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engines.failures import ClusterLost
+from engines.rewards.failing_samples import pooled
 from engines.workers.on_worker import store_usage
 from storage.objects.usage import COUNTER, Usage
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
@@ -99,3 +101,16 @@ class StoreUsage:
             "store/bytes_read": float(total.bytes_read),
             "store/bytes_written": float(total.bytes_written),
         }
+
+
+def logged_metrics(scored: list[Scored], taken: Mapping[str, float]) -> Metrics:
+    """What reward functions gave to log_metric, under the names that they gave, as TRL logs it.
+
+    Means over the samples (engines.rewards.failing_samples.LoggedMetric). A name that is in `taken`,
+    one of the step's own, is put under log_metric/.
+    """
+    pool = pooled(shard.metrics for shard in scored)
+    return {
+        f"log_metric/{name}" if name in taken else name: metric.mean
+        for name, metric in pool.items()
+    }

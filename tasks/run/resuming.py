@@ -27,7 +27,6 @@ MAY_CHANGE = (
     "store.cache_mib",
     "store.uri",
     "rollout.deadline",
-    "rollout.shards_in_flight",
     "rollout.max_sequences",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",

@@ -16,7 +16,6 @@ from engines.failures import (
     StaleIncarnation,
     WorkerLost,
     capture,
-    import_class,
     revive,
 )
 from tests.engines.workers.dummies import NotYet
@@ -97,11 +96,3 @@ def test_what_may_be_retried():
         assert issubclass(kind, InfrastructureError)
     for kind in (StaleCall, GangFailed):
         assert not issubclass(kind, InfrastructureError)
-
-
-@pytest.mark.parametrize(
-    "path", ["engines.workers.engine", "engines.workers.engine:", "engines.workers.engine:calls_of"]
-)
-def test_an_import_path_must_name_a_class(path):
-    with pytest.raises(ValueError, match=r"engines\.workers\.engine"):
-        import_class(path)

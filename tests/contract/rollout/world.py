@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from configs.model import RandomModel
 from configs.rollout import RolloutConfig
 from engines import models
-from engines.failures import import_class
+from engines.imports import imported_class
 from engines.rollout.contract import (
     RolloutEngine,
     RolloutRequest,
@@ -75,7 +75,7 @@ class World:
 
     def build(self, kind: str) -> RolloutEngine:
         spec = self.spec(kind)
-        return import_class(engine_class(spec.rollout))(spec)
+        return imported_class(engine_class(spec.rollout))(spec)
 
     def prompts(self, lengths: tuple[int, ...] = (5, 9, 3, 17)) -> BatchRef:
         """Prompts of the given lengths; group g is always the same prompt."""

@@ -11,8 +11,8 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
-from engines.data.results import AdvantagesResult, NothingToTrain
-from engines.data.training_batch import training_batch
+from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
+from engines.data.training_batch import resolve_failures, training_batch
 from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -244,3 +244,36 @@ def test_metrics_leave_out_what_failed_and_where_a_function_does_not_apply(store
     assert metrics["response/truncated_fraction"] == pytest.approx(1 / 7)
     assert metrics["reward/group_std"] == pytest.approx(2**0.5 / 4)  # of groups 0, 0, sqrt 2, 0
     assert metrics["groups/without_variance"] == pytest.approx(3 / 4)
+
+
+FAILED_GROUPS = np.array([7, 7, 7, 3, 3, 3, 5, 5, 5])
+FAILED = np.array([0, 1, 0, 0, 0, 0, 1, 1, 0], dtype=bool)
+
+
+def test_drop_leaves_out_groups_with_a_failure() -> None:
+    resolution = resolve_failures(FAILED_GROUPS, FAILED, "drop")
+    assert resolution.keep.tolist() == [False] * 3 + [True] * 3 + [False] * 3
+    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 3}
+    assert resolution.groups_dropped == 2
+
+
+def test_complete_goes_on_with_the_others() -> None:
+    resolution = resolve_failures(FAILED_GROUPS, FAILED, "complete")
+    assert resolution.keep.tolist() == [True, False, True] + [True] * 3 + [False] * 3
+    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 1}
+    assert resolution.groups_dropped == 1
+
+
+def test_abort_says_how_many() -> None:
+    with pytest.raises(RewardsFailed, match="3 of 9 samples, in 2 of 3 groups"):
+        resolve_failures(FAILED_GROUPS, FAILED, "abort")
+    assert resolve_failures(FAILED_GROUPS, np.zeros(9, dtype=bool), "abort").keep.all()
+
+
+@pytest.mark.parametrize("policy", ["drop", "complete", "abort"])
+def test_groups_of_one_and_none_at_all(policy: str) -> None:
+    one = resolve_failures(np.array([4]), np.array([False]), policy)  # type: ignore[arg-type]
+    assert one.keep.tolist() == [True]
+    none = resolve_failures(np.array([], dtype=np.int64), np.array([], dtype=bool), policy)  # type: ignore[arg-type]
+    assert none.keep.tolist() == []
+    assert none.groups_dropped == 0

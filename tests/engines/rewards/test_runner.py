@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import pytest
 from configs.data import DataConfig, FileSource, ReasoningGymSource
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, RewardsConfig
 from engines.rewards.builtin import extract
-from engines.rewards.failure_policy import RewardsFailed, resolve_failures
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, Scores, check_rewards, load_rewards
 from storage.prompts.open_source import open_source
@@ -27,6 +27,7 @@ from storage.prompts.open_source import open_source
 # Written as for TRL's GRPOTrainer; a completion's text says how it misbehaves.
 FUNCTIONS = """
 import asyncio, math, os, re, subprocess, sys, time
+import numpy as np
 
 def length(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
@@ -73,6 +74,41 @@ def everything(prompts, completions, completion_ids, trainer_state, log_extra, l
     log_metric("calls", len(completions))
     return [len(ids) * scale + trainer_state.global_step for ids in completion_ids]
 
+def logs(prompts, completions, trainer_state, log_extra=None, log_metric=None, **kwargs):
+    assert "environments" not in kwargs  # TRL passes them where there are some
+    right = [float(text == "right") for text in completions]
+    if "raise" in completions:
+        log_metric("before", 1.0)
+        log_extra("before", completions)
+        raise ValueError("guilty")
+    log_metric("accuracy", sum(right) / len(right))
+    for position, text in enumerate(completions):  # TRL takes a column in parts too
+        log_metric("length", len(text))
+        log_extra("parsed", [{"text": text, "at": (position, 0.5), "kind": float}])
+    log_extra("score", np.float32([0.5] * len(completions)))
+    log_extra("odd", [math.nan if text == "right" else None for text in completions])
+    if "right" in completions:
+        log_metric("mean of nothing", math.nan)
+    return right
+
+async def logs_late(completions, log_extra, log_metric, **kwargs):
+    await asyncio.sleep(0)
+    log_metric("accuracy", np.float32(0.5))
+    log_extra("text", completions)
+    return [1.0] * len(completions)
+
+def logs_badly(completions, log_extra, log_metric, what, **kwargs):
+    if what == "text": log_metric("accuracy", "0.5")
+    if what == "none": log_metric("accuracy", None)
+    if what == "name": log_metric(3, 0.5)
+    if what == "letters": log_extra("parsed", "ab")
+    if what == "number": log_extra("parsed", 3)
+    if what == "one more": log_extra("parsed", [*completions, "one more"])
+    return [1.0] * len(completions)
+
+def asks_state(completions, trainer_state, **kwargs):
+    return [trainer_state.num_input_tokens_seen] * len(completions)
+
 def short_only(completions, **kwargs):
     return [1.0 if len(text) < 3 else None for text in completions]
 
@@ -99,6 +135,7 @@ not_a_function = 3
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
     (tmp_path / "broken_module.py").write_text("import nowhere_to_be_found")
+    (tmp_path / "no_python.py").write_text("def fn(:")
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -110,7 +147,7 @@ def data(tmp_path: Path) -> DataConfig:
     return DataConfig(source=FileSource(path=str(path)))
 
 
-def user(name: str, weight: float = 1.0, **params: float) -> FunctionReward:
+def user(name: str, weight: float = 1.0, **params: float | str) -> FunctionReward:
     return FunctionReward(path=f"my_rewards:{name}", weight=weight, params=params)
 
 
@@ -178,7 +215,65 @@ def test_every_argument_that_trl_passes(score: Scoring) -> None:
     scores = runner.score(["p", "p"], ["ab", "c"], rows, [[1, 2, 3], [4]], state)
     assert scores.rewards.tolist() == [16.0, 12.0]
     assert scores.extras == {"everything/seen": ["AB", "C"]}
-    assert scores.metrics == {"calls": 2.0}
+    assert means(scores) == {"calls": 2.0}
+
+
+def means(scores: Scores) -> dict[str, float]:
+    return {name: metric.mean for name, metric in scores.metrics.items()}
+
+
+def test_what_is_logged_as_for_trl_is_kept(score: Scoring) -> None:
+    scores = score(["right", "no", "no", "right"], user("logs"), user("logs_late"))
+    assert scores.rewards.tolist() == [2.0, 1.0, 1.0, 2.0]
+    assert means(scores) == {"accuracy": 0.5, "length": 3.5}
+    assert scores.metrics["accuracy"].samples == 8  # two functions, one name: as TRL has it
+    assert scores.extras == {
+        "logs/parsed": [
+            {"text": text, "at": [position, 0.5], "kind": "<class 'float'>"}
+            for position, text in enumerate(["right", "no", "no", "right"])
+        ],
+        "logs/score": [0.5] * 4,
+        "logs/odd": [None] * 4,
+        "logs_late/text": ["right", "no", "no", "right"],
+    }
+
+
+def test_samples_that_are_scored_again_are_logged_once(score: Scoring) -> None:
+    """Found by halves: 7 samples in calls of 4, 2 and 1 count as in one call of 7."""
+    completions = ["right", "no", "no", "no", "no", "raise", "right", "right"]
+    scores = score(completions, user("logs"))
+    assert list(errors(scores)) == [5]
+    assert scores.metrics["accuracy"].samples == 7
+    assert means(scores) == {"accuracy": pytest.approx(3 / 7), "length": pytest.approx(23 / 7)}
+    assert scores.extras["logs/score"] == [0.5] * 5 + [None] + [0.5] * 2
+    assert set(scores.extras) == {"logs/parsed", "logs/score", "logs/odd"}
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("text", r"TypeError: log_metric\('accuracy', …\): '0.5' is not a number \(my_rewards.py:"),
+        ("none", "None is not a number"),
+        ("name", r"log_metric\(3, …\): a metric's name is a string"),
+        ("letters", "the values are a string, not a list"),
+        ("number", "'int' object is not iterable"),
+        ("one more", "gave log_extra 2 values of 'parsed' for 1 samples"),
+    ],
+)
+def test_a_wrong_log_fails_its_samples(score: Scoring, what: str, said: str) -> None:
+    scores = score(["a", "b"], user("logs_badly", what=what))
+    found = errors(scores)
+    assert sorted(found) == [0, 1]
+    assert all(re.search(said, error) for error in found.values()), found
+    assert scores.metrics == {} and scores.extras == {}
+
+
+def test_a_state_that_is_not_known_is_no_default(score: Scoring) -> None:
+    said = errors(score(["a"], user("asks_state")))[0]
+    assert said.startswith(
+        "AttributeError: trainer_state has no num_input_tokens_seen in Refrain: it has global_step, "
+        "max_steps and epoch (my_rewards.py:"
+    )
 
 
 def test_conversations(score: Scoring) -> None:
@@ -232,7 +327,7 @@ def test_an_exception_fails_the_guilty_sample_only(score: Scoring, count: int) -
     scores = score(completions, user("picky"), user("length"))
     said = errors(scores)
     assert sorted(said) == guilty
-    assert set(said.values()) == {"KeyError: 'no such thing' (my_rewards.py:17)"}
+    assert set(said.values()) == {"KeyError: 'no such thing' (my_rewards.py:18)"}
     assert scores.applied[:, 1].all()
 
 
@@ -450,11 +545,15 @@ def test_good_settings_pass(data: DataConfig) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("nowhere_at_all:fn", "nowhere_at_all:fn cannot be loaded: ModuleNotFoundError"),
         (
-            "my_rewards:fnn",
-            "cannot be loaded: AttributeError: module 'my_rewards' has no attribute",
+            "nowhere_at_all:fn",
+            "nowhere_at_all:fn cannot be loaded: there is no module 'nowhere_at_all'",
         ),
+        ("my_rewards:fnn", "my_rewards:fnn cannot be loaded: module 'my_rewards' has no 'fnn'"),
+        ("nowhere/rewards.py:fn", "there is no file '/.*/nowhere/rewards.py'"),
+        ("{tmp}/my_rewards.py:fnn", "file '/.*/my_rewards.py' has no 'fnn'"),
+        ("{tmp}/broken_module.py:fn", r"'nowhere_to_be_found' \(broken_module.py:1\)"),
+        ("{tmp}/no_python.py:fn", r"SyntaxError: .* \(no_python.py, line 1\)"),
         ("my_rewards:not_a_function", "is a int, not a function"),
         ("broken_module:fn", "No module named 'nowhere_to_be_found'"),
         (
@@ -463,10 +562,52 @@ def test_good_settings_pass(data: DataConfig) -> None:
         ),
     ],
 )
-def test_bad_functions_are_refused(data: DataConfig, path: str, said: str) -> None:
-    config = RewardsConfig(functions=[FunctionReward(path=path)])
+def test_bad_functions_are_refused(data: DataConfig, tmp_path: Path, path: str, said: str) -> None:
+    config = RewardsConfig(functions=[FunctionReward(path=path.replace("{tmp}", str(tmp_path)))])
     with pytest.raises(ValueError, match=said):
         check_rewards(config, data, open_source(data.source))
+
+
+NEIGHBOURS = {
+    "research/rewards.py": """
+        import configs
+        from engines.judge import judged
+        from tasks.names import NAME
+
+        def named(completions, log_extra, **kwargs):
+            from configs.late import LATE  # when it is called
+            log_extra("from", [configs.WHOSE + NAME + LATE] * len(completions))
+            return [judged(text) for text in completions]
+        """,
+    "research/configs/__init__.py": "WHOSE = 'the user '",
+    "research/configs/late.py": "LATE = ' later'",
+    "research/tasks/__init__.py": "",
+    "research/tasks/names.py": "NAME = 'of the research folder'",
+    "research/engines/__init__.py": "",
+    "research/engines/judge.py": "def judged(text): return float(len(text))",
+}
+
+
+def test_a_function_by_its_file_finds_its_own_neighbours(
+    score: Scoring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are called as packages of ours; and an edit of the file is another reward code."""
+    for name, text in NEIGHBOURS.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    reward = FunctionReward(path="research/rewards.py:named")
+    assert reward.path == f"{tmp_path}/research/rewards.py:named" and reward.label == "named"
+    scores = score(["four", "a"], reward)
+    assert scores.rewards.tolist() == [4.0, 1.0]
+    assert scores.extras["named/from"] == ["the user of the research folder later"] * 2
+    (before,) = score.runner(reward).code()
+    with (tmp_path / "research/rewards.py").open("a") as file:
+        file.write("\n# edited\n")
+    (after,) = score.runner(reward).code()
+    assert (before.source, before.packages) == (after.source, {})
+    assert before.source and before.module != after.module
 
 
 def test_rewards_that_do_not_fit_the_data_are_refused(data: DataConfig) -> None:
@@ -514,39 +655,3 @@ def test_an_unknown_task_is_refused_without_being_imported_here(
 def test_two_rewards_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="2 rewards named length. Give each a name of its own"):
         RewardsConfig(functions=[user("length"), FunctionReward(path="other:length")])
-
-
-# What becomes of groups
-
-
-GROUPS = np.array([7, 7, 7, 3, 3, 3, 5, 5, 5])
-FAILED = np.array([0, 1, 0, 0, 0, 0, 1, 1, 0], dtype=bool)
-
-
-def test_drop_leaves_out_groups_with_a_failure() -> None:
-    resolution = resolve_failures(GROUPS, FAILED, "drop")
-    assert resolution.keep.tolist() == [False] * 3 + [True] * 3 + [False] * 3
-    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 3}
-    assert resolution.groups_dropped == 2
-
-
-def test_complete_goes_on_with_the_others() -> None:
-    resolution = resolve_failures(GROUPS, FAILED, "complete")
-    assert resolution.keep.tolist() == [True, False, True] + [True] * 3 + [False] * 3
-    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 1}
-    assert resolution.groups_dropped == 1
-
-
-def test_abort_says_how_many() -> None:
-    with pytest.raises(RewardsFailed, match="3 of 9 samples, in 2 of 3 groups"):
-        resolve_failures(GROUPS, FAILED, "abort")
-    assert resolve_failures(GROUPS, np.zeros(9, dtype=bool), "abort").keep.all()
-
-
-@pytest.mark.parametrize("policy", ["drop", "complete", "abort"])
-def test_groups_of_one_and_none_at_all(policy: str) -> None:
-    one = resolve_failures(np.array([4]), np.array([False]), policy)  # type: ignore[arg-type]
-    assert one.keep.tolist() == [True]
-    none = resolve_failures(np.array([], dtype=np.int64), np.array([], dtype=bool), policy)  # type: ignore[arg-type]
-    assert none.keep.tolist() == []
-    assert none.groups_dropped == 0
