@@ -1,8 +1,8 @@
 """Settings as JSON schema for a form: choices as tabs, names as people write them.
 
-Prefect's form shows `anyOf` as tabs and knows no `oneOf`. It chooses a value's tab by the names of
-its properties alone, so fewer properties come first, and choices with the same properties share a
-tab, where `kind` is a drop-down.
+Prefect 3.7's form shows `anyOf` as tabs and knows no `oneOf` (not reported there). It chooses a
+value's tab by the names of its properties alone, so fewer properties come first, and choices with
+the same properties share a tab, where `kind` is a drop-down.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from storage.batches.columns import EXTRA
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
+from storage.prompts.cursor import Cursor
 from tasks.results import Sampled, Scored
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
@@ -75,12 +76,13 @@ def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
 
 def trainer_state(run: Run, step: int) -> TrainerState:
     """Where the run stands while the samples of a step are scored, as reward functions are told."""
-    began = run.cursor
-    return TrainerState(
-        global_step=step - 1,
-        max_steps=run.config.steps,
-        epoch=began.epoch + began.position / began.size,
-    )
+    return state_at(step, run.config.steps, run.cursor)
+
+
+def state_at(step: int, steps: int, began: Cursor) -> TrainerState:
+    """The same of any step out of `steps`, before which the data was drawn up to `began`."""
+    epoch = began.epoch + began.position / began.size
+    return TrainerState(global_step=step - 1, max_steps=steps, epoch=epoch)
 
 
 def samples_of(run: Run, step: int, scored: Sequence[Scored]) -> BatchRef:

@@ -1,7 +1,7 @@
-"""From the samples that train to their advantages, and the corrections that are made beforehand.
+"""Columns in, columns out: an estimator's inputs from a stored batch, its advantages into another.
 
-An estimator's inputs are gathered from the columns that tasks have stored; what comes out is written
-as columns again, so that the update, and a replay of it, computes nothing but the loss.
+What comes out, with the corrections for the rollout engine's log-probs, is written as columns, so
+that the update, and a replay of it, computes nothing but the loss. At the end: how columns are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from storage.objects.store import Store
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The samples that train, after shaping and selection; [T] response tokens."""
+    """The samples that train, after shaping and selection; [T] response tokens.
+
+    Two samples of 2 and 1 tokens: rewards [1.0, 0.0], mask [1, 1, 1], components
+    {"math": [1.0, 0.0]}.
+    """
 
     samples: BatchRef
     rewards: Tensor  # [N]
@@ -135,7 +139,12 @@ def _summary(advantages: Tensor) -> dict[str, float]:
 
 
 def explained_variance(batch: AdvantageBatch, returns: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) over the tokens with mask 1; 0 where the returns are all equal."""
+    """1 - Var(R - V) / Var(R) over the tokens with mask 1; 0 where the returns are all equal.
+
+    Args:
+        batch: with the critic's values V [T] and the mask [T].
+        returns: R [T].
+    """
     assert batch.values is not None
     found = returns[batch.mask].double()
     if found.numel() < 2 or not float(found.var()):

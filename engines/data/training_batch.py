@@ -41,7 +41,16 @@ def training_batch(
 ) -> AdvantagesResult:
     """Choose the samples that train and write their advantages.
 
-    baselines: group_id and reward of each prompt's greedy completion, where the method wants them.
+    Args:
+        store: of the batches.
+        samples: the step's scored samples, [N].
+        baselines: group_id and reward of each prompt's greedy completion, where the method wants
+            them.
+        algorithm: the recipe's.
+        on_failure: what becomes of groups with a failed sample.
+        max_new_tokens: longest response, in tokens.
+        out_key: of the object that is written.
+
     Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
     """
     groups, status = dense(store, samples, "group_id"), dense(store, samples, "status")
@@ -98,7 +107,12 @@ class Resolution:
 def resolve_failures(
     group_ids: np.ndarray, failed: np.ndarray, policy: Literal["drop", "complete", "abort"]
 ) -> Resolution:
-    """Apply rewards.on_failure to samples with `group_ids` int64 [N] and `failed` bool [N].
+    """Apply rewards.on_failure to N samples.
+
+    Args:
+        group_ids: int64 [N], samples of one prompt share a number.
+        failed: bool [N], scoring failed.
+        policy: rewards.on_failure.
 
     drop leaves out each group with a failed sample; complete leaves out failed samples only, and a
     group of which one sample or none is left (its advantage would say nothing); abort raises
@@ -176,7 +190,13 @@ def shaped_samples(
 def baseline_rewards(
     store: Store, baselines: BatchRef, groups: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Reward of the greedy completion of each sample's prompt [N]; NaN where it has none."""
+    """Reward of the greedy completion of each sample's prompt [N]; NaN where it has none.
+
+    Args:
+        store: of the batches.
+        baselines: group_id and reward, a row for each prompt that was completed greedily.
+        groups: [N], group_id of the samples.
+    """
     known = dict(
         zip(
             dense(store, baselines, "group_id").tolist(),

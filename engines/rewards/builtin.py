@@ -57,8 +57,9 @@ def reasoning_gym_scorer(reward: ReasoningGymReward, source: ReasoningGymSource)
 def math_scorer(reward: MathReward) -> Scorer:
     """1 when math-verify finds the completion equal to the reference answer, else 0.
 
-    None when the reference answer itself is no mathematics. math-verify's own time limits report a
-    time-out as a wrong answer, so they are off: the reward process limits each sample's time.
+    None when the reference answer itself is no mathematics. math-verify 0.9's own time limits report
+    a time-out as a wrong answer (not reported there), so they are off: the reward process limits
+    each sample's time.
     """
     from math_verify import parse, verify
 

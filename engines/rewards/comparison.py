@@ -13,7 +13,7 @@ Numbers: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardComparison:
-    """Figures over the samples that both rewards could score. None where they say nothing."""
+    """Metrics over the samples that both rewards could score. None where they say nothing."""
 
     samples: int  # scored by both
     failed: int  # samples that the new reward could not score
@@ -30,7 +30,13 @@ class RewardComparison:
 
 
 def compare_rewards(old: Numbers, new: Numbers, groups: NDArray[np.int64]) -> RewardComparison:
-    """Compare rewards [N] of samples in groups [N]; NaN: the sample has none."""
+    """Compare two rewards of N samples.
+
+    Args:
+        old: [N], NaN where the sample has none, as in `new`.
+        new: [N].
+        groups: [N], samples of one prompt share a number.
+    """
     both = np.isfinite(old) & np.isfinite(new)
     failed = int((~np.isfinite(new)).sum())
     old, new, groups = old[both], new[both], groups[both]

@@ -76,7 +76,12 @@ class Column:
 
 
 def score_column(process: RewardProcess, batch: RewardCall, seconds: float) -> Column:
-    """Score all samples of `batch` by one function, with `seconds` as the deadline of a call.
+    """Score all samples of a batch by one function.
+
+    Args:
+        process: of the function.
+        batch: N samples.
+        seconds: deadline of a call.
 
     RuntimeError when the function's process cannot be started again: no sample is to blame.
     """

@@ -18,16 +18,19 @@ from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Rewa
 from engines.data.chat_template import prompts_of
 from engines.models import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
+from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, code_digest
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.objects.errors import ObjectMissing
 from storage.objects.json_values import Row
+from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import start_of
+from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
+from tasks.reward import state_at
 from tasks.run.engines import MODELS
 from tasks.run.recorded_flow import settings_of
 
@@ -82,7 +85,7 @@ def answer(request: Request) -> Answer:
 
 
 def reward_of(word: str) -> Reward:
-    """The reward that --reward names: package.module:function, math or reasoning_gym."""
+    """The reward that --reward names: a function, by module or file, math or reasoning_gym."""
     if word == "math":
         return MathReward()
     if word == "reasoning_gym":
@@ -91,8 +94,8 @@ def reward_of(word: str) -> Reward:
         return FunctionReward(path=word)
     except ValueError:
         raise ValueError(
-            f"--reward {word} names no function. Write package.module:function, math or "
-            "reasoning_gym."
+            f"--reward {word} names no function. Write package.module:function, "
+            "path/to/file.py:function, math or reasoning_gym."
         ) from None
 
 
@@ -117,7 +120,10 @@ def rescore(
     runner: RewardRunner,
     tokenizer: PreTrainedTokenizerBase,
 ) -> BatchRef:
-    """Score a step's samples; the ref has one row per sample, in the order of the commit's."""
+    """Score a step's samples; the ref has one row per sample, in the order of the commit's.
+
+    Scores are kept; what the function logs as TRL's do is not.
+    """
     samples, prompts = commit.refs["samples"], commit.refs["prompts"]
     code = code_digest(runner.code())
     name = f"{commit.step:06d}-{key_of('rescore', samples.to_json(), code)}"
@@ -136,6 +142,7 @@ def rescore(
         tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
         rows,
         completion_ids,
+        trainer_state(files, commit.step, config.steps),
     )
     label = runner.names[0]
     columns: dict[str, object] = {
@@ -146,6 +153,14 @@ def rescore(
     ref = write_batch(files.store, key, columns)
     files.finish(key, {"ref": ref.to_json(), "step": commit.step, "reward": label})
     return ref
+
+
+def trainer_state(files: RunStore, step: int, steps: int) -> TrainerState:
+    """Where the run stood when the step was scored first."""
+    if step == 1:
+        return TrainerState(max_steps=steps)
+    owner, before = committer(files, step - 1)
+    return state_at(step, steps, Cursor.from_json(read_commit(owner, before).cursor))
 
 
 def _numbers(files: RunStore, ref: BatchRef, column: str) -> np.ndarray[Any, Any]:

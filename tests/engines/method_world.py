@@ -14,6 +14,7 @@ from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.data.results import AdvantagesResult
+from engines.rewards.protocol import TrainerState
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine
 from engines.train.fsdp_engine import FSDPEngine
@@ -123,7 +124,8 @@ class World:
                 shard=1,
             )
         ).ref
-        scored = self.scorer.score(prompts, found, f"{stem}-scores.safetensors")
+        state = TrainerState(global_step=step - 1, max_steps=len(self.prompts))
+        scored = self.scorer.score(prompts, found, f"{stem}-scores.safetensors", state)
         assert scored.failed == 0
         return found.drop(["status"]).with_columns(scored.ref)
 

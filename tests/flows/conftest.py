@@ -86,7 +86,11 @@ def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
         embedded: bool = False,
         module: str = "flows.grpo",
         environment: Mapping[str, str] | None = None,
+        files: Mapping[str, str] | None = None,
     ) -> Launched:
+        for name, text in (files or {}).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
         variables = {
             **os.environ,
             "PYTHONPATH": str(ROOT),

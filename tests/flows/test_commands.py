@@ -249,7 +249,7 @@ def test_rescore(world: World, ask: Ask) -> None:
     assert "brevity" in out
     assert set(world.parent.store.list(world.parent.run)) - before == added  # found again
     assert ask(audit.main, world.parent.run, "--strict")[0] == 0
-    for bad, said in (("nowhere:brevity", "No module named"), ("brevity", "names no function")):
+    for bad, said in (("nowhere:brevity", "there is no module"), ("brevity", "names no function")):
         code, _, err = ask(rescore.main, world.parent.run, "--reward", bad)
         assert code == 2
         assert said in err

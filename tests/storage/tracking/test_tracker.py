@@ -99,6 +99,14 @@ def test_metrics_and_files(tracker: Tracker, config: TrackingConfig) -> None:
     assert place.read_bytes() == b"two"
 
 
+def test_a_metric_may_have_any_name(tracker: Tracker, config: TrackingConfig) -> None:
+    """Users' reward functions name them."""
+    names = ["pass@1 (%)", "../up", "a//b", "größe/x", "x" * 300, "."]
+    tracker.log_step(1, {name: float(n) for n, name in enumerate(names)}, at=1e9)
+    shown = client(config).get_run(tracker.run_id).data.metrics
+    assert shown == {"pass_1 ___": 0, "___up": 1, "a__b": 2, "größe/x": 3, "x" * 250: 4, "_": 5}
+
+
 def test_a_step_recorded_again_is_one_point(
     tracker: Tracker, config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +203,7 @@ def test_an_unstarted_tracker_can_be_left(config: TrackingConfig) -> None:
 
 def test_failures_of_mlflow_are_tracking_errors(tracker: Tracker, config: TrackingConfig) -> None:
     with pytest.raises(TrackingError, match=r"MLflow at sqlite:///.* failed: "):
-        tracker.log_step(1, {"a name with *": 1.0}, at=1e9)
+        tracker.log_step(1, {"kl": 1.0}, at=1e9, lineage={"a tag with *": "1"})
     deleted = config.model_copy(update={"experiment": "gone"})
     Tracker(deleted).start(page())
     experiment = client(config).get_experiment_by_name("gone").experiment_id
