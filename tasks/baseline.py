@@ -18,7 +18,8 @@ from tasks.run.run import Run
 def baseline(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> Scored:
     """Complete each prompt of a shard (counted from 1) greedily, and score that.
 
-    The rewards are what the samples are compared with; these completions do not train.
+    The rewards are what the samples are compared with; these completions do not train. What the
+    functions give to log_extra is in their batch; log_metric counts for the samples only.
     """
     part = prompts.ref.chunk(shards)[shard - 1]
     greedy = dataclasses.replace(run.sampling, n=1, temperature=1.0, top_p=1.0, top_k=1)
