@@ -1,4 +1,4 @@
-"""What Refrain reads of its environment, and the credentials that have no other place.
+"""What Refrain reads of its environment, its folder too, and credentials that belong nowhere else.
 
 No other module reads a variable, or looks at the working folder. Settings are stored, shown and
 logged, so what looks like a credential is refused there.
