@@ -72,24 +72,52 @@ def materialize(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path:
     """
     check_model(config)
     if isinstance(config, RandomModel):
-        facts: dict[str, object] = {
-            "random": config.model_dump(mode="json"),
-            "conversion": _CONVERSION,
-        }
-        return _made_once(cache, "random", facts, lambda target: _draw(config, target))
+        return _made_once(_place(config, cache), lambda target: _draw(config, target))
     source = _locate(config.path)
     if source is None:
         return _from_hub(config)
     if source.is_dir():
         return source
-    stat = source.stat()
-    facts = {
-        "gguf": source.name,
-        "size": stat.st_size,
-        "mtime": stat.st_mtime_ns,
-        "conversion": _CONVERSION,
-    }
-    return _made_once(cache, source.stem, facts, lambda target: _convert_gguf(source, target))
+    return _made_once(_place(config, cache), lambda target: _convert_gguf(source, target))
+
+
+def present(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path | None:
+    """The directory that `materialize` would give, if nothing has to be made or downloaded for it.
+
+    Imports neither torch nor transformers. Raises ValueError as `check_model` does.
+    """
+    source = None if isinstance(config, RandomModel) else _locate(config.path)
+    if isinstance(config, PretrainedModel) and source is None:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(config.path, "config.json", revision=config.revision)
+        return Path(cached).parent if isinstance(cached, str) else None
+    if source is not None and source.is_dir():
+        return source
+    place = _place(config, cache)
+    return place if place.exists() else None
+
+
+def gguf_file(config: ModelConfig) -> Path | None:
+    """The GGUF file that `config` names, if it names one."""
+    source = None if isinstance(config, RandomModel) else _locate(config.path)
+    return source if source is not None and source.is_file() else None
+
+
+def _place(config: ModelConfig, cache: Path) -> Path:
+    """Where the directory made from a random model or a GGUF file is kept."""
+    facts: dict[str, object]
+    if isinstance(config, RandomModel):
+        name, facts = "random", {"random": config.model_dump(mode="json")}
+    else:
+        source = _locate(config.path)
+        assert source is not None
+        stat = source.stat()
+        name = source.stem
+        facts = {"gguf": source.name, "size": stat.st_size, "mtime": stat.st_mtime_ns}
+    facts["conversion"] = _CONVERSION
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return (cache / f"{name}-{digest}").absolute()
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:
@@ -232,19 +260,15 @@ def _check_directory(path: str, directory: Path) -> None:
         )
 
 
-def _made_once(
-    cache: Path, name: str, facts: dict[str, object], make: Callable[[Path], None]
-) -> Path:
-    """The directory of `cache` that `make` fills; made under a lock and moved into place whole."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    final = (cache / f"{name}-{digest}").absolute()
+def _made_once(final: Path, make: Callable[[Path], None]) -> Path:
+    """The directory `final`, which `make` fills; made under a lock and moved into place whole."""
     if final.exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     with open(final.with_name(final.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not final.exists():
-            made = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=final.parent))
+            made = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
             try:
                 with _quiet():
                     make(made)

@@ -45,7 +45,7 @@ def train(
     """
     with contextlib.ExitStack() as stack:
         if run is None:
-            check(config)
+            check(config, resumed=resume is not None)
             try:
                 opened = open_run(_this_flow(), config, resume, fork)
             except NothingNew as nothing:

@@ -21,7 +21,7 @@ from engines.workers.cluster import ASK_TIMEOUT, Cluster, Fleet
 from engines.workers.host import HOST, EngineHost
 from engines.workers.membership import allowed_failures
 from engines.workers.on_worker import examine
-from engines.workers.placement import check_seated, place_local
+from engines.workers.placement import check_seated, place_local, this_node
 
 Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables of its workers
 
@@ -88,13 +88,23 @@ def open_cluster(
     return cluster
 
 
-def check_cluster(config: ClusterConfig) -> None:
-    """ValueError, in one sentence, for a plan that cannot be carried out. Starts nothing."""
+def check_cluster(config: ClusterConfig) -> str:
+    """What was looked at; ValueError, in one sentence, for a plan that cannot be carried out.
+
+    Starts nothing.
+    """
+    wanted = ", ".join(
+        f"{pool} {pools.workers} x ({pools.threads} threads, {pools.gpus} GPUs)"
+        for pool, pools in config.pools.items()
+    )
     if config.kind == "local":
         place_local(config.pools)
+        here = this_node()
+        wanted += f" on this machine's {here.cores} cores and {len(here.gpus)} GPUs"
     certificates_for(config.encryption)
     if config.kind in ("slurm", "ssh"):
         imported(f"{KINDS[config.kind]}:check")(config)
+    return f"{config.kind}: {wanted}"
 
 
 def _start_local(

