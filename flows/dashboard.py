@@ -10,12 +10,13 @@ import signal
 import sys
 
 from tasks.launch.command_line import HOME
-from tasks.launch.server import EmbeddedServer, ServerError
 
 
 def main() -> int:
     """Serve the dashboard until Ctrl-C; returns the exit code."""
     argparse.ArgumentParser(prog="python -m flows.dashboard", description=__doc__).parse_args()
+    from tasks.launch.server import EmbeddedServer, ServerError  # late: --help answers at once
+
     server = EmbeddedServer(HOME / "prefect")
     server.launch()
     try:

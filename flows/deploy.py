@@ -39,25 +39,19 @@ def main() -> int:
     from prefect.client.orchestration import get_client  # late, so that --help answers at once
     from prefect.settings import PREFECT_API_URL
 
-    from tasks.launch.registration import (
-        check_server,
-        ensure_pools,
-        register_automations,
-        register_deployments,
-        register_flow,
-    )
+    from tasks.launch import registration
     from tasks.launch.server import ServerError
 
     try:
-        api = check_server(PREFECT_API_URL.value())
+        api = registration.check_server(PREFECT_API_URL.value())
         with get_client(sync_client=True) as client:
-            pools = ensure_pools(client)
+            pools = registration.ensure_pools(client)
         if arguments.flow is not None:
-            name = register_flow(arguments.flow, arguments.recipe, arguments.names)
+            name = registration.register_flow(arguments.flow, arguments.recipe, arguments.names)
             print(f"Deployment   {name}")
         else:
-            register_deployments(arguments.names)
-        automations = register_automations(arguments.notify)
+            registration.register_deployments(arguments.names)
+        automations = registration.register_automations(arguments.notify)
     except (ServerError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import sys
 
+from configs.grpo import GRPOConfig
+from tasks.launch.command_line import main
+
+if __name__ == "__main__":  # first: --help and a refused setting need nothing of what follows
+    sys.exit(main("flows.grpo:grpo", GRPOConfig))
+
 from prefect import flow
 from prefect.states import State
 
-from configs.grpo import GRPOConfig
 from tasks.advantage import advantage
 from tasks.baseline import baseline_shards
 from tasks.commit import sync_and_commit
 from tasks.draw import draw
-from tasks.launch.command_line import main
 from tasks.logprob import logprob
 from tasks.results import RunSummary, StepSummary
 from tasks.reward import reward_shards
@@ -57,7 +61,3 @@ def grpo(
         fork: RUN@STEP of the store, where a new run is to begin.
     """
     return train(grpo_step, config, resume, fork, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(grpo))

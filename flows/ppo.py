@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import sys
 
+from configs.ppo import PPOConfig
+from tasks.launch.command_line import main
+
+if __name__ == "__main__":  # first: --help and a refused setting need nothing of what follows
+    sys.exit(main("flows.ppo:ppo", PPOConfig))
+
 from prefect import flow
 from prefect.states import State
 
-from configs.ppo import PPOConfig
 from tasks.advantage import advantage
 from tasks.commit import sync_and_commit
 from tasks.draw import draw
-from tasks.launch.command_line import main
 from tasks.logprob import logprob
 from tasks.results import RunSummary, StepSummary
 from tasks.reward import reward_shards
@@ -59,7 +63,3 @@ def ppo(
         fork: RUN@STEP of the store, where a new run is to begin.
     """
     return train(ppo_step, config, resume, fork, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(ppo))

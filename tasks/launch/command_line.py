@@ -1,4 +1,8 @@
-"""Starting a run from a command line: words to settings, checks, server and engines, the flow."""
+"""Starting a run from a command line: words to settings, checks, server and engines, the flow.
+
+What --help and a refused setting need is imported first and nothing else: Prefect and Dask take
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect.logging.configuration import setup_logging
-
 from configs.base import Settings
 from configs.flows import resume_command
 from configs.grpo import GRPOConfig
@@ -21,11 +23,8 @@ from configs.overrides import ConfigError, change
 from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
-from tasks.run.interruption import INTERRUPTED
 
 if TYPE_CHECKING:
-    from prefect import Flow
-
     from tasks.reporting.progress import Terminal
     from tasks.results import RunSummary
     from tasks.run.opening import OpenedRun
@@ -36,33 +35,34 @@ BAD_SETTINGS = 2  # exit codes
 FAILED = 1
 
 
-def main(flow: Flow[..., Any], words: Sequence[str] = ()) -> int:
-    """Run a flow from the command line's words; returns the exit code."""
-    from tasks.run.recorded_flow import path_of, settings_class
+def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
+    """Run a flow from the command line's words; returns the exit code.
 
-    made_by = path_of(flow)
+    Args:
+        flow: Import path, package.module:function; imported once the words are found good.
+        model: The class of its settings, the type of its parameter config.
+        words: In place of those that the program was started with.
+    """
+    arguments = _parser(flow, model).parse_intermixed_args(list(words) or sys.argv[1:])
     try:
-        model = settings_class(flow)
-        arguments = _parser(made_by, model).parse_intermixed_args(list(words) or sys.argv[1:])
-        quiet_libraries()
-        return _begin(flow, made_by, _settings(made_by, model, arguments), arguments)
+        return _begin(flow, _settings(flow, model, arguments), arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_SETTINGS
 
 
-def _begin(
-    flow: Flow[..., Any], made_by: str, config: GRPOConfig, arguments: argparse.Namespace
-) -> int:
+def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
     """Check everything; then run the flow, unless only the checks were asked for."""
-    from tasks.run.continue_from import NothingNew
-    from tasks.run.opening import open_run
     from tasks.run.preflight import check
 
     resume, fork = arguments.resume, arguments.fork
     findings = check(config, resumed=resume is not None)
+    quiet_libraries()
+    from tasks.run.continue_from import NothingNew
+    from tasks.run.opening import open_run
+
     try:
-        opened = open_run(made_by, config, resume, fork)
+        opened = open_run(flow, config, resume, fork)
     except NothingNew as nothing:
         print(nothing)
         return 0
@@ -74,7 +74,10 @@ def _begin(
             print(f"{finding.check:10} {finding.found}")
         print(f"{config.name}: the settings are good, and a run would start.")
         return 0
-    return _run(lambda run: flow(config, resume, fork, run), opened)
+    from tasks.run.recorded_flow import load_flow
+
+    call = load_flow(flow)
+    return _run(lambda run: call(config, resume, fork, run), opened)
 
 
 def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
@@ -128,6 +131,8 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
 
 def _stopped(terminal: Terminal, again: str) -> int:
     """A person ended the run, which goes on by the command `again`."""
+    from tasks.run.interruption import INTERRUPTED
+
     terminal.say("Stopped." + (again and f" To go on: {again}"), style="yellow")
     return INTERRUPTED
 
@@ -142,6 +147,8 @@ def _data_of(run: Run) -> str:
 
 def quiet_libraries() -> None:
     """Keep warnings of Prefect and others off the terminal; Prefect's server still gets its logs."""
+    from prefect.logging.configuration import setup_logging
+
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     logging.raiseExceptions = False  # that a log cannot be sent is no news for the terminal
@@ -152,7 +159,7 @@ def quiet_libraries() -> None:
     logging.getLogger("prefect._internal").setLevel(logging.CRITICAL)
 
 
-def _settings(made_by: str, model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:
+def _settings(flow: str, model: type[GRPOConfig], arguments: argparse.Namespace) -> GRPOConfig:
     """The recipe of the words; for a resumed run without one, the settings that it began with."""
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
@@ -170,7 +177,7 @@ def _settings(made_by: str, model: type[GRPOConfig], arguments: argparse.Namespa
     given = [word for word in words if word.startswith("store.")]
     where = change(_Stored, {}, given).store
     files = RunStore(Store(where.uri, where.options), earlier)
-    check_same_flow(files, made_by, where, arguments.fork)
+    check_same_flow(files, flow, where, arguments.fork)
     return change(model, stored_settings(files), words)
 
 
@@ -180,9 +187,9 @@ class _Stored(Settings):
     store: StoreConfig = StoreConfig()
 
 
-def _parser(made_by: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
+def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {made_by.partition(':')[0]}",
+        prog=f"python -m {flow.partition(':')[0]}",
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -38,34 +38,43 @@ class Finding:
 def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     """Check everything that can be checked; PreflightError names the first fault.
 
+    What takes milliseconds and no further imports comes first.
+
     resumed: the run has steps already, so lengths that its samples kept to are not asked again.
     """
+    try:
+        packages, devices = check_packages(config), check_devices(config)
+        model = check_lengths(config, resumed)
+        return [
+            Finding(check="packages", found=packages),
+            Finding(check="model", found=model),
+            Finding(check="devices", found=devices),
+            *_check_world(config),
+        ]
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
+
+
+def _check_world(config: GRPOConfig) -> list[Finding]:
+    """The checks of what is outside the settings and the model."""
     from engines.clusters.opening import check_cluster
     from engines.failures import InfrastructureError
-    from engines.models import check_model
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
     from tasks.run.preflight_data import check_data
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
-        packages = check_packages(config)
-        devices = check_devices(config)
-        check_model(config.model)
-        model = check_lengths(config, resumed)
         data, rewards = check_data(config)
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
         store = Store(config.store.uri, config.store.options)
         store.check_writable()
         Tracker(config.tracking)
-    except (ValueError, StoreError, InfrastructureError) as error:
+    except (StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
     return [
-        Finding(check="packages", found=packages),
-        Finding(check="model", found=model),
         Finding(check="data", found=data),
         Finding(check="rewards", found=rewards),
-        Finding(check="devices", found=devices),
         Finding(check="placement", found=cluster),
         Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),
         Finding(check="tracking", found=f"{config.tracking.uri}: a valid address, not opened"),
@@ -174,7 +183,9 @@ def _check_rollout_device(config: GRPOConfig) -> None:
 def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     """Whether the longest sample fits the model, the micro-batches and vLLM's cache."""
     from engines.model_facts import model_facts
+    from engines.models import check_model
 
+    check_model(config.model)
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     longest = prompt + response
     what = (

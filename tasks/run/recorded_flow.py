@@ -56,8 +56,9 @@ def load_flow(path: str) -> Flow[..., Any]:
     if ":" not in path:
         path = f"flows.{path}:{path}"
     module, _, name = path.partition(":")
-    if module == _program():  # it stands in __main__, and is not imported a second time
-        found = vars(sys.modules["__main__"]).get(name)
+    started = vars(sys.modules["__main__"])
+    if module == _program() and name in started:  # not imported a second time
+        found = started[name]
     else:
         try:
             found = imported(path)

@@ -42,4 +42,4 @@ def my_flow(
 
 
 if __name__ == "__main__":
-    sys.exit(main(my_flow))
+    sys.exit(main("my_flows:my_flow", MyConfig))

@@ -63,7 +63,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
     found = {finding.check: finding.found for finding in check(settings(tmp_path))}
     assert list(found) == [
-        *("packages", "model", "data", "rewards", "devices", "placement", "store", "tracking")
+        *("packages", "model", "devices", "data", "rewards", "placement", "store", "tracking")
     ]
     assert found["model"] == (
         "random Llama: longest sequence 256 tokens, samples of up to 128 + 16 tokens"
@@ -150,8 +150,8 @@ def test_messages_need_the_chat_template(tmp_path: Path) -> None:
     said = refused(tmp_path, words, "data.template=plain")
     assert f"Row 1 of {tmp_path}/rows.jsonl: data.template is plain" in said
     assert "Set data.template = chat" in said
-    found = check(settings(tmp_path, words, "data.template=chat"))
-    assert "2 rows; columns question, answer; template chat fits the first 2" in found[2].found
+    found = {one.check: one.found for one in check(settings(tmp_path, words, "data.template=chat"))}
+    assert "2 rows; columns question, answer; template chat fits the first 2" in found["data"]
 
 
 def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_check_prints_what_it_found_and_imports_no_torch(tmp_path: Path) -> None
     code = (
         "import sys\nfrom configs.grpo import GRPOConfig\n"
         "from tasks.launch.command_line import main\n"
-        "code = main(None, GRPOConfig, ['tiny', '--check', 'steps=2'])\n"
+        "code = main('flows.grpo:grpo', GRPOConfig, ['tiny', '--check', 'steps=2'])\n"
         "assert code == 0\n"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
@@ -254,5 +254,5 @@ def test_check_prints_what_it_found_and_imports_no_torch(tmp_path: Path) -> None
     lines = done.stdout.splitlines()
     assert lines[-1] == "tiny: the settings are good, and a run would start."
     assert [line.split()[0] for line in lines[:-1]] == [
-        *("packages", "model", "data", "rewards", "devices", "placement", "store", "tracking")
+        *("packages", "model", "devices", "data", "rewards", "placement", "store", "tracking")
     ]

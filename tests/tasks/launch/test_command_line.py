@@ -1,0 +1,75 @@
+"""--help and a refused setting answer without what takes seconds to import."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FLOWS = Path(__file__).parents[3] / "flows"
+COMMANDS = sorted(path.stem for path in FLOWS.glob("[!_]*.py"))
+HEAVY = ["prefect", "distributed", "torch", "transformers", "mlflow", "vllm"]
+CPU_SECONDS = 2.0  # of one command, all imports included
+RUN = """
+import runpy, sys
+sys.argv[1:] = {words}
+try:
+    runpy.run_module("flows.{command}", run_name="__main__", alter_sys=True)
+finally:
+    print(",".join(name for name in {heavy} if name in sys.modules), file=sys.stderr)
+"""
+
+
+def answer(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command; the last line of its standard error names the heavy packages imported."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.format(words=list(words), command=command, heavy=HEAVY)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(FLOWS.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent < CPU_SECONDS
+    assert done.stderr.splitlines()[-1] == "", "nothing heavy is imported"
+    return done
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_answers_at_once(command: str, tmp_path: Path) -> None:
+    done = answer(tmp_path, command, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        ("grpo", "steps=x"),
+        ("ppo", "critic.epochs=0"),
+        ("grpo", "train.micro_batch_tokens=16"),
+        ("grpo", "model.heads=3"),
+        ("grpo", "cluster.pools.train.gpus=2"),
+    ],
+)
+def test_a_refused_setting_answers_at_once(command: str, word: str, tmp_path: Path) -> None:
+    done = answer(tmp_path, command, "tiny", word)
+    assert done.returncode == 2
+    assert word.partition("=")[0] in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_a_flow_is_what_its_path_says() -> None:
+    from configs.flows import SETTINGS
+    from engines.imports import imported
+
+    for name in SETTINGS:
+        assert imported(f"flows.{name}:{name}").name == name
