@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +52,14 @@ def open_cluster(
     worker_env: Environments | None = None,
     logs: Path | None = None,
     cancel: threading.Event | None = None,
+    preload: Sequence[str] = (),
 ) -> Cluster:
     """Start or join the cluster and wait until every pool has its workers.
 
     Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
     pools' own `env` goes before it. `logs`: directory for a file per local worker with what it and
     its children print; without it they print where this process does. `cancel` ends the wait.
+    `preload`: modules that workers on this machine are forked with (NodePlan.preloaded says when).
     Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
     cluster.start_timeout.
     """
@@ -71,7 +73,9 @@ def open_cluster(
         cluster = _join(config, certificates)
         plugin = EngineHost(env=env)
     elif config.kind == "local":
-        cluster = _connected(config, certificates, _start_local(config, env, certificates, logs))
+        cluster = _connected(
+            config, certificates, _start_local(config, env, certificates, logs, preload)
+        )
         plugin = EngineHost(logs=str(logs) if logs is not None else None)
     else:
         start: Start = imported(f"{KINDS[config.kind]}:start")
@@ -112,6 +116,7 @@ def _start_local(
     env: Environments,
     certificates: Certificates | None,
     logs: Path | None,
+    preload: Sequence[str],
 ) -> Started:
     """Start scheduler and workers on this machine."""
     placement = place_local(config.pools)
@@ -129,6 +134,7 @@ def _start_local(
             for seat in placement.seats
         ),
         certificates=certificates,
+        preload=tuple(preload),
     )
     node = NodeProcess(plan, config.start_timeout)
     return Started(address=node.address, node=node, logs=logs)

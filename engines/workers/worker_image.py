@@ -5,14 +5,33 @@ Importing it has an effect, on purpose: the fork server runs no code of ours but
 the parent-death signal, since the server would otherwise outlive a killed node process.
 """
 
+import os
+import sys
+
 from engines.processes import dask_settings
 
 dask_settings.apply()  # before Dask reads them
 
 import distributed.nanny  # noqa: E402
-import distributed.worker  # noqa: E402, F401
+import distributed.worker  # noqa: E402
 
 import engines.workers.on_worker  # noqa: E402, F401
 from engines.processes.parent_death import die_with_parent  # noqa: E402
 
 die_with_parent()
+
+
+def dask_setup(worker: distributed.worker.Worker) -> None:
+    """Give a forked worker what torch would have read from its environment when imported.
+
+    Dask calls it in each worker, which has its variables then, before the worker takes a call.
+    """
+    if "torch" not in sys.modules:  # then it reads them itself
+        return
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        import torch._dynamo.config
+
+        torch._dynamo.config.disable = True

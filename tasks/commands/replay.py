@@ -24,7 +24,7 @@ from storage.runs.forks import check_state
 from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
-from tasks.run.engines import train_spec
+from tasks.run.engines import ENGINE_MODULES, train_spec
 from tasks.run.recorded_flow import settings_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
         logging.getLogger(name).setLevel(logging.ERROR)
     pool = config.cluster.roles.actor
     _say(f"starting {config.cluster.pools[pool].workers} train worker(s)")
-    with open_cluster(_only(config.cluster, pool)) as cluster:
+    with open_cluster(_only(config.cluster, pool), preload=ENGINE_MODULES) as cluster:
         trainer = _trainer(cluster, files, config, commit.step)
         algorithm = AlgorithmConfig.model_validate(commit.algorithm)
         result = trainer.update(commit.step, commit.refs["batch"], algorithm)

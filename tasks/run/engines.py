@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 
 TrainRole = Literal["actor", "ref", "critic"]
 MODELS = Path(".refrain/models")
+# What workers import before their first call, and vLLM's do not.
+ENGINE_MODULES = (
+    "engines.train.fsdp_engine",
+    "engines.rollout.hf_engine",
+    "engines.data.data_engine",
+    "engines.data.training_batch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +131,9 @@ class Engines:
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
         settings = config.cluster.model_copy(update={"pools": pools})
-        cluster = open_cluster(settings, environment, cancel=self._run.cancelled)
+        cluster = open_cluster(
+            settings, environment, cancel=self._run.cancelled, preload=ENGINE_MODULES
+        )
         return Handles(
             cluster=cluster,
             actor=self._trainer(cluster, "actor", self._run.files, config),

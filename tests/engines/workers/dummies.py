@@ -38,6 +38,7 @@ class Dummy(Engine):
         "nap": Call(),
         "fail": Call(),
         "fail_softly": Call(),
+        "dynamo_is_off": Call(),
         "threads": Call(),
         "environ": Call(),
         "spawn": Call(),
@@ -86,6 +87,12 @@ class Dummy(Engine):
         import torch
 
         return int(torch.get_num_threads())
+
+    def dynamo_is_off(self) -> bool:
+        """Whether torch compiles nothing."""
+        import torch._dynamo.config
+
+        return bool(torch._dynamo.config.disable)
 
     def environ(self, name: str) -> str | None:
         """An environment variable of the worker."""

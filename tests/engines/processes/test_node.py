@@ -1,0 +1,54 @@
+"""Workers that are forked with the engines' libraries are like those that import them."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.cluster.cluster import ClusterConfig, PoolConfig
+from engines.clusters.opening import open_cluster
+from engines.processes.node import WORKER_IMAGE, NodePlan, WorkerPlan
+from engines.workers import calls
+from tests.engines.conftest import one_pool_roles
+from tests.engines.workers.test_cluster import build, call
+
+SEAT = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_forked_workers_have_torch_and_their_own_threads() -> None:
+    config = ClusterConfig(
+        pools={"one": PoolConfig(slots=2), "two": PoolConfig(threads=2, slots=2)},
+        roles=one_pool_roles("one"),
+    )
+    dynamo = {"one": {"TORCHDYNAMO_DISABLE": "1"}}
+    with open_cluster(config, dynamo, preload=["torch", "torch._dynamo.config"]) as cluster:
+        for pool, threads in (("one", 1), ("two", 2)):
+            worker = next(iter(cluster.wait(pool).values()))
+            build(cluster, worker)
+            assert call(cluster, worker, "loaded", module="torch"), "before anything imported it"
+            assert call(cluster, worker, "threads") == threads
+            assert calls.control(cluster, worker, "role", "threads") == threads
+            assert call(cluster, worker, "dynamo_is_off") == (pool == "one")
+
+
+@pytest.mark.parametrize(
+    ("env", "loaded"),
+    [
+        ({}, True),
+        ({"VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}, True),
+        ({"HF_HOME": "/models"}, False),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, False),
+    ],
+)
+def test_what_a_library_reads_at_its_import_is_still_to_come(
+    env: dict[str, str], loaded: bool
+) -> None:
+    seats = ({}, env)
+    plan = NodePlan(
+        no_workers_timeout=1.0,
+        workers=tuple(
+            WorkerPlan(name=f"p-{n}", pool="p", slots=1, env={**SEAT, **more})
+            for n, more in enumerate(seats)
+        ),
+        preload=("torch",),
+    )
+    assert plan.preloaded == ((WORKER_IMAGE, "torch") if loaded else (WORKER_IMAGE,))
