@@ -124,7 +124,9 @@ def test_the_program_that_runs_is_named_as_others_import_it(tmp_path: Path) -> N
         "    path = path_of(my_flow)\n"
         "    print(path, load_flow(path) is my_flow)\n"
     )
-    (tmp_path / "lab/my_flows.py").write_text(text.replace('    sys.exit(main("my_flows:my_flow", MyConfig))\n', probe))
+    (tmp_path / "lab/my_flows.py").write_text(
+        text.replace('    sys.exit(main("my_flows:my_flow", MyConfig))\n', probe)
+    )
     for words in (["-m", "lab.my_flows"], ["lab/my_flows.py"]):
         done = subprocess.run(
             [sys.executable, *words],
