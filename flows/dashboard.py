@@ -15,7 +15,8 @@ from tasks.launch.command_line import HOME
 def main() -> int:
     """Serve the dashboard until Ctrl-C; returns the exit code."""
     argparse.ArgumentParser(prog="python -m flows.dashboard", description=__doc__).parse_args()
-    from tasks.launch.server import EmbeddedServer, ServerError  # late: --help answers at once
+    from tasks.launch.server import EmbeddedServer  # late: --help answers at once
+    from tasks.launch.server_process import ServerError
 
     server = EmbeddedServer(HOME / "prefect")
     server.launch()

@@ -37,13 +37,9 @@ from pydantic import BaseModel, ConfigDict
 
 from engines.processes import dask_settings
 from engines.processes.certificates import Certificates
-from engines.processes.parent_death import (
-    adopt_orphans,
-    descendants,
-    kill_all,
-    wake_at_parents_death,
-)
+from engines.processes.parent_death import adopt_orphans, wake_at_parents_death
 from engines.processes.process_setup import keep_temporary_files_in
+from engines.processes.process_tree import descendants, kill_all
 
 LOOPBACK = "127.0.0.1"
 WORKER_IMAGE = "engines.workers.worker_image"

@@ -16,8 +16,8 @@ from pathlib import Path
 from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.processes.node import AT_END_TIMEOUT, NodePlan
-from engines.processes.parent_death import kill_all, session
 from engines.processes.process_setup import MALLOC
+from engines.processes.process_tree import kill_all, session
 
 END_TIMEOUT = 3.0  # seconds in which the node process ends all below it and itself
 # Python's helper reports what killed workers left to it as leaks, after it has cleaned up.

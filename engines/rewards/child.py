@@ -9,7 +9,6 @@ its file finds the modules of its own folder first, whatever their names.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import hashlib
 import inspect
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.imports import described, imported, is_file
+from engines.processes.parent_death import die_with_parent
 from engines.rewards import protocol
 from engines.rewards.protocol import (
     TRL_ARGUMENTS,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from engines.rewards.builtin import Scorer
     from storage.objects.json_values import JsonValue
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
 _TRACE_CHARACTERS = 8000  # of a traceback; its end tells most
 
@@ -60,7 +59,7 @@ def main(socket: int, owner: int, dump: int) -> None:
 
     `dump`: file descriptor that gets the stacks at a crash in native code, and at SIGUSR1.
     """
-    _die_with(owner)
+    die_with_parent(owner)
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -79,14 +78,6 @@ def main(socket: int, owner: int, dump: int) -> None:
                 return
             assert isinstance(call, RewardCall)
             connection.send(packed(answer(call)))
-
-
-def _die_with(owner: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != owner:
-        os._exit(1)
 
 
 def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:

@@ -38,7 +38,11 @@ def register() -> None:
     if owner:
         _register_cpu_kernels()
     if owner and int(owner) != os.getpid():
-        _die_with_parent()
+        # vLLM's engine loop waits for requests, not for its parent: it would outlive a killed Dask
+        # worker and keep its memory. The signal follows the parent's *thread*, so VllmProcess
+        # starts vLLM on a thread that lives as long as the engine.
+        parent = multiprocessing.parent_process()
+        die_with_parent(None if parent is None else parent.pid)
         _write_to(log)
 
 
@@ -49,20 +53,6 @@ def _register_cpu_kernels() -> None:
         from engines.rollout import vllm_cpu_kernels as vllm_cpu
 
         vllm_cpu.register()
-
-
-def _die_with_parent() -> None:
-    """Have this process killed when the thread that started it ends.
-
-    vLLM's engine loop waits for requests, not for its parent: without this it outlives a killed
-    Dask worker and keeps its memory. The signal follows the parent's *thread*, so VllmProcess
-    starts vLLM on a thread that lives as long as the engine.
-    """
-    die_with_parent()
-    # The parent may have died before the signal was set; then this process has another one now.
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)
 
 
 def _write_to(log: str) -> None:

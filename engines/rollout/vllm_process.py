@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from engines.processes.parent_death import descendants, kill_all
 from engines.processes.process_setup import lasting_folder
+from engines.processes.process_tree import descendants, kill_all
 from engines.rollout.contract import EngineDead
 from engines.rollout.vllm_plugin import OWNER_VARIABLE
 

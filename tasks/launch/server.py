@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import prefect
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-from engines.processes.parent_death import die_with_parent
+from tasks.launch.server_process import ServerError, ServerProcess
 
 HOST = "127.0.0.1"
 FIRST_PORT = 4200
@@ -30,12 +29,7 @@ OTHER_PORTS = range(20000, 32768)  # below those of connections and of listeners
 START_TIMEOUT = 120.0  # seconds; the first start migrates the database
 STOP_TIMEOUT = 2.0  # seconds until a server that does not stop is killed
 LOOK_EVERY = 2.0  # seconds
-HEALTH_TIMEOUT = 5.0  # seconds for the server to say that it is well
 SILENCE = 30.0  # seconds after which a server that has answered counts as hung
-
-
-class ServerError(RuntimeError):
-    """The embedded Prefect server did not come up."""
 
 
 class EmbeddedServer:
@@ -51,9 +45,12 @@ class EmbeddedServer:
         self.port = _free_port()
         self._answered = threading.Event()
         self._stopping = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
         self._ended: int | None = None  # exit code, where it is not started again
         self._keeper: threading.Thread | None = None
+        health = f"{self.address}/api/health"
+        self._server = ServerProcess(
+            "Prefect", self._command(), self._environment(), health, self.log
+        )
 
     @property
     def address(self) -> str:
@@ -71,29 +68,28 @@ class EmbeddedServer:
     def _keep(self) -> None:
         """Have a server run until `stop`, except when the first one ends by itself or hangs."""
         while not self._stopping.is_set():
-            self._process = process = self._spawn()
+            self._server.start()
             hung = time.monotonic() + START_TIMEOUT
-            while process.poll() is None and not self._stopping.wait(LOOK_EVERY):
-                if self._healthy():
+            while self._server.exit_code is None and not self._stopping.wait(LOOK_EVERY):
+                if self._server.answers():
                     hung = time.monotonic() + SILENCE
                 if time.monotonic() > hung:
-                    process.kill()
-            killed = (process.poll() or 0) < 0
+                    self._server.send(signal.SIGKILL)
+            killed = (self._server.exit_code or 0) < 0
             if self._stopping.is_set() or not (killed or self._answered.is_set()):
                 break
-        self._ended = _end(process)
+        self._ended = self._server.stop(STOP_TIMEOUT)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "uvicorn", "--factory"]
-        command += ["--app-dir", str(prefect.__module_path__.parent)]
-        command += [
+    def _command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "uvicorn", "--factory"),
+            *("--app-dir", str(prefect.__module_path__.parent)),
             "prefect.server.api.server:create_app",
-            "--host",
-            HOST,
-            "--port",
-            str(self.port),
+            *("--host", HOST, "--port", str(self.port)),
+            *("--log-level", "error", "--lifespan", "on", "--timeout-graceful-shutdown", "1"),
         ]
-        command += ["--log-level", "error", "--lifespan", "on", "--timeout-graceful-shutdown", "1"]
+
+    def _environment(self) -> dict[str, str]:
         environment = {
             **os.environ,
             "PREFECT_HOME": str(self.home),
@@ -106,23 +102,7 @@ class EmbeddedServer:
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("PREFECT_API_URL", None)
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C reaches the flow first, which still reports to the server.
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-
-    def _healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.address}/api/health", timeout=HEALTH_TIMEOUT).is_success
-        except httpx.HTTPError:
-            return False
+        return environment
 
     def wait(self, timeout: float = 2 * START_TIMEOUT) -> None:  # one that hung is started again
         """Return when the server answers; ServerError with its last words if it ends or hangs."""
@@ -130,7 +110,7 @@ class EmbeddedServer:
         while time.monotonic() < end:
             if self._ended is not None:
                 raise ServerError(self._failure(f"ended with code {self._ended}"))
-            if self._healthy():
+            if self._server.answers():
                 self._answered.set()
                 return
             time.sleep(0.1)
@@ -139,8 +119,7 @@ class EmbeddedServer:
     def stop(self) -> None:
         """End the server's process."""
         self._stopping.set()
-        if self._process is not None:
-            self._process.terminate()
+        self._server.send(signal.SIGTERM)
         if self._keeper is not None:
             self._keeper.join()
 
@@ -153,16 +132,6 @@ class EmbeddedServer:
                 "Set PREFECT_HOME to another folder, or remove that one."
             )
         return f"The Prefect server on port {self.port} {what}. {remedy}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a process, by force if need be; its exit code."""
-    process.terminate()
-    try:
-        return process.wait(timeout=STOP_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from engines.processes.parent_death import kill_all, session
-from engines.rollout.contract import EngineDead, RolloutEngine
+from engines.processes.process_tree import kill_all, session
+from engines.rollout.contract import EngineDead
+from engines.rollout.engine import RolloutEngine
 from engines.rollout.vllm_process import exit_code
 from tests.contract.rollout.world import LONG, SHORT, World, begun, until
 

@@ -19,7 +19,7 @@ import json, os, signal, sys, time
 from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines.workers import calls
 from engines.clusters.opening import open_cluster
-from engines.processes.parent_death import session
+from engines.processes.process_tree import session
 from tests.engines.workers.dummies import dummy
 
 # A process that a shell started in the background is born ignoring Ctrl-C.

@@ -1,0 +1,64 @@
+"""Finding and killing what a process started: everything below it, or everything of its session."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+
+import psutil
+
+RESOURCE_TRACKER = "from multiprocessing.resource_tracker import"  # the code that Python runs in it
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Every living process below `pid`."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def session(leader: int) -> list[psutil.Process]:
+    """Every living process of the session that `leader` started, the leader included."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(process.pid) == leader:
+                members.append(process)
+    return members
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether this is Python's helper that unlinks shared memory once its users are gone.
+
+    It ends by itself then; killed early, it would leave the shared memory behind.
+    """
+    try:
+        return any(part.startswith(RESOURCE_TRACKER) for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> list[int]:
+    """SIGKILL processes, save resource trackers and this one; returns the pids killed."""
+    killed = []
+    for process in processes:
+        if process.pid == os.getpid() or is_resource_tracker(process):
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            process.kill()
+            killed.append(process.pid)
+    return killed
+
+
+def kill_tree(pid: int) -> list[int]:
+    """SIGKILL a process and everything below it; returns the pids."""
+    below = descendants(pid)  # before the kill: orphans are no longer found from above
+    try:
+        top = [psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        top = []
+    return kill_all([*top, *below])

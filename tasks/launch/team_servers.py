@@ -1,0 +1,88 @@
+"""Prefect's and MLflow's servers for a team, as processes that run until they are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from configs.environment import mlflow_database
+from tasks.launch.server_process import ServerError, ServerProcess
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT = 180.0  # seconds; the first start migrates the databases
+STOP_TIMEOUT = 10.0  # seconds
+
+
+def prefect_server(host: str, port: int, folder: Path) -> ServerProcess:
+    """Prefect's server with its dashboard and schedules."""
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(folder / "prefect"),
+        # The dashboard calls the address that these two name, not the one that it came from.
+        "PREFECT_SERVER_API_HOST": host,
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start"]
+    command += ["--host", host, "--port", str(port)]
+    health = f"http://{_reachable(host)}:{port}/api/health"
+    return ServerProcess("Prefect", command, environment, health, folder / "prefect.log")
+
+
+def mlflow_server(host: str, port: int, folder: Path) -> ServerProcess:
+    """MLflow's tracking server; artifacts go through it into the folder."""
+    environment = {
+        **os.environ,
+        "MLFLOW_BACKEND_STORE_URI": mlflow_database() or f"sqlite:///{folder}/mlflow.db",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+    command = [sys.executable, "-m", "mlflow", "server"]
+    command += ["--host", host, "--port", str(port)]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    health = f"http://{_reachable(host)}:{port}/health"
+    return ServerProcess("MLflow", command, environment, health, folder / "mlflow.log")
+
+
+def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
+    """Run both until Ctrl-C or SIGTERM; returns the exit code.
+
+    `folder`: for logs, and for databases where the environment names none.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    servers = (
+        prefect_server(host, prefect_port, folder),
+        mlflow_server(host, mlflow_port, folder),
+    )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait(START_TIMEOUT)
+        seen = _reachable(host)
+        print(f"export PREFECT_API_URL=http://{seen}:{prefect_port}/api")
+        print(f"# and for each run: tracking.uri=http://{seen}:{mlflow_port}", flush=True)
+        while all(server.exit_code is None for server in servers):
+            time.sleep(1.0)
+        ended = next(server for server in servers if server.exit_code is not None)
+        raise ServerError(f"The {ended.name} server ended. Its log is {ended.log}.")
+    except ServerError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for server in servers:
+            server.stop(STOP_TIMEOUT)
+
+
+def _reachable(host: str) -> str:
+    return LOOPBACK if host == "0.0.0.0" else host
