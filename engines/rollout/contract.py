@@ -1,16 +1,13 @@
-"""What every rollout engine takes, gives and promises: carriers, errors and the contract.
+"""What every rollout engine takes and gives: its spec, requests, results, errors.
 
-No torch, no vLLM, no transformers here: the flow process imports this module. The engines are
-`engines.rollout.vllm_engine:VllmEngine` and `engines.rollout.hf_engine:HFEngine`;
-`tests/contract/test_rollout_engine.py` holds both to the same promises.
+No torch, no vLLM, no transformers here: the flow process imports this module. What the engines
+promise is said by their base, `engines.rollout.engine:RolloutEngine`.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field
 
@@ -18,9 +15,7 @@ from configs.base import Settings
 from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
-from engines.workers.engine import Call
 from storage.batches.refs import BatchRef
-from storage.runs.weights import WeightsRef
 
 # idle: running shards finish under the old weights first. keep: they pause, keep their cached keys
 # and values of the old policy, and go on under the new one. recompute: they pause, and their keys
@@ -150,81 +145,12 @@ class RolloutStatus:
     pids: tuple[int, ...]  # processes that the engine started
 
 
-class RolloutEngine(Protocol):
-    """The contract. Every method may be called from any thread.
-
-    `version` is the policy version held, None before the first sync and after a failed one.
-
-    After the engine's process has died each raises EngineDead with the cause, within seconds, calls
-    already waiting included. The engine must then be closed and built anew.
-    """
-
-    version: int | None
-
-    def generate(self, request: RolloutRequest) -> RolloutResult:
-        """Sample a shard, write it, return its ref. Several shards may be in flight.
-
-        Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
-        """
-        ...
-
-    def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
-        """Load a policy version from the store.
-
-        Raises WeightMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
-        engine then refuses to sample until a sync succeeds, and shards in flight fail.
-        """
-        ...
-
-    def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
-        """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
-        ...
-
-    def pause(self) -> None:
-        """Stop decoding; shards in flight keep their place. Waits for a running sync."""
-        ...
-
-    def resume(self) -> None:
-        """Go on decoding."""
-        ...
-
-    def cancel(self) -> int:
-        """End the shards in flight with RolloutCancelled; returns how many."""
-        ...
-
-    def status(self) -> RolloutStatus:
-        """What the engine is doing; never raises."""
-        ...
-
-    def close(self) -> None:
-        """End the engine and every process that it started; may be called again."""
-        ...
-
-
-REMOTE: Mapping[str, Call] = {
-    "generate": Call(split="none", collect="first"),
-    "sync": Call(split="none", collect="all"),
-    "score": Call(split="none", collect="first"),
-    "pause": Call(split="none", collect="all"),
-    "resume": Call(split="none", collect="all"),
-    "cancel": Call(split="none", collect="all"),
-    "status": Call(split="none", collect="all"),
-    "close": Call(split="none", collect="all"),
-}
-
-
 def engine_class(config: RolloutConfig) -> str:
     """Import path of the engine that `config` names, for an EngineSpec."""
     return {
         "vllm": "engines.rollout.vllm_engine:VllmEngine",
         "transformers": "engines.rollout.hf_engine:HFEngine",
     }[config.engine]
-
-
-def sample_seed(seed: int, step: int, sample_id: int) -> int:
-    """Seed of one sample, in [0, 2**63): the same wherever and beside whatever it is drawn."""
-    text = f"{seed}/{step}/{sample_id}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def worker_environment(config: RolloutConfig) -> dict[str, str]:

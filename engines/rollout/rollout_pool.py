@@ -1,8 +1,7 @@
 """The rollout engines of a run, and which policy version each of them really holds.
 
-Weights are set for the pool; an engine loads them when it is next used, or at once in `sync`. After
-each load the engine is checked, not believed: the version and digest that it reports, and its
-log-probs on a probe against the trainer's.
+Weights are set for the pool; an engine loads them when it is next used, or at once in `sync`. Each
+load is checked (engines/rollout/weight_probe.py).
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from engines.failures import InfrastructureError, WeightMismatch
+from engines.failures import InfrastructureError
 from engines.rollout.contract import RolloutRequest, RolloutResult, SyncReport
-from engines.rollout.weight_probe import Loaded, Probe
+from engines.rollout.weight_probe import CheckedLoad, Probe, check_report, check_scores
 from engines.workers.calls import control
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
@@ -73,7 +72,7 @@ class RolloutPool(EnginePool):
             named = dataclasses.replace(request, worker=name)
             return self.submit(address, "generate", call_id, {"request": named})
 
-    def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, Loaded]:
+    def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, CheckedLoad]:
         """Load a version into every live engine; returns worker name -> report.
 
         A worker that fails for infrastructure's sake loads the version when it is next used. If all
@@ -81,7 +80,7 @@ class RolloutPool(EnginePool):
         """
         self._weights, self._probe = weights, probe
         workers = self.live()
-        reports: dict[str, Loaded] = {}
+        reports: dict[str, CheckedLoad] = {}
         failures: list[InfrastructureError] = []
 
         def one(name: str, address: str) -> None:
@@ -118,42 +117,23 @@ class RolloutPool(EnginePool):
                 ).tokens
         return drawn
 
-    def _load(self, name: str, address: str) -> Loaded:
+    def _load(self, name: str, address: str) -> CheckedLoad:
         weights, probe = self.weights, self._probe
         assert probe is not None
         version = weights.version
         report: SyncReport = self.submit(
             address, "sync", self._call_id(version, "sync"), {"weights": weights}
         )
-        if report.version != version or report.digest != weights.digest:
-            raise WeightMismatch(
-                f"{name} reports version {report.version} with digest {report.digest} after a sync "
-                f"to version {version} with digest {weights.digest}."
-            )
+        check_report(name, report, weights)
         scores = self.submit(
             address,
             "score",
             self._call_id(version, "score"),
             {"token_ids": probe.tokens, "prompt_lengths": probe.prompt_lengths},
         )
-        error = self._check(name, version, scores, probe)
+        error = check_scores(name, version, scores, probe, self.tolerance)
         self._loaded[address] = weights.digest
-        return Loaded(report=report, logprob_error=error)
-
-    def _check(self, name: str, version: int, scores: list[list[float]], probe: Probe) -> float:
-        pairs = [
-            (mine, theirs)
-            for row, wanted in zip(scores, probe.logprobs, strict=True)
-            for mine, theirs in zip(row, wanted, strict=True)
-        ]
-        error = sum(abs(mine - theirs) for mine, theirs in pairs) / len(pairs)
-        if not error <= self.tolerance:
-            raise WeightMismatch(
-                f"After the sync to version {version}, {name}'s log-probs differ from the trainer's "
-                f"by {error:.4f} nats a token on average, more than rollout.probe_tolerance = "
-                f"{self.tolerance}."
-            )
-        return error
+        return CheckedLoad(report=report, logprob_error=error)
 
     def _call_id(self, step: int, call: str) -> CallId:
         return CallId(run=self.run, epoch=self.epoch, step=step, call=f"rollout-{call}")

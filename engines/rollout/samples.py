@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,17 @@ class Completion:
     logprobs: list[float]  # [T] of each token, in the distribution that it was drawn from
     spans: list[tuple[int, int, int]]  # policy version, start, stop; together [0, T)
     finish_reason: str  # stop: an end token or stop string; length: the limit
+
+
+def sample_seed(seed: int | None, step: int, sample_id: int) -> int | None:
+    """Seed of one sample, in [0, 2**63): the same wherever and beside whatever it is drawn.
+
+    None where the shard has none.
+    """
+    if seed is None:
+        return None
+    text = f"{seed}/{step}/{sample_id}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptTokens:

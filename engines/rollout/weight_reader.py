@@ -22,6 +22,16 @@ class Held:
     digest: str  # of the bytes that were loaded
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadReport:
+    """What a load of a policy version took."""
+
+    held: Held
+    tensors: int
+    nbytes: int
+    seconds: float  # reading and loading alone
+
+
 class LoadedWeights:
     """The tensors of a version in the order in which they were published; each one is verified.
 

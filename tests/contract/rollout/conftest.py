@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from engines.rollout.contract import RolloutEngine
+from engines.rollout.engine import RolloutEngine
 from tests.contract.rollout.world import World
 
 

@@ -15,9 +15,9 @@ from engines.rollout.contract import (
     EngineDead,
     NoWeights,
     RolloutCancelled,
-    RolloutEngine,
     Sampling,
 )
+from engines.rollout.engine import RolloutEngine
 from storage.batches.columns import SampleStatus
 from storage.objects.errors import ObjectDamaged
 from storage.runs.weights import open_manifest, publish

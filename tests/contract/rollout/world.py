@@ -20,13 +20,13 @@ from configs.rollout import RolloutConfig
 from engines import models
 from engines.imports import imported_class
 from engines.rollout.contract import (
-    RolloutEngine,
     RolloutRequest,
     RolloutResult,
     RolloutSpec,
     Sampling,
     engine_class,
 )
+from engines.rollout.engine import RolloutEngine
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

@@ -1,0 +1,210 @@
+"""The base of the rollout engines: what they promise, and what they have in common.
+
+Reading prompts, writing samples, checking what was loaded and saying how the engine does is here;
+how tokens are drawn and how weights get into the model is in vllm_engine.py and hf_engine.py.
+tests/contract/rollout holds both to the same promises.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from engines.failures import WeightMismatch
+from engines.rollout.contract import (
+    EngineState,
+    NoWeights,
+    RolloutCancelled,
+    RolloutRequest,
+    RolloutResult,
+    RolloutSpec,
+    RolloutStatus,
+    SyncMode,
+    SyncReport,
+)
+from engines.rollout.samples import Completion, PromptTokens, read_prompts, write_samples
+from engines.rollout.weight_reader import Held, LoadReport, check_manifest
+from engines.workers.engine import Engine
+from storage.objects.store import Store
+from storage.runs.weights import WeightsRef
+
+
+class RolloutEngine(Engine, ABC):
+    """Samples completions under a policy version. Every method may be called from any thread.
+
+    `version` is the policy version held, None before the first sync and after a failed one.
+
+    After the engine's process has died each method raises EngineDead with the cause, within seconds,
+    calls already waiting included. The engine must then be closed and built anew.
+    """
+
+    REMOTE: ClassVar[tuple[str, ...]] = (
+        "generate",
+        "sync",
+        "score",
+        "pause",
+        "resume",
+        "cancel",
+        "status",
+    )
+
+    def __init__(self, spec: RolloutSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """`shapes`: of the weights that the model needs, by name; each comes with every sync."""
+        self._spec = spec
+        self._label = f"rollout engine {spec.name}"
+        self._store = Store(spec.store_uri, spec.store_options)
+        self._shapes = shapes
+        self._held: Held | None = None
+        self._digests: dict[int, str] = {}  # of every version that was held
+        self._paused = False
+        self._drawn = 0  # response tokens of completions that are done
+
+    def generate(self, request: RolloutRequest) -> RolloutResult:
+        """Sample a shard, write it, return its ref. Several shards may be in flight.
+
+        Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
+        """
+        started = time.monotonic()
+        prompts = read_prompts(self._store, request.prompts, self._spec.max_model_len)
+        completions = self._sample(prompts, request)
+        return write_samples(
+            self._store,
+            request,
+            prompts,
+            completions,
+            engine=self._spec.name,
+            digests=self._digests,
+            started=started,
+        )
+
+    def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
+        """Load a policy version from the store.
+
+        Raises WeightMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
+        engine then refuses to sample until a sync succeeds, and shards in flight fail. A version
+        that does not fit the model is refused before anything is loaded.
+        """
+        started = time.monotonic()
+        check_manifest(self._store, weights, self._shapes)
+        loaded = self._load(weights, mode)
+        return SyncReport(
+            version=loaded.held.version,
+            digest=loaded.held.digest,
+            tensors=loaded.tensors,
+            nbytes=loaded.nbytes,
+            seconds=time.monotonic() - started,
+            load_seconds=loaded.seconds,
+        )
+
+    @abstractmethod
+    def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
+        """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop decoding; shards in flight keep their place. Waits for a running sync."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on decoding."""
+
+    def cancel(self) -> int:
+        """End the shards in flight with RolloutCancelled; returns how many."""
+        return self._end_shards(RolloutCancelled(f"{self._label}: cancelled"))
+
+    def status(self) -> RolloutStatus:
+        """What the engine is doing; never raises, and costs no more than a lock."""
+        held = self._held
+        running, waiting, tokens = self._counts()
+        return RolloutStatus(
+            name=self._spec.name,
+            state=self._state(),
+            cause=self._cause,
+            version=held.version if held else None,
+            digest=held.digest if held else "",
+            running=running,
+            waiting=waiting,
+            tokens=self._drawn + tokens,
+            pids=self._pids,
+        )
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine, its shards and every process that it started; may be called again."""
+
+    # -- what an engine brings ---------------------------------------------------------------------
+
+    @abstractmethod
+    def _sample(self, prompts: PromptTokens, request: RolloutRequest) -> list[Completion]:
+        """All completions of a shard, row i of prompt i // n."""
+
+    @abstractmethod
+    def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
+        """Bring the weights into the model, and `_hold` them."""
+
+    @abstractmethod
+    def _end_shards(self, error: Exception) -> int:
+        """Have the shards in flight end with `error`; returns how many."""
+
+    @abstractmethod
+    def _counts(self) -> tuple[int, int, int]:
+        """Sequences being decoded, sequences that wait, and tokens drawn of those not done."""
+
+    @property
+    def _cause(self) -> str:
+        """Why the engine is dead; empty while it lives."""
+        return ""
+
+    @property
+    def _pids(self) -> tuple[int, ...]:
+        """Processes that the engine started."""
+        return ()
+
+    @property
+    @abstractmethod
+    def _closed(self) -> bool:
+        """Whether `close` was called."""
+
+    # -- the weights held --------------------------------------------------------------------------
+
+    def _hold(self, weights: WeightsRef, *found: Held) -> Held:
+        """Sample under `weights` from now on; WeightMismatch where what was loaded is not that."""
+        wanted = Held(version=weights.version, digest=weights.digest)
+        for held in found:
+            if held != wanted:
+                raise WeightMismatch(
+                    f"{self._label} loaded policy version {held.version} with digest "
+                    f"{held.digest}, not {wanted.version} with {wanted.digest}."
+                )
+        self._digests[wanted.version] = wanted.digest
+        self._held, self.version = wanted, wanted.version
+        return wanted
+
+    def _let_go(self) -> None:
+        """Refuse to sample: the model's weights are no version, or not a whole one."""
+        self._held = self.version = None
+
+    def _holding(self) -> Held:
+        """What the engine samples under; NoWeights."""
+        if self._held is None:
+            raise NoWeights(f"{self._label} holds no policy version: sync first")
+        return self._held
+
+    def _refuse_endless_wait(self, mode: SyncMode, in_flight: bool) -> None:
+        """RuntimeError for a sync that would wait for shards which are paused."""
+        if mode == "idle" and self._paused and in_flight:
+            raise RuntimeError(
+                f"{self._label} is paused with shards in flight, which an idle sync would wait "
+                "for. Resume it, or sync with mode = keep."
+            )
+
+    def _state(self) -> EngineState:
+        if self._cause:
+            return "dead"
+        if self._closed:
+            return "closed"
+        if self._paused:
+            return "paused"
+        return "ready" if self._held else "no weights"
