@@ -41,11 +41,11 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
     except BaseException:
         pods.close()
         raise
-    return Started(address=scheduler_address(config, name), fleet=pods)
+    return Started(address=scheduler_address(config, name), remote=pods)
 
 
 class Pods:
-    """What was created in Kubernetes; the Fleet of a cluster there."""
+    """What was created in Kubernetes; the RemoteWorkers of a cluster there."""
 
     def __init__(self) -> None:
         self._created: list[Any] = []  # kr8s' objects

@@ -17,11 +17,10 @@ from engines.processes.bounded import bounded
 from engines.processes.certificates import Certificates, certificates_for
 from engines.processes.node import NodePlan, WorkerPlan
 from engines.processes.node_process import NodeProcess
-from engines.workers.cluster import ASK_TIMEOUT, Cluster, Fleet
-from engines.workers.host import HOST, EngineHost
+from engines.workers.cluster import ASK_TIMEOUT, Cluster, RemoteWorkers
+from engines.workers.host import HOST, EngineHost, examine
 from engines.workers.membership import allowed_failures
-from engines.workers.on_worker import examine
-from engines.workers.placement import check_seated, place_local, this_node
+from engines.workers.placement import check_placed, place_local, this_node
 
 Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables of its workers
 
@@ -32,7 +31,7 @@ class Started:
 
     address: str  # of the scheduler
     node: NodeProcess | None = None  # holds the scheduler, where that is one of our processes
-    fleet: Fleet | None = None  # workers elsewhere
+    remote: RemoteWorkers | None = None  # workers elsewhere
     logs: Path | None = None  # folder of the workers' log files, one for each name
 
 
@@ -50,16 +49,14 @@ KINDS = {
 def open_cluster(
     config: ClusterConfig,
     worker_env: Environments | None = None,
-    logs: Path | None = None,
     cancel: threading.Event | None = None,
     preload: Sequence[str] = (),
 ) -> Cluster:
     """Start or join the cluster and wait until every pool has its workers.
 
     Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
-    pools' own `env` goes before it. `logs`: directory for a file per local worker with what it and
-    its children print; without it they print where this process does. `cancel` ends the wait.
-    `preload`: modules that workers on this machine are forked with (NodePlan.preloaded says when).
+    pools' own `env` goes before it. `cancel` ends the wait. `preload`: modules that workers on this
+    machine are forked with (NodePlan.preloaded says when).
     Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
     cluster.start_timeout.
     """
@@ -73,10 +70,7 @@ def open_cluster(
         cluster = _join(config, certificates)
         plugin = EngineHost(env=env)
     elif config.kind == "local":
-        cluster = _connected(
-            config, certificates, _start_local(config, env, certificates, logs, preload)
-        )
-        plugin = EngineHost(logs=str(logs) if logs is not None else None)
+        cluster = _connected(config, certificates, _start_local(config, env, certificates, preload))
     else:
         start: Start = imported(f"{KINDS[config.kind]}:start")
         cluster = _connected(config, certificates, start(config, env, certificates))
@@ -115,29 +109,25 @@ def _start_local(
     config: ClusterConfig,
     env: Environments,
     certificates: Certificates | None,
-    logs: Path | None,
     preload: Sequence[str],
 ) -> Started:
     """Start scheduler and workers on this machine."""
-    placement = place_local(config.pools)
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
     plan = NodePlan(
         no_workers_timeout=config.no_workers_timeout,
         workers=tuple(
             WorkerPlan(
-                name=seat.name,
-                pool=seat.pool,
-                slots=config.pools[seat.pool].slots,
-                env={**seat.env, **env[seat.pool]},
+                name=placed.name,
+                pool=placed.pool,
+                slots=config.pools[placed.pool].slots,
+                env={**placed.env, **env[placed.pool]},
             )
-            for seat in placement.seats
+            for placed in place_local(config.pools)
         ),
         certificates=certificates,
         preload=tuple(preload),
     )
     node = NodeProcess(plan, config.start_timeout)
-    return Started(address=node.address, node=node, logs=logs)
+    return Started(address=node.address, node=node)
 
 
 def _connected(
@@ -146,10 +136,10 @@ def _connected(
     """Connect to the scheduler of a cluster that we started."""
     try:
         client = _connect(started.address, certificates, config)
-        cluster = Cluster(config, client, started.node, started.logs, started.fleet)
+        cluster = Cluster(config, client, started.node, started.logs, started.remote)
     except BaseException as error:
-        if started.fleet is not None:
-            started.fleet.close()
+        if started.remote is not None:
+            started.remote.close()
         if started.node is not None:
             started.node.end()
         if isinstance(error, OSError | TimeoutError):
@@ -158,8 +148,8 @@ def _connected(
                 "The run can be resumed."
             ) from error
         raise
-    if started.fleet is not None:
-        started.fleet.watch(cluster)
+    if started.remote is not None:
+        started.remote.watch(cluster)
     return cluster
 
 
@@ -233,7 +223,7 @@ def check_members(cluster: Cluster) -> None:
                 f"Worker {one.name} at {one.address} may not start processes, which vLLM does. "
                 "Start it with DASK_DISTRIBUTED__WORKER__DAEMON=False."
             )
-    check_seated(
+    check_placed(
         cluster.config.pools,
         {one.name: (one.pool, answers[one.address].node) for one in members.values()},
     )

@@ -25,6 +25,7 @@ from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.processes.node import NodePlan
 from engines.processes.node_process import NodeProcess, python_path
+from engines.workers.calls import status_of
 from engines.workers.cluster import Cluster
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         arrays.close()
         node.end()
         raise
-    return Started(address=node.address, node=node, fleet=arrays, logs=folder)
+    return Started(address=node.address, node=node, remote=arrays, logs=folder)
 
 
 def _check_programs() -> None:
@@ -101,7 +102,7 @@ def wanted_scripts(
 
 
 class JobArrays:
-    """The job arrays of all pools; the Fleet of a cluster on Slurm.
+    """The job arrays of all pools; the RemoteWorkers of a cluster on Slurm.
 
     Worker POOL-N is task N of an array named PREFIX-POOL. A replacement gets a new number.
     """
@@ -150,7 +151,7 @@ class JobArrays:
             str(self._script(pool)),
         )
 
-    # -- the Fleet -------------------------------------------------------------------------------
+    # -- RemoteWorkers -------------------------------------------------------------------------------
 
     def leaving(self) -> frozenset[str]:
         """Workers whose time limit is near."""
@@ -244,8 +245,6 @@ class JobArrays:
 
     def _let_go(self, cluster: Cluster, task: Task, name: str, replaced: bool) -> None:
         """Cancel a replaced worker's job once it has finished its calls."""
-        from engines.workers.calls import status_of
-
         member = cluster.members().get(name)
         if not replaced or member is None or status_of(cluster, member.address).running:
             self._idle.pop(name, None)

@@ -59,14 +59,14 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
         )
         for host in hosts
     }
-    fleet = RemoteNodes(config, plans)
+    nodes = RemoteNodes(config, plans)
     try:
-        fleet.open()
+        nodes.open()
     except BaseException:
-        fleet.close()
+        nodes.close()
         node.end()
         raise
-    return Started(address=node.address, node=node, fleet=fleet)
+    return Started(address=node.address, node=node, remote=nodes)
 
 
 def check(config: ClusterConfig) -> None:
@@ -130,20 +130,20 @@ def workers_of(
     """The workers of each machine, checked machine by machine."""
     forwarded = given(config.ssh.forward_environment)
     found: dict[str, list[WorkerPlan]] = {host: [] for host in machines}
-    for seat in place(config.pools, list(machines.values())).seats:
-        found[seat.node].append(
+    for placed in place(config.pools, list(machines.values())):
+        found[placed.node].append(
             WorkerPlan(
-                name=seat.name,
-                pool=seat.pool,
-                slots=config.pools[seat.pool].slots,
-                env={**forwarded, **seat.env, **env[seat.pool]},
+                name=placed.name,
+                pool=placed.pool,
+                slots=config.pools[placed.pool].slots,
+                env={**forwarded, **placed.env, **env[placed.pool]},
             )
         )
     return found
 
 
 class RemoteNodes:
-    """The node processes on other machines; the Fleet of a cluster by SSH."""
+    """The node processes on other machines; the RemoteWorkers of a cluster by SSH."""
 
     def __init__(self, config: ClusterConfig, plans: Mapping[str, NodePlan]) -> None:
         self._config = config

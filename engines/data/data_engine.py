@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -26,7 +25,7 @@ from engines.data.chat_template import prompts_of, state_number, tokenize
 from engines.data.results import AdvantagesResult, PromptsResult, SampleFailure, ScoreResult
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, Scores, code_digest
-from engines.workers.engine import Call, Engine
+from engines.workers.engine import Engine
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -54,12 +53,7 @@ class DataSpec(Settings):
 class DataEngine(Engine):
     """Makes prompts, rewards and advantages out of stored batches, and stores them."""
 
-    REMOTE: ClassVar[Mapping[str, Call]] = {
-        "prompts": Call(),
-        "probe": Call(),
-        "score": Call(),
-        "advantages": Call(),
-    }
+    REMOTE: ClassVar[tuple[str, ...]] = ("prompts", "probe", "score", "advantages")
 
     def __init__(self, spec: DataSpec) -> None:
         from engines.models import load_tokenizer, materialize

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -34,7 +34,7 @@ from engines.train.policy import Policy, load_policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
 from engines.train.rendezvous import Meeting, meet
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
-from engines.workers.engine import Call, Ranked
+from engines.workers.engine import Ranked
 from storage.batches.refs import BatchRef
 from storage.batches.tensors import code_of
 from storage.objects.store import Store
@@ -47,18 +47,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class FSDPEngine(Ranked):
     """One rank; see the module's docstring."""
 
-    REMOTE: ClassVar[Mapping[str, Call]] = {
-        "logprobs": Call(split="rows", collect="concat"),
-        "values": Call(split="rows", collect="concat"),
-        "update": Call(split="rows", collect="first"),
-        "export_weights": Call(split="none", collect="first"),
-        "save_state": Call(split="none", collect="first"),
-        "load_state": Call(split="none", collect="first"),
-        "load_weights": Call(split="none", collect="first"),
-        "compare": Call(split="none", collect="first"),
-        "score": Call(split="none", collect="first"),
-        "digest": Call(split="none", collect="first"),
-    }
+    REMOTE: ClassVar[tuple[str, ...]] = (
+        "logprobs",
+        "values",
+        "update",
+        "export_weights",
+        "save_state",
+        "load_state",
+        "load_weights",
+        "compare",
+        "score",
+        "digest",
+    )
+    CONCAT: ClassVar[tuple[str, ...]] = ("logprobs", "values")
 
     def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec

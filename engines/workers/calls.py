@@ -17,10 +17,10 @@ from distributed import Future
 from distributed.scheduler import KilledWorker, NoValidWorkerError
 
 from engines.failures import CallDeadline, WorkerLost, revive
-from engines.workers import on_worker
+from engines.workers import host
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
-from engines.workers.messages import BuildReport, CallId, HostStatus, Outcome, Ticket
+from engines.workers.messages import BuildReport, CallId, CallResult, HostStatus
 
 SLICE = 0.2  # seconds between looks at the cancel event
 LOOK = 1.0  # seconds between looks at whether the worker is still there
@@ -156,11 +156,11 @@ class PendingCall:
         )
 
 
-def value_of(outcome: Outcome, where: str) -> Any:
+def value_of(result: CallResult, where: str) -> Any:
     """What a call returned; raises what it raised."""
-    if outcome.failure is not None:
-        raise revive(outcome.failure, where)
-    return outcome.value
+    if result.failure is not None:
+        raise revive(result.failure, where)
+    return result.value
 
 
 def build(
@@ -173,8 +173,8 @@ def build(
     cancel: threading.Event | None = None,
 ) -> BuildReport:
     """Build the engine of a role on a worker, unless the same one stands there already."""
-    submission = start_build(cluster, address, role, spec)
-    return value_of(submission.wait(deadline, cancel), f"building {role} on {submission.worker}")
+    pending = start_build(cluster, address, role, spec)
+    return value_of(pending.wait(deadline, cancel), f"building {role} on {pending.worker}")
 
 
 def start_build(
@@ -186,7 +186,7 @@ def start_build(
 ) -> PendingCall:
     """Begin `build`."""
     label = f"{role}.build"
-    return PendingCall(cluster, address, label, on_worker.build, role, spec, wake=wake)
+    return PendingCall(cluster, address, label, host.build, role, spec, wake=wake)
 
 
 def submit(
@@ -206,9 +206,9 @@ def submit(
     CallDeadline (the worker has been killed), StaleCall, EngineMissing, CallCancelled (`cancel`
     was set; the call itself may go on) or ClusterLost.
     """
-    submission = start(cluster, address, role, method, kwargs, call_id, deadline=deadline)
-    where = f"by {role}.{method} on worker {submission.worker} ({address})"
-    return value_of(submission.wait(deadline, cancel), where)
+    pending = start(cluster, address, role, method, kwargs, call_id, deadline=deadline)
+    where = f"by {role}.{method} on worker {pending.worker} ({address})"
+    return value_of(pending.wait(deadline, cancel), where)
 
 
 def start(
@@ -220,16 +220,13 @@ def start(
     call_id: CallId | None,
     *,
     deadline: float,
-    alone: bool = False,
     wake: threading.Event | None = None,
 ) -> PendingCall:
-    """Begin `submit`; `alone` as in Ticket, `wake` as in PendingCall."""
-    ticket = Ticket(token=uuid.uuid4().hex, limit=deadline + GRACE, alone=alone)
+    """Begin `submit`; `wake` as in PendingCall."""
+    token = uuid.uuid4().hex
+    args = (role, method, dict(kwargs), call_id, token, deadline + GRACE)
     label = f"{role}.{method}"
-    args = (role, method, dict(kwargs), call_id, ticket)
-    return PendingCall(
-        cluster, address, label, on_worker.call, *args, token=ticket.token, wake=wake
-    )
+    return PendingCall(cluster, address, label, host.call, *args, token=token, wake=wake)
 
 
 def control(
@@ -238,33 +235,24 @@ def control(
     role: str,
     method: str,
     kwargs: Mapping[str, Any] | None = None,
-    call_id: CallId | None = None,
     *,
     timeout: float = 30.0,
 ) -> Any:
-    """Call a short engine method (pause, resume, cancel) past the calls that fill the worker."""
-    outcome = _run_on(
-        cluster,
-        address,
-        on_worker.control,
-        role,
-        method,
-        dict(kwargs or {}),
-        call_id,
-        timeout=timeout,
-    )
-    return value_of(outcome, f"by {role}.{method} on worker {cluster.name_of(address)}")
+    """Call a short engine method (status, pause) past the calls that fill the worker."""
+    arguments = dict(kwargs or {})
+    result = _run_on(cluster, address, host.control, role, method, arguments, timeout=timeout)
+    return value_of(result, f"by {role}.{method} on worker {cluster.name_of(address)}")
 
 
 def stop(cluster: Cluster, address: str, role: str, *, timeout: float = 30.0) -> bool:
     """Close the engine of a role on a worker; False when there was none."""
-    outcome = _run_on(cluster, address, on_worker.stop, role, timeout=timeout)
-    return bool(value_of(outcome, f"stopping {role} on worker {cluster.name_of(address)}"))
+    result = _run_on(cluster, address, host.stop, role, timeout=timeout)
+    return bool(value_of(result, f"stopping {role} on worker {cluster.name_of(address)}"))
 
 
 def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> HostStatus:
     """What one worker holds and does; TimeoutError when it does not answer."""
-    found: HostStatus = _run_on(cluster, address, on_worker.status, timeout=timeout)
+    found: HostStatus = _run_on(cluster, address, host.status, timeout=timeout)
     return found
 
 

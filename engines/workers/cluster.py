@@ -32,7 +32,7 @@ AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its 
 SCAN_AGE = 1.0  # seconds for which a list of workers is good enough to see that one is gone
 
 
-class Fleet(Protocol):
+class RemoteWorkers(Protocol):
     """Workers that run elsewhere on our behalf: Slurm jobs, pods, processes behind SSH."""
 
     def leaving(self) -> frozenset[str]:
@@ -45,7 +45,7 @@ class Fleet(Protocol):
         """Begin to replace workers that end."""
 
     def certificate_files(self) -> Certificates | None:
-        """The cluster's certificates as files, where the fleet has put them for its workers."""
+        """The cluster's certificates as files, where they were put for the workers."""
 
     def close(self) -> None:
         """End every worker."""
@@ -60,16 +60,16 @@ class Cluster:
         client: Client,
         node: NodeProcess | None = None,
         logs: Path | None = None,
-        fleet: Fleet | None = None,
+        remote: RemoteWorkers | None = None,
     ) -> None:
-        """`node`: the process of the scheduler that we started, `fleet`: its workers elsewhere;
-        `logs`: directory of the workers' log files.
+        """`node`: the process of the scheduler that we started, `remote`: its workers elsewhere;
+        `logs`: directory of the workers' log files, one for each name.
         """
         self.config = config
         self.client = client
         self.logs = logs
         self._node = node
-        self._fleet = fleet
+        self._remote = remote
         self._scan_lock = threading.Lock()
         self._scanned: tuple[float, dict[str, Member]] = (-SCAN_AGE, {})
         self._names: dict[str, str] = {}  # of every address ever seen
@@ -91,8 +91,8 @@ class Cluster:
 
     @property
     def certificate_files(self) -> Certificates | None:
-        """For a look from another process: the certificates, where we made them, as files."""
-        if self._fleet is not None and (files := self._fleet.certificate_files()) is not None:
+        """The certificates as files, where we made them: for a look from another process."""
+        if self._remote is not None and (files := self._remote.certificate_files()) is not None:
             return files
         return None if self._node is None else self._node.certificate_files()
 
@@ -127,11 +127,11 @@ class Cluster:
             )
             raise ClusterLost(self._lost) from None
         found = []
-        for name, address, resources in listed:
-            pools = [pool for pool in self.config.pools if pool in resources]
-            if pools:
-                found.append(Member(name=name, address=address, pool=pools[0]))
-            self._names[address] = name
+        for one in listed:
+            pools = [pool for pool in self.config.pools if pool in one.pools]
+            if pools and one.ready:
+                found.append(Member(name=one.name, address=one.address, pool=pools[0]))
+            self._names[one.address] = one.name
         return {one.name: one for one in sorted(found, key=by_name)}
 
     def workers(self, pool: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ class Cluster:
     def staying(self, pool: str) -> dict[str, Member]:
         """The pool's workers that get calls: those that stay, and until they are enough, others."""
         members = self.members(pool)
-        leaving = self._fleet.leaving() if self._fleet is not None else frozenset()
+        leaving = self._remote.leaving() if self._remote is not None else frozenset()
         spare = self.config.pools[pool].workers - len(members.keys() - leaving)
         kept = [name for name in members if name in leaving][: max(spare, 0)]
         return {name: one for name, one in members.items() if name not in leaving or name in kept}
@@ -214,25 +214,6 @@ class Cluster:
                 return sorted(targets - left)
             time.sleep(0.01)
 
-    def restart(self, names: Iterable[str], timeout: float = 30.0) -> dict[str, str]:
-        """Kill workers and wait until they are back; returns their new addresses by name.
-
-        Names that are not back within `timeout` seconds are missing from the result.
-        """
-        wanted = set(names)
-        before = {one.address for one in self.members().values() if one.name in wanted}
-        self.kill(before)
-        until = time.monotonic() + timeout
-        while True:
-            back = {
-                one.name: one.address
-                for one in self.members().values()
-                if one.name in wanted and one.address not in before
-            }
-            if len(back) == len(wanted) or time.monotonic() >= until:
-                return back
-            time.sleep(0.05)
-
     @contextlib.contextmanager
     def turn(self, pool: str, cancel: threading.Event | None = None) -> Iterator[None]:
         """Hold a pool's turn: gangs of colocated roles run one after the other."""
@@ -289,7 +270,7 @@ class Cluster:
                 f"the process of the Dask scheduler ended (exit status {status}), and all workers "
                 "with it. The run can be resumed."
             )
-        if self._fleet is not None and (why := self._fleet.failure()) is not None:
+        if self._remote is not None and (why := self._remote.failure()) is not None:
             raise ClusterLost(why)
         if self.client.status not in ("running", "connecting"):
             raise ClusterLost(
@@ -324,8 +305,8 @@ class Cluster:
                 stack.callback(self._close_client)
                 if self._node is not None:
                     stack.callback(self._node.end)
-                if self._fleet is not None:
-                    stack.callback(self._fleet.close)
+                if self._remote is not None:
+                    stack.callback(self._remote.close)
 
     def _close_client(self) -> None:
         with contextlib.suppress(TimeoutError, OSError):

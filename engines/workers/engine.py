@@ -6,32 +6,16 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import BaseModel
-
-Split = Literal["rows", "none"]
-Collect = Literal["concat", "reduce", "first", "all"]
-COLLECTORS = ("concat", "reduce")  # static methods of the engine class that join ranks' results
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """How one engine method is called on a gang of ranks."""
-
-    split: Split = "none"  # rows: each rank works on its own rows; none: all do the same
-    collect: Collect = "first"  # first: rank 0's result; all: a list in rank order;
-    # concat, reduce: what the engine class' static method of that name makes of the list
 
 
 def check_remote(cls: type[Engine]) -> None:
     """Raise TypeError unless every name in REMOTE is an annotated method of the class."""
-    for name, call in cls.REMOTE.items():
-        where = f"{cls.__name__}.REMOTE[{name!r}]"
-        if not isinstance(call, Call):
-            raise TypeError(f"{where} is {call!r}. Make it a Call(split=…, collect=…).")
+    for name in cls.REMOTE:
+        where = f"{cls.__name__}.REMOTE: {name!r}"
         method = inspect.getattr_static(cls, name, None)
         if not inspect.isfunction(method):
             raise TypeError(f"{where} names no method of the class. Define it or drop the entry.")
@@ -44,23 +28,15 @@ def check_remote(cls: type[Engine]) -> None:
         if bare or signature.return_annotation is inspect.Signature.empty:
             missing = ", ".join(bare) or "the return value"
             raise TypeError(f"{where}: {missing} has no annotation. Annotate the method fully.")
-        if call.collect in COLLECTORS:
-            collector = inspect.getattr_static(cls, call.collect, None)
-            if not isinstance(collector, staticmethod):
-                raise TypeError(
-                    f"{where} collects by {call.collect!r}, but {cls.__name__} has no static "
-                    f"method {call.collect}(method: str, parts: list). Define it."
-                )
 
 
 class Engine:
     """Base of every engine; checks the REMOTE table when a subclass is created.
 
-    A subclass is made with one argument, the payload of its EngineSpec. Only the methods in REMOTE
-    can be called from the flow process. A class with ranks also has `join` and `leave` (Ranked).
+    A subclass is made with one argument, the payload of its EngineSpec.
     """
 
-    REMOTE: ClassVar[Mapping[str, Call]] = {}
+    REMOTE: ClassVar[tuple[str, ...]] = ()  # methods that the flow process may call; no other
 
     version: int | None = None  # policy version of the weights held, if any; for status reports
 
@@ -73,32 +49,43 @@ class Engine:
 
 
 class Ranked(Engine):
-    """Base of engines whose ranks work together; the gang calls these two itself."""
+    """Base of engines whose ranks work together (engines/workers/gang.py).
+
+    Every rank gets the same arguments. The result is rank 0's, save of the methods in CONCAT.
+    """
+
+    CONCAT: ClassVar[tuple[str, ...]] = ()  # of REMOTE: each rank gives its part, `concat` joins
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if unknown := sorted(set(cls.CONCAT) - set(cls.REMOTE)):
+            raise TypeError(f"{cls.__name__}.CONCAT: {unknown[0]!r} is not in REMOTE. Add it.")
+        concat = inspect.getattr_static(cls, "concat")
+        own = concat is not vars(Ranked)["concat"] and isinstance(concat, staticmethod)
+        if cls.CONCAT and not own:
+            raise TypeError(
+                f"{cls.__name__}.CONCAT needs a static method concat(method: str, parts: list)."
+            )
 
     def join(
         self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
     ) -> object:
-        """Enter the process group of a generation, leaving an earlier one first.
+        """Enter the process group of a generation, leaving an earlier one first; called by the gang.
 
         `host`:`port` is where rank 0 listens; `timeout` (seconds) bounds each phase, and an error
         names the phase that is stuck.
         """
         raise NotImplementedError(f"{type(self).__name__} has no join")
 
-    def leave(self) -> None:
-        """Leave the process group."""
-        raise NotImplementedError(f"{type(self).__name__} has no leave")
+    @staticmethod
+    def concat(method: str, parts: list) -> object:
+        """The ranks' results of a method, in rank order, as one."""
+        raise NotImplementedError(f"concat of {method}")
 
 
-GANG_CALLS: Mapping[str, Call] = {
-    "join": Call(split="none", collect="all"),
-    "leave": Call(split="none", collect="all"),
-}
-
-
-def calls_of(cls: type[Engine]) -> dict[str, Call]:
+def callable_methods(cls: type[Engine]) -> tuple[str, ...]:
     """Every method of an engine class that can be called remotely."""
-    return {**(GANG_CALLS if issubclass(cls, Ranked) else {}), **cls.REMOTE}
+    return (*(("join",) if issubclass(cls, Ranked) else ()), *cls.REMOTE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,26 +23,18 @@ from engines.failures import (
     InfrastructureError,
     WorkerLost,
 )
-from engines.workers import on_worker
+from engines.workers import host
 from engines.workers.calls import SLICE, PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
-from engines.workers.engine import Call, EngineSpec
-from engines.workers.messages import BuildReport, CallId, Outcome
+from engines.workers.engine import EngineSpec
+from engines.workers.messages import BuildReport, CallId, CallResult
 
 SETTLE = 2.0  # seconds in which, after one rank failed, the others may show the real cause
 ASIDE_TIMEOUT = 60.0  # seconds for the small things that only rank 0 does
 JOIN_PHASES = 4  # parts of `join`: leave, store, Gloo or NCCL, model
 MEETING_TIMEOUT = 60.0  # seconds for each phase of a meeting, at most
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GangReport:
-    """A gang stands."""
-
-    generation: int  # counts from 1; another number means other processes, with no state
-    workers: tuple[str, ...]  # names in rank order
-    joins: tuple[Any, ...]  # what each rank's `join` returned
-    seconds: float  # forming took
+# What counts as the machinery's: an engine's RuntimeError or OSError is a broken collective, say.
+MACHINERY = (InfrastructureError, RuntimeError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,24 +56,19 @@ class Gang:
         spec: EngineSpec,
         deadline: float,
         *,
-        start_timeout: float | None = None,
-        retry_runtime_errors: bool = True,
+        start_timeout: float,
     ) -> None:
-        """`deadline`: seconds that any call without its own may take; `start_timeout`: that building
-        may take, and meeting with the load of the model, else the deadline.
-
-        `retry_runtime_errors`: count an engine's RuntimeError and OSError (a broken collective, say)
-        as the machinery's, so that GangLost is raised and not GangFailed.
+        """`deadline`: seconds that a call may take; `start_timeout`: seconds that building may take,
+        and the meeting with the load of the model.
         """
         self.cluster = cluster
         self.pool = pool
         self.role = role
         self.spec = spec
         self.deadline = deadline
-        self.start_timeout = deadline if start_timeout is None else start_timeout
+        self.start_timeout = start_timeout
         self.generation = 0
         self.world = cluster.config.pools[pool].workers
-        self._machinery = (InfrastructureError, *((RuntimeError, OSError) * retry_runtime_errors))
         self._ranks: tuple[Rank, ...] = ()
 
     @property
@@ -92,12 +79,11 @@ class Gang:
         live = self.cluster.workers(self.pool)
         return all(live.get(rank.member.name) == rank.member.address for rank in self._ranks)
 
-    def form(self, cancel: threading.Event | None = None) -> GangReport:
+    def form(self, cancel: threading.Event | None = None) -> None:
         """Build the engine on every rank and have them meet: a new generation.
 
         Raises NoWorkers, GangLost or GangFailed; after any of them, `form` can be tried again.
         """
-        began = time.monotonic()
         with self.cluster.turn(self.pool, cancel):
             # Within the turn: the gang before may have failed, and taken the workers with it.
             self.cluster.wait(self.pool, self.world, cancel=cancel)
@@ -114,24 +100,18 @@ class Gang:
                 self.start_timeout,
                 cancel,
             )
-            joins = self._join(members, cancel)
+            self._join(members, cancel)
             self._ranks = tuple(
                 Rank(member=member, build=report)
                 for member, report in zip(members, builds, strict=True)
             )
-        return GangReport(
-            generation=self.generation,
-            workers=tuple(one.name for one in members),
-            joins=tuple(joins),
-            seconds=time.monotonic() - began,
-        )
 
-    def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> list[Any]:
+    def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> None:
         """Have the ranks meet at a free port of rank 0's host."""
         meeting = members[0].host
-        port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
+        port = self._on_rank_0(members, "free-port", host.free_port, meeting, cancel=cancel)
         limit = self.start_timeout
-        return self._all(
+        self._all(
             members,
             lambda rank, wake: start(
                 self.cluster,
@@ -160,20 +140,14 @@ class Gang:
         call_id: CallId | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
-        per_rank: Sequence[Mapping[str, Any]] | None = None,
-        deadline: float | None = None,
         cancel: threading.Event | None = None,
     ) -> Any:
-        """Call a method on every rank; returns what its REMOTE entry's `collect` makes of it.
+        """Call a method on every rank; returns rank 0's result, or all of them joined by `concat`.
 
-        `kwargs` go to all ranks, `per_rank[r]` (optional) to rank r as well.
         Raises GangLost (form again, restore, retry) or GangFailed (it would fail again; its
         __cause__ is the rank's exception), both with the gang's workers killed; CallCancelled,
         likewise.
         """
-        if per_rank is not None and len(per_rank) != self.world:
-            raise ValueError(f"per_rank has {len(per_rank)} entries for {self.world} ranks")
-        limit = self.deadline if deadline is None else deadline
         with self.cluster.turn(self.pool, cancel):
             if not self.formed:
                 self._ranks = ()
@@ -181,7 +155,12 @@ class Gang:
                     0, self.pool, "the gang is not formed, or its workers were restarted"
                 )
             ranks = self._ranks
-            entry = self._entry(method)
+            build = ranks[0].build
+            if method not in build.methods:
+                raise ValueError(
+                    f"{self.spec.cls} offers no {method!r}. Its REMOTE table has "
+                    f"{sorted(build.methods)}."
+                )
             members = [rank.member for rank in ranks]
             parts = self._all(
                 members,
@@ -190,43 +169,25 @@ class Gang:
                     members[rank].address,
                     self.role,
                     method,
-                    {**(kwargs or {}), **(per_rank[rank] if per_rank else {})},
+                    kwargs or {},
                     call_id.at(ranks[rank].build.incarnation) if call_id else None,
-                    deadline=limit,
-                    alone=self.world == 1,
+                    deadline=self.deadline,
                     wake=wake,
                 ),
-                limit,
+                self.deadline,
                 cancel,
             )
-            if entry.collect == "all":
-                return parts
-            if entry.collect == "first" or self.world == 1:  # a lone rank has collected by itself
+            if method not in build.concat:
                 return parts[0]
             return self._on_rank_0(
-                members,
-                entry.collect,
-                on_worker.collect,
-                self.role,
-                entry.collect,
-                method,
-                parts,
-                cancel=cancel,
+                members, "concat", host.collect, self.role, method, parts, cancel=cancel
             )
-
-    def _entry(self, method: str) -> Call:
-        calls = self._ranks[0].build.calls
-        if method not in calls:
-            raise ValueError(
-                f"{self.spec.cls} offers no {method!r}. Its REMOTE table has {sorted(calls)}."
-            )
-        return calls[method]
 
     def _on_rank_0(
         self,
         members: Sequence[Member],
         label: str,
-        function: Callable[..., Outcome],
+        function: Callable[..., CallResult],
         *args: Any,
         cancel: threading.Event | None,
     ) -> Any:
@@ -283,8 +244,8 @@ class Gang:
             self._tear_down(of or members)
             raise
         finally:
-            for submission in started.values():
-                submission.drop()
+            for call in started.values():
+                call.drop()
         if errors:
             self._tear_down(of or members)
             self._fail(members, errors)
@@ -304,13 +265,13 @@ class Gang:
         for kind in (WorkerLost, CallDeadline, InfrastructureError, Exception):
             for rank, error in errors.items():
                 if isinstance(error, kind):
-                    failure = GangLost if isinstance(error, self._machinery) else GangFailed
+                    failure = GangLost if isinstance(error, MACHINERY) else GangFailed
                     raise failure(rank, members[rank].name, str(error)) from error
         raise AssertionError("a gang failed without an error")
 
 
 def _take(
-    submission: PendingCall,
+    call: PendingCall,
     rank: int,
     deadline: float,
     values: dict[int, Any],
@@ -318,8 +279,8 @@ def _take(
 ) -> None:
     """Record how a rank's part ended, if it has: the boundary where errors are gathered."""
     try:
-        if submission.ended(deadline):
-            where = f"by {submission.label} on rank {rank} (worker {submission.worker})"
-            values[rank] = value_of(submission.result(), where)
+        if call.ended(deadline):
+            where = f"by {call.label} on rank {rank} (worker {call.worker})"
+            values[rank] = value_of(call.result(), where)
     except Exception as error:
         errors[rank] = error

@@ -1,66 +1,67 @@
-"""The engine host: a Dask worker plugin that holds the worker's engines by role.
+"""The engine host, a Dask worker plugin that holds the worker's engines by role, and the way to it.
 
-Setting it up does nothing slow. Engines are built and called through the functions of
-engines/workers/on_worker.py. No engine library is imported before the first build.
+Setting it up does nothing slow, and no engine library is imported before the first build. The
+functions below the class are what the flow process runs on workers: `build`, `call`, `collect` and
+`free_port` as Dask tasks, in the worker's threads; the rest by `client.run`, past any call that
+occupies the worker. An engine's exception comes back as a record.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
-import faulthandler
-import io
+import multiprocessing
 import os
-import sys
+import socket
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple
 
-from distributed import Worker, WorkerPlugin
+from distributed import Worker, WorkerPlugin, get_worker
 
 from engines.failures import (
     EngineMissing,
     InfrastructureError,
     StaleCall,
     StaleIncarnation,
-    StaleVersion,
+    capture,
 )
 from engines.imports import imported_class
-from engines.processes.parent_death import die_with_parent, kill_tree
-from engines.workers.engine import COLLECTORS, Call, Engine, EngineSpec, calls_of
+from engines.processes.parent_death import die_with_parent
+from engines.processes.process_tree import kill_tree
+from engines.workers.engine import Engine, EngineSpec, Ranked, callable_methods
 from engines.workers.messages import (
     BuildReport,
     CallId,
+    CallResult,
     EngineStatus,
     HostStatus,
-    Outcome,
     RunningCall,
-    Ticket,
+    WorkerInfo,
 )
-from storage.objects.usage import COUNTER
+from engines.workers.placement import this_node
+from storage.objects.usage import COUNTER, Usage
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
 RECORDS = 512  # results remembered per worker
 CONTROL_THREADS = 4
-PLAIN = Ticket()
 
 CallKey = tuple[str, str, str, int, int, str]  # role, method, run, epoch, step, call
 
 
 @dataclass(kw_only=True, slots=True)
-class Tenant:
+class HostedEngine:
     """An engine on this worker."""
 
     engine: Engine
     spec: EngineSpec
-    calls: dict[str, Call]
-    seconds: float  # the building took
+    methods: tuple[str, ...]  # that can be called
 
 
 class Running(NamedTuple):
@@ -79,25 +80,20 @@ class EngineHost(WorkerPlugin):
     name = HOST
     idempotent = True  # a second flow that joins the cluster must not replace the host
 
-    def __init__(
-        self, env: Mapping[str, Mapping[str, str]] | None = None, logs: str | None = None
-    ) -> None:
-        """`env`: environment variables by pool, where the workers were started without them;
-        `logs`: directory for a file with what each worker and its children print.
-        """
+    def __init__(self, env: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """`env`: environment variables by pool, where the workers were started without them."""
         self.env = env or {}
-        self.logs = logs
 
     def setup(self, worker: Worker) -> None:
         """Begin a new incarnation (called by Dask when the worker starts)."""
         self.worker = str(worker.name)
         self.address = worker.address
         self.incarnation = uuid.uuid4().hex
-        self.tenants: dict[str, Tenant] = {}
+        self.engines: dict[str, HostedEngine] = {}
         self.epochs: dict[str, int] = {}  # newest epoch seen, by run
         self.running: dict[int, Running] = {}
-        self.records: OrderedDict[CallKey, Outcome] = OrderedDict()
-        self.in_progress: dict[CallKey, Future[Outcome]] = {}
+        self.records: OrderedDict[CallKey, tuple[Any]] = OrderedDict()
+        self.in_progress: dict[CallKey, Future[Any]] = {}
         self.lock = threading.Lock()
         # One build at a time, whatever the role: lazy modules (transformers) break when two threads
         # import from them at once.
@@ -108,43 +104,36 @@ class EngineHost(WorkerPlugin):
             os.environ.update(self.env.get(pool, {}))
         if worker.nanny is not None:  # else this process is not ours alone
             die_with_parent()
-            if self.logs is not None:
-                _print_to(f"{self.logs}/{self.worker}.log")
 
     def build(self, role: str, spec: EngineSpec) -> BuildReport:
         """Make the engine of a role, unless one of the same digest stands; closes any other."""
         with self.building:
-            tenant = self.tenants.get(role)
-            fresh = tenant is None or tenant.spec.digest != spec.digest
+            hosted = self.engines.get(role)
+            fresh = hosted is None or hosted.spec.digest != spec.digest
             if fresh:
-                if tenant is not None:
+                if hosted is not None:
                     self._evict(role)
-                tenant = self._make(role, spec)
-            assert tenant is not None
+                hosted = self._make(role, spec)
+            assert hosted is not None
+            engine = hosted.engine
             return BuildReport(
-                role=role,
-                worker=self.worker,
                 incarnation=self.incarnation,
-                digest=spec.digest,
                 fresh=fresh,
-                seconds=tenant.seconds,
-                calls=tenant.calls,
+                methods=hosted.methods,
+                concat=engine.CONCAT if isinstance(engine, Ranked) else (),
             )
 
-    def _make(self, role: str, spec: EngineSpec) -> Tenant:
-        began = time.monotonic()
+    def _make(self, role: str, spec: EngineSpec) -> HostedEngine:
         cls = imported_class(spec.cls)
         if not issubclass(cls, Engine):
             raise TypeError(
                 f"{spec.cls} is no engine. Derive it from engines.workers.engine.Engine."
             )
         engine = cls(spec.payload)  # type: ignore[call-arg]
-        tenant = Tenant(
-            engine=engine, spec=spec, calls=calls_of(cls), seconds=time.monotonic() - began
-        )
+        hosted = HostedEngine(engine=engine, spec=spec, methods=callable_methods(cls))
         with self.lock:
-            self.tenants[role] = tenant
-        return tenant
+            self.engines[role] = hosted
+        return hosted
 
     def _evict(self, role: str) -> None:
         with self.lock:
@@ -152,16 +141,16 @@ class EngineHost(WorkerPlugin):
                 raise InfrastructureError(
                     f"worker {self.worker} cannot close its {role!r} engine while it runs {busy}"
                 )
-            tenant = self.tenants.pop(role, None)
+            hosted = self.engines.pop(role, None)
             for key in [key for key in self.records if key[0] == role]:
                 del self.records[key]
-        if tenant is not None:
-            tenant.engine.close()
+        if hosted is not None:
+            hosted.engine.close()
 
     def stop(self, role: str) -> bool:
         """Close the engine of a role; False when there is none."""
         with self.building:
-            known = role in self.tenants
+            known = role in self.engines
             self._evict(role)
             return known
 
@@ -171,20 +160,25 @@ class EngineHost(WorkerPlugin):
         method: str,
         kwargs: Mapping[str, Any],
         call_id: CallId | None = None,
-        ticket: Ticket = PLAIN,
-    ) -> Outcome:
-        """Run one engine method.
+        token: str = "",
+        limit: float | None = None,
+    ) -> Any:
+        """Run one engine method and return what it returns.
 
         A call id makes the call run at most once: when it has finished, its recorded result is
-        returned; while it runs, a duplicate waits for it.
+        returned; while it runs, a duplicate waits for it. `token` finds this submission among the
+        running calls; after `limit` seconds the worker kills itself, should nobody be left to
+        enforce the caller's deadline.
         """
-        tenant = self._admit(role, method, call_id)
+        hosted = self._admit(role, method, call_id)
+        since = time.monotonic()
         if call_id is None:
-            return self._run(tenant, role, method, kwargs, "", ticket)
+            with self._watched(Running(since, role, method, token, ""), limit):
+                return methodcaller(method, **kwargs)(hosted.engine)
         key = (role, method, call_id.run, call_id.epoch, call_id.step, call_id.call)
         with self.lock:
             if (record := self.records.get(key)) is not None:
-                return record
+                return record[0]
             running = self.in_progress.get(key)
             leads = running is None
             if running is None:
@@ -192,7 +186,8 @@ class EngineHost(WorkerPlugin):
         if not leads:
             return running.result()
         try:
-            outcome = self._run(tenant, role, method, kwargs, call_id.call, ticket)
+            with self._watched(Running(since, role, method, token, call_id.call), limit):
+                value = methodcaller(method, **kwargs)(hosted.engine)
         except BaseException as error:
             with self.lock:
                 del self.in_progress[key]
@@ -200,21 +195,26 @@ class EngineHost(WorkerPlugin):
             raise
         with self.lock:
             del self.in_progress[key]
-            if self.tenants.get(role) is tenant:
-                self.records[key] = dataclasses.replace(outcome, repeated=True)
+            if self.engines.get(role) is hosted:
+                self.records[key] = (value,)
                 while len(self.records) > RECORDS:
                     self.records.popitem(last=False)
-        running.set_result(outcome)
-        return outcome
+        running.set_result(value)
+        return value
 
-    def collect(self, role: str, collector: str, method: str, parts: list[Any]) -> Outcome:
+    def collect(self, role: str, method: str, parts: list[Any]) -> Any:
         """Join the results of all ranks."""
-        tenant = self.tenants.get(role)
-        if tenant is None:
-            raise EngineMissing(f"worker {self.worker} holds no engine for role {role!r}")
-        return Outcome(value=methodcaller(collector, method, parts)(tenant.engine))
+        engine = self._hosted(role).engine
+        assert isinstance(engine, Ranked), f"{role} has no ranks"
+        return engine.concat(method, parts)
 
-    def _admit(self, role: str, method: str, call_id: CallId | None) -> Tenant:
+    def _hosted(self, role: str) -> HostedEngine:
+        hosted = self.engines.get(role)
+        if hosted is None:
+            raise EngineMissing(f"worker {self.worker} holds no engine for role {role!r}")
+        return hosted
+
+    def _admit(self, role: str, method: str, call_id: CallId | None) -> HostedEngine:
         """Refuse stale calls and unknown methods."""
         if call_id is not None:
             with self.lock:
@@ -229,38 +229,13 @@ class EngineHost(WorkerPlugin):
                 raise StaleIncarnation(
                     f"worker {self.worker} has been restarted since its {role!r} engine was built"
                 )
-        tenant = self.tenants.get(role)
-        if tenant is None:
-            raise EngineMissing(f"worker {self.worker} holds no engine for role {role!r}")
-        if method not in tenant.calls:
+        hosted = self._hosted(role)
+        if method not in hosted.methods:
             raise ValueError(
-                f"{tenant.spec.cls} offers no {method!r}. Its REMOTE table has "
-                f"{sorted(tenant.calls)}."
+                f"{hosted.spec.cls} offers no {method!r}. Its REMOTE table has "
+                f"{sorted(hosted.methods)}."
             )
-        version = tenant.engine.version
-        if call_id is not None and call_id.version not in (None, version):
-            raise StaleVersion(
-                f"the {role!r} engine of worker {self.worker} holds policy version {version}, "
-                f"but the call needs version {call_id.version}"
-            )
-        return tenant
-
-    def _run(
-        self,
-        tenant: Tenant,
-        role: str,
-        method: str,
-        kwargs: Mapping[str, Any],
-        call: str,
-        ticket: Ticket,
-    ) -> Outcome:
-        began = time.monotonic()
-        with self._watched(Running(began, role, method, ticket.token, call), ticket.limit):
-            value = methodcaller(method, **kwargs)(tenant.engine)
-            collect = tenant.calls[method].collect
-            if ticket.alone and collect in COLLECTORS:
-                value = methodcaller(collect, method, [value])(tenant.engine)
-        return Outcome(value=value, seconds=time.monotonic() - began)
+        return hosted
 
     @contextlib.contextmanager
     def _watched(self, entry: Running, limit: float | None) -> Iterator[None]:
@@ -292,11 +267,11 @@ class EngineHost(WorkerPlugin):
                 pid=os.getpid(),
                 engines={
                     role: EngineStatus(
-                        cls=tenant.spec.cls,
-                        digest=tenant.spec.digest,
-                        version=tenant.engine.version,
+                        cls=hosted.spec.cls,
+                        digest=hosted.spec.digest,
+                        version=hosted.engine.version,
                     )
-                    for role, tenant in self.tenants.items()
+                    for role, hosted in self.engines.items()
                 },
                 running=tuple(
                     RunningCall(
@@ -312,13 +287,90 @@ class EngineHost(WorkerPlugin):
             )
 
 
-def _print_to(path: str) -> None:
-    """Append what this process and its children print, crash reports included, to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(descriptor, stream.fileno())
-    os.close(descriptor)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # nothing is flushed when we are killed
-    faulthandler.enable()
+def host_of(worker: Worker) -> EngineHost:
+    """The engine host of a worker."""
+    plugin = worker.plugins.get(HOST)
+    if not isinstance(plugin, EngineHost):
+        raise EngineMissing(f"worker {worker.name} has no engine host")
+    return plugin
+
+
+def _recorded(run: Callable[[], Any]) -> CallResult:
+    """The boundary where an engine's exception becomes a record that travels."""
+    try:
+        return CallResult(value=run())
+    except (Exception, SystemExit) as error:
+        return CallResult(failure=capture(error))
+
+
+def build(role: str, spec: EngineSpec) -> CallResult:
+    """Dask task: `EngineHost.build`; the value is a BuildReport."""
+    host = host_of(get_worker())
+    return _recorded(lambda: host.build(role, spec))
+
+
+def call(
+    role: str,
+    method: str,
+    kwargs: Mapping[str, Any],
+    call_id: CallId | None,
+    token: str,
+    limit: float,
+) -> CallResult:
+    """Dask task: `EngineHost.call`."""
+    host = host_of(get_worker())
+    return _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
+
+
+def collect(role: str, method: str, parts: list[Any]) -> CallResult:
+    """Dask task: `EngineHost.collect`."""
+    host = host_of(get_worker())
+    return _recorded(lambda: host.collect(role, method, parts))
+
+
+async def control(
+    role: str, method: str, kwargs: Mapping[str, Any], dask_worker: Worker
+) -> CallResult:
+    """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
+    host = host_of(dask_worker)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(
+        host.control, _recorded, lambda: host.call(role, method, kwargs)
+    )
+
+
+async def stop(role: str, dask_worker: Worker) -> CallResult:
+    """By client.run: `EngineHost.stop`; the value is whether there was an engine."""
+    host = host_of(dask_worker)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(host.control, _recorded, lambda: host.stop(role))
+
+
+def status(dask_worker: Worker) -> HostStatus:
+    """By client.run: `EngineHost.status`."""
+    return host_of(dask_worker).status()
+
+
+def store_usage() -> Usage:
+    """By client.run: what this process has asked of the store since it began."""
+    return COUNTER.total()
+
+
+def examine(dask_worker: Worker) -> WorkerInfo:
+    """By client.run: what a worker that others started is like."""
+    return WorkerInfo(
+        node=this_node(),
+        nanny=dask_worker.nanny is not None,
+        daemonic=multiprocessing.current_process().daemon,
+    )
+
+
+def free_port(host: str) -> CallResult:
+    """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
+    return _recorded(lambda: _free_port(host))
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

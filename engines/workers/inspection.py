@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from operator import attrgetter
 
-from distributed import Client, Scheduler
+from distributed import Client
 
 from engines.processes.certificates import Certificates
-from engines.workers import on_worker
+from engines.workers import host
+from engines.workers.membership import list_workers
 from engines.workers.messages import HostStatus
 
 TIMEOUT = 5.0  # seconds that the scheduler or a worker may take to answer
@@ -29,14 +31,6 @@ class WorkerView:
     status: HostStatus | None  # None: it did not answer in time
 
 
-def list_queues(dask_scheduler: Scheduler) -> list[tuple[str, str, list[str], int]]:
-    """On the scheduler: name, address, pools and calls in hand of each worker."""
-    return [
-        (str(worker.name), worker.address, list(worker.resources), len(worker.processing))
-        for worker in dask_scheduler.workers.values()
-    ]
-
-
 def look(address: str, certificates: Certificates | None = None) -> list[WorkerView]:
     """Every worker of the scheduler at an address. Raises NotReached."""
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
@@ -51,17 +45,17 @@ def look(address: str, certificates: Certificates | None = None) -> list[WorkerV
     except (OSError, TimeoutError) as error:
         raise NotReached(f"The Dask scheduler at {address} does not answer ({error}).") from error
     try:
-        listed = client.run_on_scheduler(list_queues)
-        answers = client.run(on_worker.status, on_error="ignore")
+        listed = client.run_on_scheduler(list_workers)
+        answers = client.run(host.status, on_error="ignore")
     finally:
         client.close(timeout=1.0)
     return [
         WorkerView(
-            name=name,
-            address=where,
-            pools=tuple(pools),
-            processing=processing,
-            status=answers.get(where),
+            name=one.name,
+            address=one.address,
+            pools=one.pools,
+            processing=one.processing,
+            status=answers.get(one.address),
         )
-        for name, where, pools, processing in sorted(listed)
+        for one in sorted(listed, key=attrgetter("name", "address"))
     ]

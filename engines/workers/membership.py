@@ -1,4 +1,7 @@
-"""Who belongs to a cluster: the questions put to its scheduler and its nannies."""
+"""Who belongs to a cluster: the questions put to its scheduler and its nannies, and their answers.
+
+These functions run there, by `client.run` and `client.run_on_scheduler`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 from distributed import Nanny, Scheduler
 
-from engines.processes.parent_death import kill_tree
+from engines.processes.process_tree import kill_tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +27,28 @@ class Member:
         return self.address.rpartition("://")[2].rpartition(":")[0].strip("[]")
 
 
-def list_workers(dask_scheduler: Scheduler) -> list[tuple[str, str, list[str]]]:
-    """On the scheduler: name, address and resources of the workers that are ready."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedWorker:
+    """A worker as its scheduler sees it."""
+
+    name: str
+    address: str
+    pools: tuple[str, ...]  # names of its resources
+    ready: bool  # takes calls; False while it leaves
+    processing: int  # calls handed to it, running or waiting for a slot
+
+
+def list_workers(dask_scheduler: Scheduler) -> list[ListedWorker]:
+    """On the scheduler: every worker."""
     return [
-        (str(worker.name), worker.address, list(worker.resources))
+        ListedWorker(
+            name=str(worker.name),
+            address=worker.address,
+            pools=tuple(worker.resources),
+            ready=worker.status.name == "running",
+            processing=len(worker.processing),
+        )
         for worker in dask_scheduler.workers.values()
-        if worker.status.name == "running"
     ]
 
 

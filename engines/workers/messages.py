@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.failures import Failure
-from engines.workers.engine import Call
 from engines.workers.placement import NodeResources
 from storage.objects.usage import Usage
 
@@ -16,17 +15,16 @@ from storage.objects.usage import Usage
 class CallId:
     """By what right a call is made, and which call it is.
 
-    A host refuses a call of an older epoch of the run, of another incarnation of the worker, or of
-    another policy version than the engine holds. A call that has finished under the same
-    (run, epoch, step, call) is not run again: its recorded result is returned. Replayed work must
-    therefore have another `call` name than the work it repeats.
+    A host refuses a call of an older epoch of the run, or of another incarnation of the worker. A
+    call that has finished under the same (run, epoch, step, call) is not run again: its recorded
+    result is returned. Replayed work must therefore have another `call` name than the work it
+    repeats.
     """
 
     run: str  # name of the run
     epoch: int  # fencing token of the run's lease; grows when another flow takes over
     step: int  # RL step
     call: str  # the call within the step, e.g. "rollout/3"; unique in (run, epoch, step)
-    version: int | None = None  # policy version that the engine must hold; none: any
     incarnation: str | None = None  # of the worker, from its BuildReport; none: any
 
     def at(self, incarnation: str) -> CallId:
@@ -35,36 +33,21 @@ class CallId:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ticket:
-    """How one submission of a call is carried out."""
-
-    token: str = ""  # unique; finds the submission among a worker's running calls
-    limit: float | None = None  # seconds after which the worker kills itself, should nobody be
-    # left to enforce the caller's deadline
-    alone: bool = False  # the gang has one rank: make its "concat" or "reduce" on the spot
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BuildReport:
     """An engine stands ready on a worker."""
 
-    role: str
-    worker: str  # name
     incarnation: str  # of the worker process; goes into call ids
-    digest: str  # of the engine's spec
     fresh: bool  # False: it had been built already
-    seconds: float  # the building took
-    calls: dict[str, Call]  # what can be called
+    methods: tuple[str, ...]  # that can be called
+    concat: tuple[str, ...]  # of them, those whose ranks' results are joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class CallResult:
     """How a call on a worker ended."""
 
     value: Any = None  # what the engine method returned
     failure: Failure | None = None  # or what it raised
-    repeated: bool = False  # the recorded result of an earlier call with the same call_id
-    seconds: float = 0.0  # the method took
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

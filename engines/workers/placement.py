@@ -23,7 +23,7 @@ class NodeResources:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class PlacedWorker:
     """Where one worker runs."""
 
     name: str  # of the worker: POOL-NUMBER
@@ -34,7 +34,7 @@ class Seat:
 
     @property
     def env(self) -> dict[str, str]:
-        """Variables that keep the worker within its seat."""
+        """Variables that keep the worker within what it was given."""
         threads = str(self.threads)
         # torch takes its number of threads from MKL's where that is set.
         return {
@@ -42,13 +42,6 @@ class Seat:
             "MKL_NUM_THREADS": threads,
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
         }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """A seat for every worker."""
-
-    seats: tuple[Seat, ...]
 
 
 def this_node() -> NodeResources:
@@ -76,28 +69,30 @@ def _gpus() -> tuple[str, ...]:
     return tuple(line.strip() for line in listing.stdout.splitlines() if line.strip())
 
 
-def place_local(pools: Mapping[str, PoolConfig]) -> Placement:
-    """Seats for all workers on this machine; ValueError when they do not fit."""
+def place_local(pools: Mapping[str, PoolConfig]) -> tuple[PlacedWorker, ...]:
+    """Places for all workers on this machine; ValueError when they do not fit."""
     return place(pools, [this_node()])
 
 
-def place(pools: Mapping[str, PoolConfig], nodes: Sequence[NodeResources]) -> Placement:
-    """Seats for all workers; ValueError, in one sentence, when they do not fit.
+def place(
+    pools: Mapping[str, PoolConfig], nodes: Sequence[NodeResources]
+) -> tuple[PlacedWorker, ...]:
+    """Places for all workers, pool by pool; ValueError, in one sentence, when they do not fit.
 
     A GPU has one worker; a worker's GPUs are of one node. Threads are checked worker by worker and
     pool by pool, since pools may take turns on the cores.
     """
     free = {node.name: list(node.gpus) for node in nodes}
     used: dict[tuple[str, str], int] = {}  # threads by (node, pool)
-    seats: dict[str, list[Seat]] = {pool: [] for pool in pools}
+    placed: dict[str, list[PlacedWorker]] = {pool: [] for pool in pools}
     for pool, wanted in sorted(pools.items(), key=lambda item: -item[1].gpus):
         for number in range(wanted.workers):
             node = _choose(pool, wanted, nodes, free, used)
             used[node.name, pool] = used.get((node.name, pool), 0) + wanted.threads
             gpus = tuple(free[node.name][: wanted.gpus])
             del free[node.name][: wanted.gpus]
-            seats[pool].append(
-                Seat(
+            placed[pool].append(
+                PlacedWorker(
                     name=f"{pool}-{number}",
                     pool=pool,
                     node=node.name,
@@ -105,7 +100,7 @@ def place(pools: Mapping[str, PoolConfig], nodes: Sequence[NodeResources]) -> Pl
                     threads=wanted.threads,
                 )
             )
-    return Placement(seats=tuple(seat for pool in pools for seat in seats[pool]))
+    return tuple(one for pool in pools for one in placed[pool])
 
 
 def _choose(
@@ -146,16 +141,16 @@ def _choose(
     return max(fitting, key=lambda node: (len(free[node.name]), -used.get((node.name, pool), 0)))
 
 
-def check_seated(
-    pools: Mapping[str, PoolConfig], seated: Mapping[str, tuple[str, NodeResources]]
+def check_placed(
+    pools: Mapping[str, PoolConfig], placed: Mapping[str, tuple[str, NodeResources]]
 ) -> None:
     """Check workers that others started; ValueError, in one sentence, for what does not fit.
 
-    `seated`: pool and machine of each worker by name; the machine's GPUs are those that the worker
+    `placed`: pool and machine of each worker by name; the machine's GPUs are those that the worker
     may use.
     """
     owners: dict[tuple[str, str], str] = {}
-    for name, (pool, node) in seated.items():
+    for name, (pool, node) in placed.items():
         wanted = pools[pool]
         if len(node.gpus) < wanted.gpus:
             raise ValueError(

@@ -6,10 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from engines.workers.on_worker import store_usage
-
 from engines.failures import ClusterLost
 from engines.rewards.failing_samples import pooled
+from engines.workers.host import store_usage
 from storage.objects.usage import COUNTER, Usage
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
 

@@ -38,18 +38,14 @@ def left_after(seconds, pids):
 
 
 @pytest.fixture(scope="package")
-def cluster(tmp_path_factory):
+def cluster():
     """Two pools; tests may kill workers, but leave all of them alive or on their way back."""
     config = ClusterConfig(
         pools={"pair": PoolConfig(workers=2, slots=2), "solo": PoolConfig(threads=2, slots=1)},
         roles=one_pool_roles("pair"),
         no_workers_timeout=30.0,
     )
-    with open_cluster(
-        config,
-        {"pair": {"REFRAIN_TEST": "from the caller"}},
-        logs=tmp_path_factory.mktemp("logs"),
-    ) as cluster:
+    with open_cluster(config, {"pair": {"REFRAIN_TEST": "from the caller"}}) as cluster:
         yield cluster
 
 

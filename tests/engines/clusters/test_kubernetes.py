@@ -218,8 +218,8 @@ def test_resources_are_created_and_removed(api: type[Api]) -> None:
         ("create", f"{root}/daskworkergroups {name}-cpu"),
     ]
     api.seen.clear()
-    assert started.fleet is not None
-    started.fleet.close()
+    assert started.remote is not None
+    started.remote.close()
     assert [path.rpartition("/")[2] for what, path in api.seen if what == "delete"] == [
         f"{name}-cpu",
         f"{name}-gpus",

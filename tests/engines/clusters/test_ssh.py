@@ -76,7 +76,7 @@ def test_workers_run_there_and_end_with_the_connection(
             for pool in ("pair", "solo")
             for one in cluster.workers(pool).values()
         ]
-        (connection,) = cluster._fleet._nodes.values()
+        (connection,) = cluster._remote._nodes.values()
         os.kill(connection.pid, 9)
         assert left_after(10, pids) == []
         end = time.monotonic() + 40

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 from engines.failures import InfrastructureError
-from engines.workers.engine import Call, Engine, EngineSpec, Ranked
+from engines.workers.engine import Engine, EngineSpec, Ranked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,19 +33,18 @@ class NotYet(InfrastructureError):
 class Dummy(Engine):
     """Sleeps, fails, counts, starts children."""
 
-    REMOTE: ClassVar = {
-        "count": Call(),
-        "nap": Call(),
-        "fail": Call(),
-        "fail_softly": Call(),
-        "dynamo_is_off": Call(),
-        "threads": Call(),
-        "environ": Call(),
-        "spawn": Call(),
-        "loaded": Call(),
-        "note": Call(),
-        "say": Call(),
-    }
+    REMOTE: ClassVar = (
+        "count",
+        "nap",
+        "fail",
+        "fail_softly",
+        "dynamo_is_off",
+        "threads",
+        "environ",
+        "spawn",
+        "loaded",
+        "note",
+    )
 
     def __init__(self, payload: Payload) -> None:
         time.sleep(payload.build_seconds)
@@ -102,10 +101,6 @@ class Dummy(Engine):
         """Pid of a child that outlives this process unless somebody ends it."""
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
-    def say(self, text: str) -> None:
-        """Print."""
-        print(text)
-
     def loaded(self, module: str) -> bool:
         """Whether a module has been imported on the worker."""
         return module in sys.modules
@@ -114,11 +109,8 @@ class Dummy(Engine):
 class Summing(Ranked):
     """Ranks that really meet, by Gloo."""
 
-    REMOTE: ClassVar = {
-        "total": Call(split="rows", collect="all"),
-        "nap_on": Call(collect="all"),
-        "pid": Call(collect="all"),
-    }
+    REMOTE: ClassVar = ("total", "nap_on", "joined", "pid")
+    CONCAT: ClassVar = ("total", "joined", "pid")
 
     def __init__(self, payload: Payload) -> None:
         self.rank = 0
@@ -129,8 +121,10 @@ class Summing(Ranked):
         """Make a Gloo process group."""
         import torch.distributed as dist
 
-        self.leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         self.rank = rank
+        self.met = f"rank {rank} of {world}, generation {generation}"
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://{host}:{port}",
@@ -138,21 +132,18 @@ class Summing(Ranked):
             world_size=world,
             timeout=timedelta(seconds=timeout),
         )
-        return f"rank {rank} of {world}, generation {generation}"
+        return self.met
 
-    def leave(self) -> None:
-        """Destroy the process group, if any."""
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def joined(self) -> str:
+        """How this rank joined."""
+        return self.met
 
     def total(self, value: float) -> float:
-        """Sum of `value` over the ranks."""
+        """Sum over the ranks of `value` times the rank's number, counted from 1."""
         import torch
         import torch.distributed as dist
 
-        tensor = torch.tensor([value])
+        tensor = torch.tensor([value * (self.rank + 1)])
         dist.all_reduce(tensor)
         return float(tensor.item())
 
@@ -166,18 +157,17 @@ class Summing(Ranked):
         """Process id of the rank."""
         return os.getpid()
 
+    @staticmethod
+    def concat(method: str, parts: list[object]) -> list[object]:
+        """Parts in rank order."""
+        return parts
+
 
 class Lone(Ranked):
     """Ranks that only pretend to meet; quick, since they need no torch."""
 
-    REMOTE: ClassVar = {
-        "rows": Call(split="rows", collect="concat"),
-        "mean": Call(split="rows", collect="reduce"),
-        "lead": Call(split="rows", collect="first"),
-        "each": Call(collect="all"),
-        "fail_on": Call(collect="all"),
-        "nap": Call(collect="all"),
-    }
+    REMOTE: ClassVar = ("lead", "each", "fail_on", "nap")
+    CONCAT: ClassVar = ("each",)
 
     def __init__(self, payload: Payload) -> None:
         self.rank = -1
@@ -190,21 +180,9 @@ class Lone(Ranked):
         self.rank = rank
         return host, port
 
-    def leave(self) -> None:
-        """Forget it."""
-        self.rank = -1
-
-    def rows(self, rows: list[int]) -> list[int]:
-        """Rows that went through this rank."""
-        return rows
-
-    def mean(self, value: float) -> float:
-        """A number to be averaged over the ranks."""
-        return value
-
-    def lead(self, value: float) -> float:
-        """A number of which rank 0's counts."""
-        return value
+    def lead(self) -> int:
+        """The rank, of which rank 0's counts."""
+        return self.rank
 
     def each(self) -> tuple[int, int]:
         """Rank, and how often this was called."""
@@ -222,14 +200,9 @@ class Lone(Ranked):
         time.sleep(seconds)
 
     @staticmethod
-    def concat(method: str, parts: list[list[int]]) -> list[object]:
+    def concat(method: str, parts: list[object]) -> list[object]:
         """Parts in rank order, marked."""
-        return ["concat", *parts]
-
-    @staticmethod
-    def reduce(method: str, parts: list[float]) -> float:
-        """Mean over the ranks."""
-        return sum(parts) / len(parts)
+        return [method, *parts]
 
 
 def dummy(tag: str = "", build_seconds: float = 0.0) -> EngineSpec:

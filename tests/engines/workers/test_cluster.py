@@ -24,7 +24,7 @@ from engines.failures import (
     WorkerLost,
 )
 from engines.processes import dask_settings
-from engines.processes.parent_death import session
+from engines.processes.process_tree import session
 from engines.workers import calls
 from engines.workers.messages import CallId
 from tests.engines.conftest import left_after, one_pool_roles
@@ -125,9 +125,12 @@ def test_the_slots_are_the_calls_at_once(cluster, pair):
     assert took[2] >= 1.0
 
 
-def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(cluster, pair):
+def test_a_killed_worker_fails_its_call_at_once_and_comes_back_as_another(
+    cluster, pair, tmp_path, monkeypatch
+):
     report = build(cluster, pair[0])
-    call(cluster, pair[0], "say", text="the last words")
+    monkeypatch.setattr(cluster, "logs", tmp_path)  # as of a cluster that keeps its workers' output
+    (tmp_path / "pair-0.log").write_text("the first words\nthe last words\n\n")
     wait = in_thread(call, cluster, pair[0], "nap", seconds=30.0)
     running(cluster, pair[0], 1)
     died = time.monotonic()
@@ -192,7 +195,8 @@ def test_dask_never_runs_a_finished_call_again(cluster, pair, tmp_path):
         cluster, pair[0], "role", "note", {"path": str(path)}, None, deadline=DEADLINE
     )
     assert held.done.wait(20)  # finished, its future still held
-    cluster.restart(["pair-0"])
+    assert cluster.kill([pair[0]]) == [pair[0]]
+    cluster.wait("pair", 2)
     time.sleep(1)
     with pytest.raises(WorkerLost):
         held.wait(5)

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import pytest
 
-from engines.workers.engine import Call, Engine, EngineSpec, Ranked, calls_of
+from engines.workers.engine import Engine, EngineSpec, Ranked, callable_methods
 from tests.engines.workers.dummies import Dummy, Payload, Summing, dummy
 
 
 def test_a_name_that_is_no_method_is_refused_when_the_class_is_created():
-    with pytest.raises(TypeError, match=r"Wrong.REMOTE\['updaet'\] names no method"):
+    with pytest.raises(TypeError, match=r"Wrong.REMOTE: 'updaet' names no method"):
 
         class Wrong(Engine):
-            REMOTE: ClassVar = {"updaet": Call()}
+            REMOTE: ClassVar = ("updaet",)
 
             def update(self) -> None: ...
 
@@ -24,7 +24,7 @@ def test_a_bare_argument_is_refused():
     with pytest.raises(TypeError, match="batch has no annotation"):
 
         class Wrong(Engine):
-            REMOTE: ClassVar = {"update": Call()}
+            REMOTE: ClassVar = ("update",)
 
             def update(self, batch) -> None: ...
 
@@ -33,44 +33,36 @@ def test_a_bare_return_is_refused():
     with pytest.raises(TypeError, match="the return value has no annotation"):
 
         class Wrong(Engine):
-            REMOTE: ClassVar = {"update": Call()}
+            REMOTE: ClassVar = ("update",)
 
             def update(self): ...
 
 
-def test_an_entry_that_is_no_call_is_refused():
-    with pytest.raises(TypeError, match=r"Make it a Call"):
+def test_what_is_joined_needs_a_static_method_concat():
+    with pytest.raises(TypeError, match=r"CONCAT needs a static method concat"):
 
-        class Wrong(Engine):
-            REMOTE: ClassVar = {"update": "rows"}
+        class Wrong(Ranked):
+            REMOTE: ClassVar = ("rows",)
+            CONCAT: ClassVar = ("rows",)
 
-            def update(self) -> None: ...
+            def rows(self) -> list[int]: ...
 
+    with pytest.raises(TypeError, match=r"CONCAT: 'rows' is not in REMOTE"):
 
-@pytest.mark.parametrize("collect", ["concat", "reduce"])
-def test_a_collector_must_be_a_static_method(collect):
-    with pytest.raises(TypeError, match=f"no static method {collect}"):
-
-        class Wrong(Engine):
-            REMOTE: ClassVar = {"update": Call(collect=collect)}
-
-            def update(self) -> None: ...
-
-            def concat(self) -> None: ...
-
-            def reduce(self) -> None: ...
+        class Other(Ranked):
+            CONCAT: ClassVar = ("rows",)
 
 
 def test_an_inherited_method_counts():
     class Child(Dummy):
-        REMOTE: ClassVar = {"count": Call()}
+        REMOTE: ClassVar = ("count",)
 
-    assert calls_of(Child) == {"count": Call()}
+    assert callable_methods(Child) == ("count",)
 
 
 def test_ranked_engines_can_also_be_joined():
-    assert calls_of(Summing).keys() == Summing.REMOTE.keys() | {"join", "leave"}
-    assert "join" not in calls_of(Dummy)
+    assert callable_methods(Summing) == ("join", *Summing.REMOTE)
+    assert "join" not in callable_methods(Dummy)
     assert issubclass(Summing, Ranked)
 
 

@@ -19,18 +19,17 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture
 def gang(cluster, pair):
     """A formed gang of two that needs no torch."""
-    gang = Gang(cluster, "pair", "lone", lone(), 60.0)
+    gang = Gang(cluster, "pair", "lone", lone(), 60.0, start_timeout=60.0)
     gang.form()
     return gang
 
 
 def test_real_ranks_meet_lose_one_and_meet_again(cluster, pair):
-    gang = Gang(cluster, "pair", "sum", summing(), 120.0)
-    report = gang.form()
-    assert report.generation == 1
-    assert report.workers == ("pair-0", "pair-1")
-    assert report.joins[1] == "rank 1 of 2, generation 1"
-    assert gang.call("total", per_rank=[{"value": 1.0}, {"value": 2.0}]) == [3.0, 3.0]
+    gang = Gang(cluster, "pair", "sum", summing(), 120.0, start_timeout=120.0)
+    gang.form()
+    met = gang.call("joined")
+    assert met == ["rank 0 of 2, generation 1", "rank 1 of 2, generation 1"]
+    assert gang.call("total", kwargs={"value": 1.0}) == [3.0, 3.0]
 
     victim = gang.call("pid")[1]
     threading.Timer(0.5, os.kill, [victim, signal.SIGKILL]).start()
@@ -41,41 +40,42 @@ def test_real_ranks_meet_lose_one_and_meet_again(cluster, pair):
     assert isinstance(caught.value, InfrastructureError)
     assert not gang.formed
 
-    assert gang.form().generation == 2
-    assert gang.call("total", per_rank=[{"value": 3.0}, {"value": 4.0}]) == [7.0, 7.0]
+    gang.form()
+    assert gang.generation == 2
+    assert gang.call("total", kwargs={"value": 2.0}) == [6.0, 6.0]
 
 
-def test_results_are_collected_as_the_table_says(gang):
-    assert gang.call("rows", per_rank=[{"rows": [1]}, {"rows": [2]}]) == ["concat", [1], [2]]
-    assert gang.call("mean", per_rank=[{"value": 1.0}, {"value": 2.0}]) == 1.5
-    assert gang.call("lead", per_rank=[{"value": 1.0}, {"value": 2.0}]) == 1.0
-    assert [rank for rank, _ in gang.call("each")] == [0, 1]
+def test_the_result_is_rank_0s_or_all_joined(gang):
+    assert gang.call("lead") == 0
+    assert gang.call("each") == ["each", (0, 1), (1, 1)]
 
 
 def test_a_gang_of_one_works_alike(cluster, solo):
-    gang = Gang(cluster, "solo", "lone", lone(), 60.0)
-    assert gang.form().workers == ("solo-0",)
-    assert gang.call("rows", kwargs={"rows": [1]}) == ["concat", [1]]
-    assert gang.call("mean", kwargs={"value": 2.0}) == 2.0
-    assert gang.call("each") == [(0, 1)]
+    gang = Gang(cluster, "solo", "lone", lone(), 60.0, start_timeout=60.0)
+    gang.form()
+    assert gang.call("lead") == 0
+    assert gang.call("each") == ["each", (0, 1)]
 
 
 def test_a_call_runs_once_on_every_rank(gang):
     right = CallId(run="run", epoch=1, step=0, call="each")
     assert gang.call("each", right) == gang.call("each", right)
-    assert gang.call("each")[0][1] == gang.call("each", right)[0][1] + 1
+    assert gang.call("each")[1][1] == gang.call("each", right)[1][1] + 1
 
 
 def test_a_rank_past_the_deadline_ends_the_gang(gang, pair):
     began = time.monotonic()
+    gang.deadline = 1.0
     with pytest.raises(GangLost, match="did not end within 1 s"):
-        gang.call("nap", kwargs={"seconds": 60.0}, deadline=1.0)
+        gang.call("nap", kwargs={"seconds": 60.0})
     assert time.monotonic() - began < 6
     assert not gang.formed
     with pytest.raises(GangLost, match="not formed"):
         gang.call("each")
-    assert gang.form().generation == 2
-    assert [rank for rank, _ in gang.call("each")] == [0, 1]
+    gang.form()
+    assert gang.generation == 2
+    gang.deadline = 60.0
+    assert gang.call("each") == ["each", (0, 1), (1, 1)]
 
 
 def test_a_ranks_own_mistake_ends_the_gang_for_good(gang):
@@ -97,10 +97,12 @@ def test_cancelling_ends_the_gang(gang):
 
 
 def test_colocated_gangs_take_turns_and_do_not_end_each_others_new_workers(cluster, gang):
-    other = Gang(cluster, "pair", "other", lone(), 60.0)
+    other = Gang(cluster, "pair", "other", lone(), 60.0, start_timeout=60.0)
     other.form()
+    gang.deadline = 1.0
     with pytest.raises(GangLost):
-        gang.call("nap", kwargs={"seconds": 60.0}, deadline=1.0)
+        gang.call("nap", kwargs={"seconds": 60.0})
+    gang.deadline = 60.0
     gang.form()
     with pytest.raises(GangLost, match="not formed"):
         other.call("each")
@@ -120,8 +122,6 @@ def test_colocated_gangs_take_turns_and_do_not_end_each_others_new_workers(clust
 
 
 def test_wrong_use_is_an_error_before_anything_runs(gang):
-    with pytest.raises(ValueError, match="1 entries for 2 ranks"):
-        gang.call("each", per_rank=[{}])
     with pytest.raises(ValueError, match="offers no 'foo'"):
         gang.call("foo")
     assert gang.formed

@@ -12,11 +12,10 @@ from engines.failures import (
     InfrastructureError,
     StaleCall,
     StaleIncarnation,
-    StaleVersion,
 )
 from engines.workers.engine import EngineSpec
 from engines.workers.host import RECORDS, EngineHost
-from engines.workers.messages import CallId, Ticket
+from engines.workers.messages import CallId
 from tests.engines.workers.dummies import Payload, dummy, lone
 
 
@@ -46,16 +45,16 @@ def test_building_the_same_engine_again_does_nothing(host):
     host.call("role", "count", {})
     report = host.build("role", dummy())
     assert not report.fresh
-    assert host.call("role", "count", {}).value == 2
+    assert host.call("role", "count", {}) == 2
 
 
 def test_building_another_engine_closes_the_old_one_and_forgets_its_results(host):
-    old = host.tenants["role"].engine
+    old = host.engines["role"].engine
     host.call("role", "count", {}, call_id())
     report = host.build("role", dummy("other"))
     assert report.fresh
     assert old.closed
-    assert host.call("role", "count", {}, call_id()).value == 1
+    assert host.call("role", "count", {}, call_id()) == 1
 
 
 def test_concurrent_builds_make_one_engine(host):
@@ -90,13 +89,12 @@ def test_only_engines_are_built(host):
 
 
 def test_a_finished_call_is_not_run_again(host):
-    assert host.call("role", "count", {}, call_id()).value == 1
-    again = host.call("role", "count", {}, call_id())
-    assert (again.value, again.repeated) == (1, True)
-    assert host.call("role", "count", {}, call_id("b")).value == 2
-    assert host.call("role", "count", {}, call_id(step=1)).value == 3
-    assert host.call("role", "count", {}, call_id(epoch=2)).value == 4
-    assert host.call("role", "count", {}).value == 5
+    assert host.call("role", "count", {}, call_id()) == 1
+    assert host.call("role", "count", {}, call_id()) == 1
+    assert host.call("role", "count", {}, call_id("b")) == 2
+    assert host.call("role", "count", {}, call_id(step=1)) == 3
+    assert host.call("role", "count", {}, call_id(epoch=2)) == 4
+    assert host.call("role", "count", {}) == 5
 
 
 def test_a_failed_call_may_be_tried_again(host):
@@ -109,7 +107,7 @@ def test_a_duplicate_waits_for_the_call_in_flight(host):
     values = []
 
     def nap():
-        values.append(host.call("role", "nap", {"seconds": 0.3}, call_id()).value)
+        values.append(host.call("role", "nap", {"seconds": 0.3}, call_id()))
 
     threads = [threading.Thread(target=nap) for _ in range(3)]
     for thread in threads:
@@ -141,20 +139,13 @@ def test_an_older_epoch_is_refused(host):
     with pytest.raises(StaleCall, match="epoch 2 of run run"):
         host.call("role", "count", {}, call_id("b", epoch=2))
     other_run = CallId(run="other", epoch=1, step=0, call="a")
-    assert host.call("role", "count", {}, other_run).value == 2
+    assert host.call("role", "count", {}, other_run) == 2
 
 
 def test_another_incarnation_is_refused(host):
-    assert host.call("role", "count", {}, call_id(incarnation=host.incarnation)).value == 1
+    assert host.call("role", "count", {}, call_id(incarnation=host.incarnation)) == 1
     with pytest.raises(StaleIncarnation, match="pool-0 has been restarted"):
         host.call("role", "count", {}, call_id("b", incarnation="earlier"))
-
-
-def test_another_version_is_refused(host):
-    host.tenants["role"].engine.version = 4
-    assert host.call("role", "count", {}, call_id(version=4)).value == 1
-    with pytest.raises(StaleVersion, match="holds policy version 4, but the call needs version 5"):
-        host.call("role", "count", {}, call_id("b", version=5))
 
 
 def test_a_missing_engine_and_a_method_that_is_not_remote(host):
@@ -171,16 +162,16 @@ def test_records_are_bounded(host):
     assert not host.in_progress
 
 
-def test_a_lone_rank_collects_its_own_result(host):
+def test_the_ranks_results_are_joined(host):
     host.build("lone", lone())
-    assert host.call("lone", "rows", {"rows": [1, 2]}).value == [1, 2]
-    alone = host.call("lone", "rows", {"rows": [1, 2]}, None, Ticket(alone=True))
-    assert alone.value == ["concat", [1, 2]]
+    assert host.collect("lone", "each", [1, 2]) == ["each", 1, 2]
+    with pytest.raises(EngineMissing, match="no engine for role 'other'"):
+        host.collect("other", "each", [])
 
 
 def test_status_lists_engines_and_running_calls(host):
     thread = threading.Thread(
-        target=host.call, args=("role", "nap", {"seconds": 0.3}, call_id(), Ticket(token="t"))
+        target=host.call, args=("role", "nap", {"seconds": 0.3}, call_id(), "t")
     )
     thread.start()
     time.sleep(0.1)
