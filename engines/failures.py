@@ -76,10 +76,6 @@ class StaleIncarnation(StaleCall, InfrastructureError):
     """The call was meant for a worker that has been restarted since: build, then call again."""
 
 
-class StaleVersion(StaleCall, InfrastructureError):
-    """The engine holds another policy version than the call needs: sync, then call again."""
-
-
 class ClusterLost(RuntimeError):
     """The Dask scheduler is gone, and with it every worker. The run can be resumed."""
 

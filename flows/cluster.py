@@ -18,8 +18,14 @@ from pathlib import Path
 from configs.cluster.kinds import SlurmConfig
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe
-from engines.clusters.slurm_jobs import BusySlurm, Task
-from tasks.launch.submission import Submission, SubmissionStatus, new_submission, submitted
+from tasks.launch.submission import (
+    BusySlurm,
+    Submission,
+    SubmissionStatus,
+    Task,
+    new_submission,
+    submitted,
+)
 
 FOLDER = SlurmConfig().folder
 FAILED = 1

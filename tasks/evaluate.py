@@ -17,7 +17,7 @@ from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rollout.contract import RolloutRequest, Sampling
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from tasks.results import Prompts
 from tasks.reward import trainer_state
 from tasks.run.flow_options import result_of

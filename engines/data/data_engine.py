@@ -31,7 +31,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
 from storage.objects.store import Store
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 
 PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt

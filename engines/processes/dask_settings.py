@@ -6,7 +6,8 @@ Dask reads some of them when it is imported: call `apply` before that.
 import dask
 
 SETTINGS = {
-    "distributed.worker.daemon": False,  # vLLM starts processes; daemonic ones may not
+    # vLLM starts processes; daemonic ones may not (https://github.com/dask/distributed/issues/2718).
+    "distributed.worker.daemon": False,
     "distributed.worker.multiprocessing-method": "forkserver",
     "distributed.worker.profile.enabled": False,
     "distributed.worker.memory.spill": False,

@@ -78,10 +78,10 @@ class NodePlan(BaseModel):
     host: str | None = LOOPBACK  # address to listen at; none: the one that reaches the scheduler
     scheduler: str | None = None  # address of a scheduler elsewhere; none: start one
     certificates: Certificates | None = None  # for TLS
-    at_end: tuple[
-        tuple[str, ...], ...
-    ] = ()  # commands that end what runs elsewhere for the cluster
-    preload: tuple[str, ...] = ()  # modules of engines that workers are forked with, where they may
+    # Commands that end what runs elsewhere for the cluster.
+    at_end: tuple[tuple[str, ...], ...] = ()
+    # Modules of engines that workers are forked with, where they may.
+    preload: tuple[str, ...] = ()
 
     @property
     def preloaded(self) -> tuple[str, ...]:
@@ -227,8 +227,9 @@ def main() -> None:
     keep_temporary_files_in(scratch)
     adopt_orphans()
     wake_at_parents_death()  # to see it, and end
-    address_fd = os.dup(sys.stdout.fileno())  # not inherited, unlike standard output, which
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # from here on is everybody's, for people
+    # Not inherited, unlike standard output, which is everybody's from here on, for people to read.
+    address_fd = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     plan = NodePlan.model_validate(json.loads(sys.stdin.buffer.readline()))
     helpers = start_fork_server(plan.preloaded)
     node = Node(plan, scratch, address_fd, helpers)

@@ -1,6 +1,7 @@
-"""Temporary files of a cluster's processes: in a folder that goes when the cluster does.
+"""What a cluster's processes begin with: how they keep memory, and where temporary files go.
 
-A process that is killed cannot remove its own, and vLLM leaves some even at a proper end.
+Those go in a folder that is removed when the cluster ends. A process that is killed cannot remove
+its own, and vLLM leaves some even at a proper end.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import tempfile
 from pathlib import Path
 
 HELD = 2**30  # bytes of free memory at the heap's end that a process keeps
-MAPPED = (
-    2**25
-)  # bytes from which an allocation is a mapping of its own, given back when it is freed
+MAPPED = 2**25  # bytes from which an allocation is a mapping, given back when it is freed
 MALLOC = {
     # glibc keeps a heap per thread; a worker's calls change threads, so that each of its heaps would
     # grow to the size of a whole update.

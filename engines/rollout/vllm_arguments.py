@@ -54,8 +54,9 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         # Nothing that a request does not ask for.
         generation_config="vllm",
-        # A seeded request whose prompt is prefilled in parts ends vLLM 0.32's process on CPU
-        # ("CPU Generator does not use offset").
+        # A seeded request whose prompt is prefilled in parts ends vLLM 0.32's process on CPU ("CPU
+        # Generator does not use offset"). Not reported to vLLM; a fork's account of the same fault:
+        # https://github.com/RBLN-SW/vllm-rbln/pull/1025
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(spec.max_model_len, _STEP_TOKENS) if on_cpu else None,
         # Engines must not all draw the same noise; a sample's own seed comes with its request.

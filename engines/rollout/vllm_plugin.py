@@ -39,8 +39,9 @@ def register() -> None:
         _register_cpu_kernels()
     if owner and int(owner) != os.getpid():
         # vLLM's engine loop waits for requests, not for its parent: it would outlive a killed Dask
-        # worker and keep its memory. The signal follows the parent's *thread*, so VllmProcess
-        # starts vLLM on a thread that lives as long as the engine.
+        # worker and keep its memory (https://github.com/vllm-project/vllm/issues/55510; not needed
+        # once https://github.com/vllm-project/vllm/pull/55846 is in). The signal follows the
+        # parent's *thread*, so VllmProcess starts vLLM on one that lives as long as the engine.
         parent = multiprocessing.parent_process()
         die_with_parent(None if parent is None else parent.pid)
         _write_to(log)

@@ -183,7 +183,7 @@ class _Writer(StorageWriter):
         key = f"{self._folder}/{INDEX}"
         self._files.store.write(key, documents.encode(STATE_FORMAT, body))
         # The index has a digest of every piece, so the marker need not read the files back.
-        mark(self._files, self._step, policy=None, digests=False)
+        mark(self._files, self._step)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:

@@ -27,6 +27,7 @@ LOOK = 1.0  # seconds between looks at whether the worker is still there
 GRACE = 30.0  # seconds after the deadline at which a worker without a flow process ends itself
 FETCH = 30.0  # seconds that fetching a finished call's result may take
 STATUS = 3.0  # seconds in which a healthy worker reports its status
+STOP = 30.0  # seconds in which an engine closes
 
 
 class PendingCall:
@@ -234,19 +235,17 @@ def control(
     address: str,
     role: str,
     method: str,
-    kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float = 30.0,
 ) -> Any:
     """Call a short engine method (status, pause) past the calls that fill the worker."""
-    arguments = dict(kwargs or {})
-    result = _run_on(cluster, address, host.control, role, method, arguments, timeout=timeout)
+    result = _run_on(cluster, address, host.control, role, method, timeout=timeout)
     return value_of(result, f"by {role}.{method} on worker {cluster.name_of(address)}")
 
 
-def stop(cluster: Cluster, address: str, role: str, *, timeout: float = 30.0) -> bool:
+def stop(cluster: Cluster, address: str, role: str) -> bool:
     """Close the engine of a role on a worker; False when there was none."""
-    result = _run_on(cluster, address, host.stop, role, timeout=timeout)
+    result = _run_on(cluster, address, host.stop, role, timeout=STOP)
     return bool(value_of(result, f"stopping {role} on worker {cluster.name_of(address)}"))
 
 

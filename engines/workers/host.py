@@ -328,15 +328,11 @@ def collect(role: str, method: str, parts: list[Any]) -> CallResult:
     return _recorded(lambda: host.collect(role, method, parts))
 
 
-async def control(
-    role: str, method: str, kwargs: Mapping[str, Any], dask_worker: Worker
-) -> CallResult:
+async def control(role: str, method: str, dask_worker: Worker) -> CallResult:
     """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
     host = host_of(dask_worker)
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        host.control, _recorded, lambda: host.call(role, method, kwargs)
-    )
+    return await loop.run_in_executor(host.control, _recorded, lambda: host.call(role, method, {}))
 
 
 async def stop(role: str, dask_worker: Worker) -> CallResult:

@@ -20,12 +20,10 @@ from storage.audit.audit_objects import (
     marked_objects,
     sources_of,
     state_folders,
-    versions,
 )
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs.commit_log import (
-    FORMAT,
     HEAD_FORMAT,
     Commit,
     Ledger,
@@ -37,6 +35,7 @@ from storage.runs.origins import Origin, origin_of, parent_of
 from storage.runs.retention import batches_below
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import ROWS, SEEN
+from storage.runs.weights import MANIFEST
 
 # Objects at the top of a run's folder that are its own records.
 RECORDS = (
@@ -128,8 +127,7 @@ def _chain(run: RunStore, origin: Origin | None, found: Audit) -> dict[int, Comm
             parents = read_commit_digest(parent_of(run, origin), origin.step)
             if parents != expected:
                 raise ValueError(f"The commit of {origin} was altered since {run.run} began there.")
-    names = [name for name in run.store.children(f"{run.run}/steps") if name.isdigit()]
-    committed = [int(name) for name in names if run.store.exists(run.commit_key(int(name)))]
+    committed = [step for step in run.steps() if run.store.exists(run.commit_key(step))]
     commits: dict[int, Commit] = {}
     last = max(committed, default=start)
     for step in range(start + 1, last + 1):
@@ -209,9 +207,11 @@ def _versions(run: RunStore, history: dict[int, Commit], found: Audit, kept: set
     head = max(history, default=0)
     must = {pin.step for pin in pins(run) if pin.weights}
     must |= {history[head].version_out.version} if history else set()
-    there = {number for number, key in versions(run) if run.store.exists(f"{key}/manifest.json")}
-    for number, key in versions(run):
-        if number in there:
+    there = set()
+    for number in run.versions():
+        key = run.weights_key(number)
+        if run.store.exists(f"{key}/{MANIFEST}"):
+            there.add(number)
             with found.noting("weights", number):
                 kept.update(check_version(run.store, key, named.get(key), found.read))
                 found.versions += 1
@@ -287,6 +287,3 @@ def _part_of_bad(key: str, found: Audit) -> bool:
         and folders[problem.kind].format(problem.step) in key
         for problem in found.problems
     )
-
-
-__all__ = ["FORMAT", "Audit", "Problem", "audit"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from storage.batches.format import parse
 from storage.batches.ref_columns import Source
@@ -14,8 +14,8 @@ from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.store import Store
 from storage.runs import snapshots, weights
 from storage.runs.commit_log import Commit
-from storage.runs.run_store import RunStore
-from storage.runs.weights import MANIFEST, Manifest, WeightsRef
+from storage.runs.run_store import TRAINED_ROLES, RunStore
+from storage.runs.weights import MANIFEST, WeightsRef
 
 WINDOW_BYTES = 64 * 2**20
 
@@ -62,14 +62,13 @@ def check_version(store: Store, key: str, ref: WeightsRef | None, read: Read) ->
 
     `ref`: what a commit says of it, where one does.
     """
-    manifest = weights.open_manifest_at(store, key) if ref is None else _open(store, ref)
+    if ref is None:
+        manifest = weights.open_manifest_at(store, key)
+    else:
+        manifest = weights.open_manifest(store, ref)
     for name, entry in manifest.files.items():
         _check_file(store, f"{key}/{name}", entry.nbytes, entry.digest, read)
     return [f"{key}/{name}" for name in (*manifest.files, MANIFEST)]
-
-
-def _open(store: Store, ref: WeightsRef) -> Manifest:
-    return weights.open_manifest(store, ref)
 
 
 def _check_file(store: Store, key: str, nbytes: int, expected: str, read: Read) -> None:
@@ -106,19 +105,12 @@ def check_snapshot(run: RunStore, folder: str, read: Read) -> list[str]:
     return [f"{folder}/{name}" for name in (*snapshot.files, snapshots.MARKER)]
 
 
-def versions(run: RunStore) -> Iterator[tuple[int, str]]:
-    """Number and folder of every version below the run, finished or not."""
-    for name in run.store.children(f"{run.run}/weights"):
-        if name[:1] == "v" and name[1:].isdigit():
-            yield int(name[1:]), f"{run.run}/weights/{name}"
-
-
 def state_folders(run: RunStore) -> Iterator[tuple[int, str]]:
     """Step and folder of every trainer snapshot below the run, of any role, finished or not."""
-    for role in ("state", "critic"):
-        for name in run.store.children(f"{run.run}/{role}"):
-            if name.isdigit():
-                yield int(name), f"{run.run}/{role}/{name}"
+    for role in TRAINED_ROLES:
+        trained = replace(run, role=role)
+        for step in trained.state_steps():
+            yield step, trained.state_key(step)
 
 
 def marked_objects(store: Store, keys: Iterable[str]) -> dict[str, set[str]]:

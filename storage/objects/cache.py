@@ -1,11 +1,12 @@
-"""A bounded cache of byte ranges, one per process and store, for stores a network away."""
+"""Byte ranges of stores a network away: a bounded cache, and joining those that lie close."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
-Range = tuple[str, int, int]  # key, first byte, byte after the last
+from storage.objects.backends import Range
 
 
 class ByteCache:
@@ -48,3 +49,22 @@ class ByteCache:
         with self._lock:
             for where in [where for where in self._ranges if where[0] == key]:
                 self.nbytes -= self._ranges.pop(where).nbytes
+
+
+def merge_ranges(ranges: Sequence[Range], gap: int) -> tuple[list[Range], list[tuple[int, int]]]:
+    """Join ranges of one object that lie at most `gap` bytes apart.
+
+    Returns the joined ranges and, for each given one, its (number among them, offset within).
+    """
+    merged: list[Range] = []
+    places: list[tuple[int, int]] = [(0, 0)] * len(ranges)
+    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
+        key, start, stop = ranges[number]
+        if merged and merged[-1][0] == key and start <= merged[-1][2] + gap:
+            first = merged[-1][1]
+            merged[-1] = (key, first, max(stop, merged[-1][2]))
+        else:
+            first = start
+            merged.append((key, start, stop))
+        places[number] = (len(merged) - 1, start - first)
+    return merged, places

@@ -1,4 +1,23 @@
-"""What can go wrong with a store, by name. Every message is one sentence that names the object."""
+"""What can go wrong with a store, by name, and trying again what may pass.
+
+Every message is one sentence that names the object.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 6
+FIRST_DELAY = 0.1  # seconds; doubles with each attempt, times a random factor in [0.5, 1.5)
+LONGEST_DELAY = 10.0  # seconds
+
+T = TypeVar("T")
 
 
 class StoreError(RuntimeError):
@@ -19,3 +38,28 @@ class ObjectDamaged(StoreError):
 
 class Conflict(StoreError):
     """A compare-and-swap found another value than the one expected."""
+
+
+class OutOfAttempts(Exception):
+    """Every attempt failed with an error that may pass; `__cause__` is the last one."""
+
+
+def retry(what: str, attempt: Callable[[int], T], transient: Callable[[BaseException], bool]) -> T:
+    """`attempt(number)` until it returns, at most ATTEMPTS times (six take 1.5 to 4.7 seconds).
+
+    An error that is not `transient` passes through at once; after the last attempt
+    OutOfAttempts is raised from the transient one.
+    """
+    delay = FIRST_DELAY
+    for number in range(ATTEMPTS):
+        try:
+            return attempt(number)
+        except Exception as error:
+            if not transient(error):
+                raise
+            if number == ATTEMPTS - 1:
+                raise OutOfAttempts(f"{what} failed {ATTEMPTS} times") from error
+            log.warning("%s failed, attempt %d of %d: %s", what, number + 1, ATTEMPTS, error)
+        time.sleep(min(delay, LONGEST_DELAY) * random.uniform(0.5, 1.5))
+        delay *= 2
+    raise AssertionError("unreachable")

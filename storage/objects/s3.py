@@ -14,9 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, cast
 
 import fsspec.asyn
+from aiobotocore.httpsession import AIOHTTPSession
+from aiohttp import ClientSession
 
 from storage.objects.backends import FsspecBackend, Range
-from storage.objects.backoff import retry
+from storage.objects.errors import retry
 from storage.objects.usage import COUNTER
 
 PART_BYTES = 16 * 2**20  # parts of a multipart upload; pieces of a long read
@@ -25,6 +27,22 @@ SINGLE_PUT_BYTES = 64 * 2**20  # larger objects go in parts
 DELETE_BATCH = 1000  # keys of one DeleteObjects request, S3's limit
 NOT_IMPLEMENTED = {400, 501}  # what endpoints without conditional writes answer to one
 RETRYABLE_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+
+
+class SingleSendSession(AIOHTTPSession):
+    """The HTTP session: each request is sent once.
+
+    aiohttp 3 sends a request again, once and unseen, when its connection breaks before the answer,
+    and counts PUT among the requests for which that is harmless. A conditional PUT it is not: the
+    first may have been carried out, the second then finds the object there, and a writer that won
+    is told it lost. `storage.objects.store` tries again instead, and can tell the two cases apart.
+    There is no switch for it: https://github.com/aio-libs/aiohttp/issues/10790
+    """
+
+    async def _get_session(self, proxy_url: str | None) -> ClientSession:
+        session: ClientSession = await super()._get_session(proxy_url)
+        session._retry_connection = False  # aiohttp has no public name for it
+        return session
 
 
 class S3Backend(FsspecBackend):
@@ -39,8 +57,6 @@ class S3Backend(FsspecBackend):
 
     def __init__(self, path: str, options: Mapping[str, object]) -> None:
         import s3fs
-
-        from storage.objects.s3_session import SingleSendSession
 
         settings: dict[str, Any] = dict(options)
         self.conditional = bool(settings.pop("conditional_writes", True))

@@ -1,7 +1,7 @@
 """The object store: bytes under keys, written atomically, on any fsspec file system.
 
 Keys are POSIX paths relative to the store's address; refs hold keys, so a store can be moved.
-What the bytes mean is said elsewhere: `refs`, `batches`, `weights`, `commits`.
+What the bytes mean is said elsewhere: in storage/batches/ and storage/runs/.
 """
 
 from __future__ import annotations
@@ -14,30 +14,20 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
-from storage.objects.backends import Backend, Keys, Range
-from storage.objects.backoff import OutOfAttempts, retry
-from storage.objects.cache import ByteCache
+from storage.objects.backends import Backend, FsspecBackend, Keys, LocalBackend, Range
+from storage.objects.cache import ByteCache, merge_ranges
 from storage.objects.errors import (
     Conflict,
-    ObjectDamaged,
     ObjectMissing,
+    OutOfAttempts,
     StoreError,
     StoreUnavailable,
+    retry,
 )
-from storage.objects.schemes import open_backend
 from storage.objects.usage import COUNTER
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-__all__ = [
-    "Conflict",
-    "ObjectDamaged",
-    "ObjectMissing",
-    "Store",
-    "StoreError",
-    "StoreUnavailable",
-]
 
 # Ranges of one remote object that lie closer than this are read as one: a round trip costs more.
 GAP_BYTES = 16 * 2**10
@@ -101,7 +91,7 @@ class Store:
             with _LOCK:
                 backend = _BACKENDS.get(name)
                 if backend is None:
-                    backend = _BACKENDS[name] = open_backend(self.uri, self.options)
+                    backend = _BACKENDS[name] = _open_backend(self.uri, self.options)
         return backend
 
     @property
@@ -330,23 +320,25 @@ class Store:
             raise StoreError(f"Could not {what} {self.uri}/{key}: {_reason(error)}") from error
 
 
-def merge_ranges(ranges: Sequence[Range], gap: int) -> tuple[list[Range], list[tuple[int, int]]]:
-    """Join ranges of one object that lie at most `gap` bytes apart.
+def _open_backend(uri: str, options: Mapping[str, object]) -> Backend:
+    """What keeps the bytes of a store, by the scheme of its address."""
+    protocol, _, path = uri.partition("://")
+    if protocol == "file":
+        return LocalBackend(path)
+    if protocol in ("s3", "s3a"):
+        try:
+            from storage.objects.s3 import S3Backend
 
-    Returns the joined ranges and, for each given one, its (number among them, offset within).
-    """
-    merged: list[Range] = []
-    places: list[tuple[int, int]] = [(0, 0)] * len(ranges)
-    for number in sorted(range(len(ranges)), key=lambda number: ranges[number]):
-        key, start, stop = ranges[number]
-        if merged and merged[-1][0] == key and start <= merged[-1][2] + gap:
-            first = merged[-1][1]
-            merged[-1] = (key, first, max(stop, merged[-1][2]))
-        else:
-            first = start
-            merged.append((key, start, stop))
-        places[number] = (len(merged) - 1, start - first)
-    return merged, places
+            return S3Backend(path, options)
+        except ImportError as error:
+            raise StoreError(
+                f"{uri} needs the package s3fs. Install it: pip install 'refrain-rl[s3]'."
+            ) from error
+    import fsspec
+
+    # fsspec keeps one instance per thread; a store is used from many threads and wants one.
+    fs = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+    return FsspecBackend(fs, fs._strip_protocol(uri))
 
 
 def _checked(key: str, folder: bool = False) -> str:

@@ -1,4 +1,9 @@
-"""Prompts from libraries: datasets of the Hugging Face hub, problems made by reasoning-gym."""
+"""Prompt datasets: the source that the settings name, whether file, hub dataset or reasoning-gym.
+
+The order in which rows are drawn is in cursor.py; how a row becomes tokens, in
+engines/data/chat_template.py. Importing this module loads no data library: each is imported by the
+source that needs it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,48 @@ import json
 import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import xxhash
+from pydantic import TypeAdapter
 
-from configs.data import HubSource, ReasoningGymSource
+from configs.data import FileSource, HubSource, ReasoningGymSource, Source
 from storage.objects.json_values import Row, pack, plain
+from storage.prompts.files import JsonLines, ParquetRows, locate
 from storage.prompts.source import PromptSource, empty_value, first_null, missing_column, plain_row
+
+
+def open_source(config: Source) -> PromptSource:
+    """The source that the settings describe; ValueError, in one sentence, when there is none.
+
+    A process opens an unchanged source once: later calls return the same object.
+    """
+    if isinstance(config, FileSource):
+        filesystem, path = locate(config.path)
+        stamp = filesystem.ukey(path)
+    else:
+        stamp = ""
+    return _open(config.model_dump_json(), stamp)
+
+
+@lru_cache(maxsize=8)
+def _open(config_json: str, stamp: str) -> PromptSource:
+    config: Source = TypeAdapter(Source).validate_json(config_json)
+    if isinstance(config, ReasoningGymSource):
+        return ReasoningGymRows(config)
+    if isinstance(config, HubSource):
+        return HubRows(config)
+    if config.path.endswith(".parquet"):
+        return ParquetRows(config.path)
+    if config.path.endswith((".jsonl", ".ndjson")):
+        return JsonLines(config.path)
+    raise ValueError(
+        f"data.source.path is {config.path}: only .jsonl, .ndjson and .parquet files can be read. "
+        "Convert the file, and let its name end so."
+    )
 
 
 class HubRows(PromptSource):
@@ -59,9 +96,9 @@ class HubRows(PromptSource):
         self._in_range(indices)
         return [plain_row(self._data[i], f"Row {i} of {self.name}") for i in indices]
 
-    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
+    def check_columns(self, needed: Iterable[str]) -> None:
         filled = tuple(needed)
-        for column in (*filled, *nullable):
+        for column in filled:
             if column not in self.columns:
                 raise missing_column("Row 0", self.name, column, self.columns)
         for column in filled:
@@ -134,8 +171,8 @@ class ReasoningGymRows(PromptSource):
         digests = (xxhash.xxh3_64_intdigest(str(i).encode(), seed=seed) for i in range(len(self)))
         return np.fromiter(digests, np.uint64, len(self))
 
-    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
-        for column in (*needed, *nullable):
+    def check_columns(self, needed: Iterable[str]) -> None:
+        for column in needed:
             if column not in self.columns:
                 raise missing_column("Row 0", self.name, column, self.columns)
 

@@ -66,12 +66,12 @@ class JsonLines(PromptSource):
         )
         return [self._parse(line, index) for line, index in zip(lines, indices, strict=True)]
 
-    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
-        filled, present = tuple(needed), tuple(nullable)
+    def check_columns(self, needed: Iterable[str]) -> None:
+        filled = tuple(needed)
         lines = (line for line in self._lines() if line.strip())
         for index, line in enumerate(lines):
             row = self._parse(line, index)
-            for column in (*filled, *present):
+            for column in filled:
                 if column not in row:
                     raise missing_column(self._row_name(index), self.name, column, row)
             for column in filled:
@@ -143,9 +143,9 @@ class ParquetRows(PromptSource):
                 found[place] = plain_row(row, f"Row {indices[place]} of {self.name}")
         return [found[place] for place in range(len(indices))]
 
-    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
+    def check_columns(self, needed: Iterable[str]) -> None:
         filled = tuple(needed)
-        for column in (*filled, *nullable):
+        for column in filled:
             if column not in self.columns:
                 raise missing_column("Row 0", self.name, column, self.columns)
         for group in range(self._file.num_row_groups):

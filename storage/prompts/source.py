@@ -34,11 +34,8 @@ class PromptSource(ABC):
         """The rows with these numbers, in this order; IndexError for a number out of range."""
 
     @abstractmethod
-    def check_columns(self, needed: Iterable[str], nullable: Iterable[str] = ()) -> None:
-        """ValueError that names the first row without one of these columns, and the column.
-
-        A null counts as missing in `needed`, not in `nullable`.
-        """
+    def check_columns(self, needed: Iterable[str]) -> None:
+        """ValueError that names the first row without a value in one of these columns."""
 
     def row_digests(self) -> np.ndarray:
         """What tells rows apart wherever they stand: uint64 [rows], of each row's content."""

@@ -96,9 +96,8 @@ class Commit(Record):
     # What the update was made with besides the algorithm: settings, seed, ranks.
     update: dict[str, JsonValue] = Field(default_factory=dict)
     metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number
-    attempts: list[dict[str, JsonValue]] = Field(
-        default_factory=list
-    )  # of its tasks, as they ended
+    # Of its tasks, as they ended.
+    attempts: list[dict[str, JsonValue]] = Field(default_factory=list)
     epoch: int = 0  # fencing token of the lease under which it was made
     committed_at: float = Field(default_factory=time.time)  # seconds since 1970
     parent_digest: str | None = None  # of the parent's commit.json; filled in by `commit`

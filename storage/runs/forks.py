@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs import snapshots
-from storage.runs.commit_log import Commit, head, read_commit, read_commit_digest
+from storage.runs.commit_log import head, read_commit, read_commit_digest
 from storage.runs.origins import Origin, committer, origin_of, parent_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_manifest
@@ -87,12 +87,6 @@ def check_state(run: RunStore, version: int) -> None:
     for step in range((0 if base is None else base.version) + 1, version + 1):
         for key in read_commit(run, step).refs["batch"].objects:
             run.store.size(key)
-
-
-def inherited(run: RunStore) -> Commit | None:
-    """The commit with which a run that has none of its own begins; None without an origin."""
-    origin = origin_of(run)
-    return None if origin is None else read_commit(parent_of(run, origin), origin.step)
 
 
 def shared_weights(run: RunStore) -> WeightsRef | None:

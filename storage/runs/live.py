@@ -1,4 +1,4 @@
-"""Where a run goes on now, and whether all of it is done: small records beside its commits.
+"""Which flow works on a run (live.json), and whether all of it is done (end.json).
 
 live.json tells commands in another terminal which flow works on the run. It may be of a flow that
 has ended; who writes the run now is in storage/runs/run_lease.py.

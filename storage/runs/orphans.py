@@ -7,15 +7,13 @@ sample otherwise; and what no commit names is only in the way of whoever pays fo
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 
 from storage.objects.errors import ObjectMissing
 from storage.runs import commit_log as commits
-from storage.runs.run_store import DATA_SUFFIX, RunStore
+from storage.runs.run_store import DATA_SUFFIX, TRAINED_ROLES, RunStore
 from storage.runs.snapshots import MARKER
 from storage.runs.weights import MANIFEST, open_manifest_at
-
-VERSION_FOLDER = re.compile(r"v(\d+)")
 
 
 def clear(run: RunStore, head: int) -> list[str]:
@@ -24,9 +22,10 @@ def clear(run: RunStore, head: int) -> list[str]:
     `head`: the last committed step. Only under the run's lease, while none of its engines works.
     Finished shards of the step after it stay: the next try reuses them.
     """
-    removed = []
-    for keys, marker in [*_uncommitted(run, head), *((keys, "") for keys in _unnamed(run, head))]:
-        first = [key for key in keys if marker and key.endswith(marker)]
+    removed = orphans(run, head)
+    run.store.delete(removed)
+    for keys, marker in _uncommitted(run, head):
+        first = [key for key in keys if key.endswith(marker)]
         run.store.delete(first)  # readers trust the marker
         run.store.delete([key for key in keys if key not in first])
         removed += keys
@@ -34,37 +33,29 @@ def clear(run: RunStore, head: int) -> list[str]:
     return removed
 
 
-def orphans(run: RunStore, head: int) -> list[str]:
-    """Keys of the committed steps and versions that nothing names."""
-    return [key for keys in _unnamed(run, head) for key in keys]
-
-
 def _uncommitted(run: RunStore, head: int) -> list[tuple[list[str], str]]:
     """The files of versions and snapshots beyond `head`, each with the name of its marker."""
-    found = []
-    for name in run.store.children(f"{run.run}/weights"):
-        match = VERSION_FOLDER.fullmatch(name)
-        if match and int(match[1]) > head:
-            found.append((run.store.list(run.weights_key(int(match[1]))), MANIFEST))
-    for name in run.store.children(f"{run.run}/state"):
-        if name.isdigit() and int(name) > head:
-            found.append((run.store.list(run.state_key(int(name))), MARKER))
+    versions = [run.weights_key(version) for version in run.versions() if version > head]
+    found = [(run.store.list(key), MANIFEST) for key in versions]
+    for role in TRAINED_ROLES:
+        trained = replace(run, role=role)
+        states = [trained.state_key(step) for step in trained.state_steps() if step > head]
+        found += [(run.store.list(key), MARKER) for key in states]
     return found
 
 
-def _unnamed(run: RunStore, head: int) -> list[list[str]]:
-    """What dead attempts wrote beside what counts, folder by folder."""
+def orphans(run: RunStore, head: int) -> list[str]:
+    """What dead attempts wrote beside the committed steps and versions: keys that nothing names."""
     found = []
-    for name in run.store.children(f"{run.run}/weights"):
-        match = VERSION_FOLDER.fullmatch(name)
-        if match and int(match[1]) <= head:
-            found.append(_beside_manifest(run, int(match[1])))
-    for name in run.store.children(f"{run.run}/steps"):
-        if name.isdigit() and int(name) <= head:
-            named = commits.read_commit(run, int(name)).objects
-            keys = run.store.list(run.step_key(int(name)))
-            found.append([key for key in keys if key.endswith(DATA_SUFFIX) and key not in named])
-    return [keys for keys in found if keys]
+    for version in run.versions():
+        if version <= head:
+            found += _beside_manifest(run, version)
+    for step in run.steps():
+        if step <= head:
+            named = commits.read_commit(run, step).objects
+            keys = run.store.list(run.step_key(step))
+            found += [key for key in keys if key.endswith(DATA_SUFFIX) and key not in named]
+    return found
 
 
 def _beside_manifest(run: RunStore, version: int) -> list[str]:

@@ -9,7 +9,6 @@ reader sees all of a thing or nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from storage.runs.snapshots import MARKER, Snapshot
 from storage.runs.weights import MANIFEST
 
 FORMAT = "refrain.retention/1"
-VERSION_FOLDER = re.compile(r"v(\d+)")
 
 
 def sweep(
@@ -65,11 +63,10 @@ def _sweep_snapshots(run: RunStore, kept: list[Snapshot], stay: Collection[int])
     """Snapshots older than the kept ones, and unfinished ones older than the newest of them."""
     if not kept:
         return []
-    folder = run.state_folder
     removed = []
-    for name in run.store.children(folder):
-        if name.isdigit() and int(name) not in stay and int(name) < kept[-1].step:
-            removed += _remove(run, run.store.list(f"{folder}/{name}"), MARKER)
+    for step in run.state_steps():
+        if step not in stay and step < kept[-1].step:
+            removed += _remove(run, run.store.list(run.state_key(step)), MARKER)
     return removed
 
 
@@ -85,10 +82,7 @@ def _sweep_versions(
     made = [committer(run, snapshot.step) for snapshot in kept if snapshot.step > 0]
     named += [commits.read_commit(owner, step).version_out for owner, step in made]
     stay = {ref.version for ref in named} | set(tagged)
-    folder = f"{run.run}/weights"
-    found = [VERSION_FOLDER.fullmatch(name) for name in run.store.children(folder)]
-    versions = sorted(int(match[1]) for match in found if match)
-    published = [version for version in versions if version <= last.version_out.version]
+    published = [version for version in run.versions() if version <= last.version_out.version]
     stay.update(published[-keep_versions:])
     removed = []
     for version in published:
@@ -100,7 +94,7 @@ def _sweep_versions(
 def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin]) -> list[str]:
     """The stage results of the steps before `first_kept` that no kept commit or child names."""
     done = _swept(run)
-    old = [step for step in _steps(run) if done <= step < first_kept]
+    old = [step for step in run.steps() if done <= step < first_kept]
     if not old:
         return []
     needed: set[str] = set()
@@ -118,10 +112,6 @@ def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin])
     record = {"steps_below": done if spared else first_kept, "batches_below": first_kept}
     run.store.write(_swept_key(run), documents.encode(FORMAT, record))
     return removed
-
-
-def _steps(run: RunStore) -> list[int]:
-    return [int(name) for name in run.store.children(f"{run.run}/steps") if name.isdigit()]
 
 
 def _swept_key(run: RunStore) -> str:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,6 +19,8 @@ from storage.objects.store import Store
 RUN_FORMAT = "refrain.run/2"
 STAGE_FORMAT = "refrain.stage/1"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+VERSION_FOLDER = re.compile(r"v\d+")
+TRAINED_ROLES = ("actor", "critic")  # whose trainers have snapshots
 DATA_SUFFIX = ".safetensors"
 
 
@@ -72,6 +74,19 @@ class RunStore:
         """The folder of the trainer snapshot after a step."""
         return f"{self.state_folder}/{step:06d}"
 
+    def versions(self) -> list[int]:
+        """Policy versions that have a folder, finished or not, ascending."""
+        names = self.store.children(f"{self.run}/weights")
+        return sorted(int(name[1:]) for name in names if VERSION_FOLDER.fullmatch(name))
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder, committed or not, ascending."""
+        return _numbers(self.store.children(f"{self.run}/steps"))
+
+    def state_steps(self) -> list[int]:
+        """Steps that have a folder of the role's trainer snapshot, finished or not, ascending."""
+        return _numbers(self.store.children(self.state_folder))
+
     def write_run(self, record: Mapping[str, object]) -> None:
         """Store run.json: the resolved settings, code version, seed."""
         self.store.write(self.run_json_key, documents.encode(RUN_FORMAT, record))
@@ -98,11 +113,8 @@ class RunStore:
 
     def finished(self, key: str) -> dict[str, object] | None:
         """The record with which the stage result `key` was finished; None when it was not."""
-        return self._read(_marker(key), STAGE_FORMAT)
-
-    def _read(self, key: str, form: str) -> dict[str, object] | None:
         try:
-            return documents.read(self.store, key, form)
+            return documents.read(self.store, _marker(key), STAGE_FORMAT)
         except ObjectMissing:
             return None
 
@@ -115,6 +127,10 @@ def _from_version_1(record: dict[str, object]) -> dict[str, object]:
 
 
 RUN_READERS: dict[str, documents.Reader] = {RUN_FORMAT: dict, "refrain.run/1": _from_version_1}
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def _marker(key: str) -> str:

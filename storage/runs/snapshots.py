@@ -1,6 +1,6 @@
-"""Snapshots of the trainer's state: folders that torch.distributed.checkpoint writes, and markers.
+"""Snapshots of the trainer's state: folders of files, and the markers that make them count.
 
-The engines write the files below `folder(run, step)` (see `address` for where that is); `mark`
+The engines write the files below `RunStore.state_key(step)` (engines/train/checkpoint.py); `mark`
 then lists them in marker.json, the last file. A snapshot without a marker does not exist. `base_of`
 says from which one the state of a version is rebuilt, which may be one of the parent run.
 """
@@ -13,7 +13,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict
 
 from storage.objects import documents
-from storage.objects.digests import Digester, digest
+from storage.objects.digests import digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.runs.origins import origin_of, parent_of
 from storage.runs.run_store import RunStore
@@ -23,7 +23,6 @@ FORMAT = "refrain.snapshot/1"
 MARKER = "marker.json"
 STATE_FORMAT = "refrain.state/1"  # of the index of the tensors' pieces
 INDEX = "index.json"
-WINDOW_BYTES = 64 * 2**20  # read at once to make digests
 
 
 class StateFile(BaseModel):
@@ -32,7 +31,7 @@ class StateFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     nbytes: int
-    digest: str | None  # None where it was not made
+    digest: str | None  # None where index.json has the digests
 
 
 class Snapshot(BaseModel):
@@ -42,47 +41,27 @@ class Snapshot(BaseModel):
 
     step: int
     key: str  # folder, relative to the store
-    policy: WeightsRef | None  # the version that the state makes, where the writer knows it
     files: dict[str, StateFile]  # by path below the folder
 
 
-def address(run: RunStore, step: int) -> str:
-    """Where torch.distributed.checkpoint writes: a path for local stores, an fsspec URL for others
-    (whose file system takes `run.store.options`).
-    """
-    return run.store.url(run.state_key(step)).removeprefix("file://")
-
-
-def mark(
-    run: RunStore, step: int, policy: WeightsRef | None = None, digests: bool = True
-) -> Snapshot:
+def mark(run: RunStore, step: int) -> Snapshot:
     """List the files that were written and make the snapshot count. The first mark stands.
 
-    With `digests` every file is read back once, so that `check` can find damage later; without,
-    only missing and truncated files. Raises StoreError when there are no files.
+    Raises StoreError when there are no files.
     """
     key = run.state_key(step)
     files = {}
     for path in run.store.list(key):
         name = path.removeprefix(f"{key}/")
         if name != MARKER:
-            nbytes = run.store.size(path)
-            made = _digest(run, path, nbytes) if digests else None
-            files[name] = StateFile(nbytes=nbytes, digest=made)
+            files[name] = StateFile(nbytes=run.store.size(path), digest=None)
     if not files:
         raise StoreError(f"There is nothing below {run.store.url(key)} to mark as a snapshot.")
-    snapshot = Snapshot(step=step, key=key, policy=policy, files=files)
+    snapshot = Snapshot(step=step, key=key, files=files)
     data = documents.encode(FORMAT, snapshot.model_dump(mode="json"))
     if run.store.create(f"{key}/{MARKER}", data):
         return snapshot
     return read(run, step)
-
-
-def _digest(run: RunStore, key: str, nbytes: int) -> str:
-    total = Digester()
-    for start in range(0, nbytes, WINDOW_BYTES):
-        total.update(run.store.read_ranges([(key, start, min(start + WINDOW_BYTES, nbytes))])[0])
-    return total.digest()
 
 
 def read(run: RunStore, step: int) -> Snapshot:
@@ -93,15 +72,7 @@ def read(run: RunStore, step: int) -> Snapshot:
 
 def snapshots(run: RunStore) -> list[int]:
     """Steps that have a marked snapshot, ascending."""
-    folder = run.state_folder
-    names = [name for name in run.store.children(folder) if name.isdigit()]
-    return sorted(int(n) for n in names if run.store.exists(f"{folder}/{n}/{MARKER}"))
-
-
-def latest(run: RunStore, up_to: int) -> Snapshot | None:
-    """The newest snapshot whose step is at most `up_to`; None when there is none."""
-    found = [step for step in snapshots(run) if step <= up_to]
-    return read(run, found[-1]) if found else None
+    return [n for n in run.state_steps() if run.store.exists(f"{run.state_key(n)}/{MARKER}")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,17 +113,6 @@ def has_base(run: RunStore, version: int) -> bool:
     except ObjectMissing:
         return False
     return True
-
-
-def check(run: RunStore, snapshot: Snapshot) -> None:
-    """Compare every file with the marker. Raises ObjectMissing, ObjectDamaged naming the file."""
-    for name, file in snapshot.files.items():
-        key = f"{snapshot.key}/{name}"
-        found = run.store.size(key)
-        if found != file.nbytes:
-            raise ObjectDamaged(f"Object {key} is damaged: {found} bytes of {file.nbytes}.")
-        if file.digest is not None and _digest(run, key, file.nbytes) != file.digest:
-            raise ObjectDamaged(f"Object {key} is damaged: its digest does not match.")
 
 
 def check_pieces(run: RunStore, folder: str) -> None:

@@ -275,19 +275,17 @@ def open_manifest(store: Store, ref: WeightsRef) -> Manifest:
     return manifest
 
 
-def stream(
-    store: Store, ref: WeightsRef, verify: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
+def stream(store: Store, ref: WeightsRef) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a version, in the order in which they were published.
 
     From local files they map the file's pages privately, without a copy; from elsewhere at most
-    two windows of 64 MiB are held beside what the caller keeps. With `verify` each tensor's digest
-    is checked. Raises ObjectMissing, and ObjectDamaged naming the tensor.
+    two windows of 64 MiB are held beside what the caller keeps. Each tensor's digest is checked:
+    raises ObjectMissing, and ObjectDamaged naming the tensor.
     """
     manifest = open_manifest(store, ref)
     for names, views in _read_ahead(store, ref.key, manifest):
         for name in names:
-            yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name), verify)
+            yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name))
 
 
 def _read_ahead(
@@ -327,13 +325,11 @@ def _read(store: Store, key: str, manifest: Manifest, names: list[str]) -> dict[
     return dict(zip(names, store.read_ranges(ranges), strict=True))
 
 
-def _tensor(
-    key: str, name: str, entry: TensorEntry, view: memoryview, verify: bool
-) -> torch.Tensor:
+def _tensor(key: str, name: str, entry: TensorEntry, view: memoryview) -> torch.Tensor:
     where = f"tensor {name!r} of object {key}/{entry.file}"
     if view.nbytes < entry.stop - entry.start:
         raise ObjectDamaged(f"The {where} is damaged: the object ends within it.")
-    if verify and digest(view) != entry.digest:
+    if digest(view) != entry.digest:
         raise ObjectDamaged(f"The {where} is damaged: its digest does not match.")
     import numpy as np
 

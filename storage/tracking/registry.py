@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from storage.tracking.tracker import RUN_TAG, STORE_TAG, Tracker
+from storage.tracking.tracked_run import RUN_TAG, STORE_TAG
+from storage.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -1,11 +1,16 @@
-"""What a run's page in MLflow says of the run and its data."""
+"""What a run's page in MLflow says of the run and its data, and how: as parameters and tags."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from storage.objects.json_values import JsonValue
+
+RUN_TAG = "refrain.run"
+STORE_TAG = "refrain.store"
+LONGEST_PARAM = 500  # characters of a setting shown among the parameters; config.yaml has it whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +36,32 @@ class TrackedRun:
     flow_run_url: str | None = None  # of its page on Prefect's dashboard
     forked_from: str | None = None  # run in the same store that this one continues from
     forked_at: int | None = None  # its step
+
+
+def flatten(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted names and short text; lists as JSON."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            short = text if len(text) <= LONGEST_PARAM else f"{text[: LONGEST_PARAM - 1]}…"
+            flat[f"{prefix}{key}"] = short
+    return flat
+
+
+def tags_of(tracked: TrackedRun) -> dict[str, str]:
+    """The tags of the run's page."""
+    tags = {
+        RUN_TAG: tracked.run,
+        STORE_TAG: tracked.store_uri,
+        "refrain.forked_from": tracked.forked_from,
+        "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
+        "prefect.flow_run_id": tracked.flow_run_id,
+        "prefect.flow_run_url": tracked.flow_run_url,
+        "mlflow.source.name": "refrain",
+    }
+    if tracked.flow_run_url is not None:
+        tags["mlflow.note.content"] = f"[Prefect flow run]({tracked.flow_run_url})"
+    return {name: value for name, value in tags.items() if value is not None}

@@ -26,20 +26,24 @@ import yaml
 
 from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
-from storage.tracking.tracked_run import TrackedData, TrackedRun
+from storage.tracking.tracked_run import (
+    RUN_TAG,
+    STORE_TAG,
+    TrackedData,
+    TrackedRun,
+    flatten,
+    tags_of,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
 _SQLITE = "sqlite:///"
-_LONGEST_PARAM = 500  # characters of a setting shown among the parameters; config.yaml has it whole
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
 _DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
 
-RUN_TAG = "refrain.run"
-STORE_TAG = "refrain.store"
 LAST_STEP_TAG = "refrain.last_step"
 
 
@@ -87,7 +91,7 @@ class Tracker:
             self._model_name = self._config.registered_model or tracked.model_name
             experiment = self._experiment()
             self._run = self._find(experiment, tracked.run, tracked.store_uri)
-            tags = _tags(tracked)
+            tags = tags_of(tracked)
             if tracked.forked_from is not None:
                 parent = self._find(experiment, tracked.forked_from, tracked.store_uri)
                 if parent is not None:
@@ -273,9 +277,8 @@ class Tracker:
 
         client, name = self._started, self._config.experiment
         place = None
-        if (
-            self._database is not None
-        ):  # MLflow's own default is ./mlruns, wherever a run is started
+        if self._database is not None:
+            # MLflow's own default is ./mlruns, wherever a run is started.
             place = (self._database.parent / "mlartifacts" / name).as_uri()
         if (known := client.get_experiment_by_name(name)) is None:
             try:
@@ -326,34 +329,6 @@ class Tracker:
         )
         tags = [InputTag("mlflow.data.context", "training")]
         self._started.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
-
-
-def flatten(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and short text; lists as JSON."""
-    flat: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            short = text if len(text) <= _LONGEST_PARAM else f"{text[: _LONGEST_PARAM - 1]}…"
-            flat[f"{prefix}{key}"] = short
-    return flat
-
-
-def _tags(tracked: TrackedRun) -> dict[str, str]:
-    tags = {
-        RUN_TAG: tracked.run,
-        STORE_TAG: tracked.store_uri,
-        "refrain.forked_from": tracked.forked_from,
-        "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
-        "prefect.flow_run_id": tracked.flow_run_id,
-        "prefect.flow_run_url": tracked.flow_run_url,
-        "mlflow.source.name": "refrain",
-    }
-    if tracked.flow_run_url is not None:
-        tags["mlflow.note.content"] = f"[Prefect flow run]({tracked.flow_run_url})"
-    return {name: value for name, value in tags.items() if value is not None}
 
 
 def _shown(name: str) -> str:

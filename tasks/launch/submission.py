@@ -27,6 +27,7 @@ from configs.flows import command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.storage import StoreConfig
+from engines.clusters.slurm_jobs import BusySlurm as BusySlurm
 from engines.clusters.slurm_jobs import Task, listed, slurm_says
 from engines.processes.node_process import python_path
 from storage.objects.store import Store

@@ -11,7 +11,7 @@ from configs.overrides import ConfigError
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.origins import Origin

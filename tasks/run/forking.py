@@ -8,7 +8,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from storage.runs.forks import NoSuchOrigin, begin_at
 from storage.runs.origins import Origin, committer, origin_of, parent_of
 from storage.runs.run_store import RunStore

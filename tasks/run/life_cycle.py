@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from storage.runs.live import DataOver, End, write_end
 from storage.runs.orphans import clear
 from storage.runs.seen_rows import write_rows

@@ -18,7 +18,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit, Ledger, head, read_commit
 from storage.runs.forks import pin

@@ -10,7 +10,7 @@ from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PROBE_ROWS
 from engines.model_facts import token_counts
 from engines.rewards.runner import check_rewards
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 
 ROWS = 1024  # first rows whose prompts are looked at one by one

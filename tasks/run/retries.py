@@ -17,7 +17,7 @@ from prefect.states import State
 from prefect.tasks import exponential_backoff
 
 from engines.failures import InfrastructureError
-from storage.objects.store import StoreUnavailable
+from storage.objects.errors import StoreUnavailable
 from tasks.reporting import events
 from tasks.reporting.attempts import Attempt
 

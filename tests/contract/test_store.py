@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from storage.objects.store import Conflict, ObjectMissing, Store, StoreError
+from storage.objects.errors import Conflict, ObjectMissing, StoreError
+from storage.objects.store import Store
 
 
 def test_what_is_written_is_read(store: Store) -> None:

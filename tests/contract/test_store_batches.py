@@ -10,7 +10,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.store import ObjectMissing, Store, StoreError
+from storage.objects.errors import ObjectMissing, StoreError
+from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import publish, stream
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from storage.batches.writing import Jagged, write_batch
-from storage.objects import backoff as retries
+from storage.objects import errors as retries
 from storage.objects.errors import Conflict, StoreError, StoreUnavailable
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER

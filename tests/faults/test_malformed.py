@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from storage.audit.audit_objects import Read, check_snapshot
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.digests import canonical, digest
@@ -91,7 +92,7 @@ def read_all(run: RunStore) -> None:
         for _ in stream(run.store, record.version_out):
             pass
     for step in snapshots.snapshots(run):
-        snapshots.check(run, snapshots.read(run, step))
+        check_snapshot(run, run.state_key(step), Read())
         load_snapshot(run, step, {"w": torch.zeros(64)}, group())
 
 

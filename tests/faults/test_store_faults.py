@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from storage.batches.writing import write_batch
-from storage.objects import backoff as retries
+from storage.objects import errors as retries
 from storage.objects.errors import StoreUnavailable
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head

@@ -22,7 +22,7 @@ from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Rewa
 from engines.rewards.builtin import extract
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, Scores, check_rewards, load_rewards
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 
 # Written as for TRL's GRPOTrainer; a completion's text says how it misbehaves.
 FUNCTIONS = """
@@ -632,7 +632,7 @@ def test_an_unknown_task_is_refused_without_being_imported_here(
         from configs.data import DataConfig, ReasoningGymSource
         from configs.rewards import FunctionReward, RewardsConfig
         from engines.rewards.runner import check_rewards
-        from storage.prompts.open_source import open_source
+        from storage.prompts.datasets import open_source
         sys.path.insert(0, {str(tmp_path)!r})
         rewards = RewardsConfig(functions=[FunctionReward(path="my_rewards:length")])
         data = DataConfig(source=ReasoningGymSource(task="chain_sums"))

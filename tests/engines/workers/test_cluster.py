@@ -112,7 +112,7 @@ def test_control_passes_calls_that_fill_the_worker(cluster, solo):
     build(cluster, solo)
     first = in_thread(call, cluster, solo, "nap", seconds=3.0)
     running(cluster, solo, 1)
-    assert calls.control(cluster, solo, "role", "environ", {"name": "OMP_NUM_THREADS"}) == "2"
+    assert calls.control(cluster, solo, "role", "threads") == 2
     assert len(calls.status_of(cluster, solo).running) == 1  # still the nap
     first()
 

@@ -14,7 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from storage.batches import reading
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
-from storage.objects.store import GAP_BYTES, ObjectDamaged, ObjectMissing, Store, merge_ranges
+from storage.objects.cache import merge_ranges
+from storage.objects.errors import ObjectDamaged, ObjectMissing
+from storage.objects.store import GAP_BYTES, Store
 
 
 class Recording(MemoryFileSystem):

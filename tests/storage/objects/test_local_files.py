@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.objects.store import Store, StoreError
+from storage.objects.errors import StoreError
+from storage.objects.store import Store
 
 WRITER = """
 import os, sys
@@ -56,7 +57,8 @@ def test_a_killed_writer_leaves_nothing_to_read(store: Store, call: str) -> None
 
 SWAPPER = """
 import sys
-from storage.objects.store import Conflict, Store
+from storage.objects.errors import Conflict
+from storage.objects.store import Store
 
 store, won = Store(sys.argv[1]), 0
 while True:

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from configs.data import DataConfig, FileSource, HubSource, ReasoningGymSource
 from storage.objects.json_values import pack, unpack
 from storage.prompts.cursor import Cursor, Exhausted, draw, epoch_order
-from storage.prompts.datasets import ReasoningGymRows
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import ReasoningGymRows, open_source
 
 ROWS = [
     {"question": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(25)
@@ -113,7 +112,7 @@ def test_parquet_names_the_row_without_a_value(tmp_path: Path) -> None:
     rows = [{"q": str(i), "a": None if i == 9 else "x"} for i in range(12)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=5)
     source = open_source(FileSource(path=str(tmp_path / "rows.parquet")))
-    source.check_columns(["q"], nullable=["a"])
+    source.check_columns(["q"])
     with pytest.raises(ValueError, match="Row 9 .* no value in column 'a'"):
         source.check_columns(["q", "a"])
     with pytest.raises(ValueError, match="no column 'b'; its columns are: a, q"):
@@ -331,7 +330,7 @@ def test_an_order_is_not_writable() -> None:
 
 def test_importing_loads_no_data_library() -> None:
     program = (
-        "import sys, storage.prompts.open_source, storage.prompts.cursor, storage.tracking.tracker, storage.tracking.plots, "
+        "import sys, storage.prompts.datasets, storage.prompts.cursor, storage.tracking.tracker, storage.tracking.plots, "
         "engines.rewards.runner, engines.data.chat_template; "
         "print([m for m in ('torch', 'transformers', 'pyarrow', 'datasets', 'reasoning_gym', "
         "'mlflow', 'matplotlib', 'sympy') if m in sys.modules])"

@@ -14,7 +14,7 @@ from storage.runs.commit_log import (
     read_commit,
     read_commit_digest,
 )
-from storage.runs.forks import NoSuchOrigin, begin_at, inherited, pin, pins, shared_weights
+from storage.runs.forks import NoSuchOrigin, begin_at, pin, pins, shared_weights
 from storage.runs.origins import FIELD, ancestry, committer, origin_of, start_of
 from storage.runs.retention import sweep
 from storage.runs.run_store import RunStore
@@ -76,7 +76,6 @@ def test_a_forks_chain_goes_on_from_the_parents(parent: RunStore) -> None:
     child = child_of(parent, "child", 4)
     assert start_of(child) == 4
     assert head(child) is None
-    assert inherited(child) == read_commit(parent, 4)
     weights = shared_weights(child)
     assert weights == read_commit(parent, 4).version_out
     with pytest.raises(Conflict, match="follows step 5, but the last committed step is 4"):

@@ -9,7 +9,7 @@ import pytest
 
 from configs.data import DataConfig, FileSource, ReasoningGymSource
 from storage.prompts.cursor import Cursor, draw, drawn
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_at, seen_before, unseen, write_rows, write_seen

@@ -88,10 +88,9 @@ def test_damage_names_the_tensor(store: Store) -> None:
         ObjectDamaged, match=r"tensor 'layer\.3\.weight' of object run/weights/v000000/model"
     ):
         list(stream(store, ref))
-    assert len(list(stream(store, ref, verify=False))) == 6
     path.write_bytes(good[: entry.start + 3])
     with pytest.raises(ObjectDamaged, match=r"tensor 'layer\.3\.weight'.* ends within it"):
-        list(stream(store, ref, verify=False))
+        list(stream(store, ref))
     path.unlink()
     with pytest.raises(ObjectMissing, match=entry.file):
         list(stream(store, ref))

@@ -15,7 +15,7 @@ from configs.recipe import load_recipe
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor, draw
-from storage.prompts.open_source import open_source
+from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit, commit
 from storage.runs.origins import FIELD, origin_of
