@@ -1,7 +1,7 @@
 """The batch scripts of the pools' job arrays, made by dask-jobqueue in a process of its own.
 
-dask-jobqueue sets a handler for Ctrl-C when it is imported (0.9.0, dask_jobqueue/runner.py), which
-would replace the flow's and works in a main thread only.
+dask-jobqueue 0.9.0 sets a handler for Ctrl-C when it is imported, which would replace the flow's and
+works in a main thread only (https://github.com/dask/dask-jobqueue/issues/696; mended after 0.9.0).
 """
 
 from __future__ import annotations

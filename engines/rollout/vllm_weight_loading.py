@@ -48,7 +48,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
     """Streams a version's tensors, each one verified, into the model, layer by layer.
 
     Loading goes through vLLM's layerwise reload: on CPU the weights of a running model are
-    repacked, and plain loading into them fails.
+    repacked, and plain loading into them fails (vLLM 0.32; not reported).
     """
 
     init_info_cls = StoreAddress
@@ -63,7 +63,8 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class's method synchronises torch.accelerator, which a CPU build does not have.
+        # The base class's method synchronises torch.accelerator, which a CPU build does not have
+        # (vLLM 0.32; not reported).
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             import torch

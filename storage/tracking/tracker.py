@@ -351,7 +351,10 @@ def _as_tracking_errors(uri: str) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a file lock: MLflow 3.17 does not guard a database's first migration against another's."""
+    """Hold a file lock: MLflow 3.17 does not guard a database's first migration against another's.
+
+    Not reported to MLflow; seen by others: https://github.com/daizutabi/hydraflow/issues/245
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -139,7 +139,7 @@ def prefect_server(home: Path) -> Iterator[str]:
     """Run the body against a Prefect server; yields the dashboard's address.
 
     Step flows keep no heartbeat: each synchronous flow would otherwise wait for it on exit, up to a
-    second a step.
+    second a step, since https://github.com/PrefectHQ/prefect/pull/19641 (the wait is not reported).
     """
     api = PREFECT_API_URL.value()
     if api is not None:
