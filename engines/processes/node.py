@@ -99,7 +99,7 @@ class NodePlan(BaseModel):
         return (WORKER_IMAGE, *(self.preload if known and not gpus else ()))
 
 
-def start_fork_server(modules: Sequence[str]) -> set[int]:
+def start_fork_server(modules: Sequence[str] = (WORKER_IMAGE,)) -> set[int]:
     """Start the process that workers are forked from; returns the pids of Python's helpers.
 
     It imports Dask once for all workers, in parallel with this process: a worker starts in 0.1 s
