@@ -1,7 +1,7 @@
 """What Refrain reads of its environment, its folder too, and credentials that belong nowhere else.
 
-No other module reads a variable, or looks at the working folder. Settings are stored, shown and
-logged, so what looks like a credential is refused there.
+No other module reads a variable. Settings are stored, shown and logged, so what looks like a
+credential is refused there.
 """
 
 import os
