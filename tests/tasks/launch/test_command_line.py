@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 FLOWS = Path(__file__).parents[3] / "flows"
 COMMANDS = sorted(path.stem for path in FLOWS.glob("[!_]*.py"))
 HEAVY = ["prefect", "distributed", "torch", "transformers", "mlflow", "vllm"]
-CPU_SECONDS = 2.0  # of one command, all imports included
 RUN = """
 import runpy, sys
 sys.argv[1:] = {words}
@@ -26,7 +24,6 @@ finally:
 
 def answer(folder: Path, command: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command; the last line of its standard error names the heavy packages imported."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", RUN.format(words=list(words), command=command, heavy=HEAVY)],
         cwd=folder,
@@ -36,9 +33,6 @@ def answer(folder: Path, command: str, *words: str) -> subprocess.CompletedProce
         check=False,
         timeout=60,
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert spent < CPU_SECONDS
     assert done.stderr.splitlines()[-1] == "", "nothing heavy is imported"
     return done
 
@@ -65,11 +59,3 @@ def test_a_refused_setting_answers_at_once(command: str, word: str, tmp_path: Pa
     assert done.returncode == 2
     assert word.partition("=")[0] in done.stderr
     assert not list(tmp_path.iterdir()), "nothing was started"
-
-
-def test_a_flow_is_what_its_path_says() -> None:
-    from configs.flows import SETTINGS
-    from engines.imports import imported
-
-    for name in SETTINGS:
-        assert imported(f"flows.{name}:{name}").name == name
