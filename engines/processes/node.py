@@ -105,7 +105,8 @@ def start_fork_server(modules: Sequence[str] = (WORKER_IMAGE,)) -> set[int]:
     It imports Dask once for all workers, in parallel with this process: a worker starts in 0.1 s
     instead of 2 s. The engines' libraries take 7 s of CPU, once instead of in each worker.
     """
-    os.environ[VISIBLE_GPUS] = ""  # a worker gets its own; here nobody may open one
+    if len(modules) > 1:  # then no worker has a GPU, and no library may open one here
+        os.environ[VISIBLE_GPUS] = ""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     forkserver.ensure_running()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from configs.cluster.cluster import ClusterConfig, PoolConfig
@@ -28,6 +32,29 @@ def test_forked_workers_have_torch_and_their_own_threads() -> None:
             assert call(cluster, worker, "threads") == threads
             assert calls.control(cluster, worker, "role", "threads") == threads
             assert call(cluster, worker, "dynamo_is_off") == (pool == "one")
+
+
+def test_a_worker_of_a_job_keeps_the_jobs_gpus() -> None:
+    """Slurm and Kubernetes give GPUs to the process that Dask's worker is forked from."""
+    code = (
+        "import multiprocessing, os\n"
+        "from engines.processes.node import start_fork_server\n"
+        "def say(): print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+        "start_fork_server()\n"
+        "say()\n"
+        "child = multiprocessing.get_context('forkserver').Process(target=os.system, "
+        "args=('echo $CUDA_VISIBLE_DEVICES',))\n"
+        "child.start(); child.join()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "3"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["3", "3"]
 
 
 @pytest.mark.parametrize(
