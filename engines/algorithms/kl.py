@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import MetricSums, mean_over
 from engines.algorithms.inputs import LOG_RATIO_BOUND, AdvantageBatch
-from engines.algorithms.metric_sums import MetricSums, mean_over
 
 K3_BOUND = 10.0  # nats, on k3 as a penalty
 

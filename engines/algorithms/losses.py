@@ -1,9 +1,9 @@
-"""Policy losses by name: how each is called and what it needs.
+"""Policy losses by name, how each is called and what it needs; and the critic's loss.
 
 A method maps a micro-batch to the loss of every token (`loss(batch, **params) -> TokenLoss`); what
 becomes of the tokens is in aggregation.py, the sum of all terms in objective.py. The methods:
 token_losses.py (one ratio per token), sequence_losses.py (one per row), token_selection_losses.py
-(tokens chosen over the whole mini-batch). The critic's loss is in value_loss.py.
+(tokens chosen over the whole mini-batch). The critic's loss, `value_loss`, is one number already.
 
 A new method is one function and one line in POLICY_LOSSES, or a user's import path to either.
 """
@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import MetricSums, Normaliser, aggregate, mean_over
 from engines.algorithms.inputs import TokenLoss
+from engines.algorithms.jagged import Rows
 from engines.algorithms.sequence_losses import geo_mean, gspo, luspo, vespo
 from engines.algorithms.token_losses import (
     cispo,
@@ -71,3 +74,55 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "gpg": PolicyLoss(loss=reinforce, ratio=False),
     "reinforce": PolicyLoss(loss=reinforce, ratio=False),
 }
+
+
+def value_loss(
+    values: Tensor,
+    returns: Tensor,
+    old_values: Tensor,
+    mask: Tensor,
+    rows: Rows,
+    normaliser: Normaliser,
+    *,
+    clip: float | None,
+    aggregation: str,
+) -> tuple[Tensor, MetricSums]:
+    """1/2 max((V - R)^2, (V_clipped - R)^2), V_clipped = clip(V, V_old - clip, V_old + clip).
+
+    PPO's, as in its reference implementation; arXiv:1707.06347.
+
+    Args:
+        values: V [T] of the critic that trains, in units of reward, with gradient.
+        returns: R [T], its targets.
+        old_values: V_old [T] of the critic before the update.
+        mask: bool [T]; what stands under False is never used.
+        rows: N rows, T tokens.
+        normaliser: the counts of the mini-batch.
+        clip: bound on a value's change, in units of reward; None: the plain squared error.
+        aggregation: a mode of `aggregate`.
+
+    Returns:
+        The loss (scalar with gradient), and as metrics the loss and means over the tokens with mask
+        1: value_clip_share (the clipped term is the larger), value_error (V - R)^2, value_mean,
+        return_mean.
+    """
+    values, returns, old_values = (
+        torch.where(mask, x, 0.0) for x in (values, returns.detach(), old_values.detach())
+    )
+    plain = (values - returns).square()
+    squares, clipped = plain, plain
+    if clip is not None:
+        bounded = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+        clipped = (bounded - returns).square()
+        squares = torch.maximum(plain, clipped)
+    loss = aggregate(0.5 * squares, mask, rows, normaliser, aggregation)
+    metrics = MetricSums(
+        means={
+            "value_clip_share": mean_over(clipped > plain, mask),
+            "value_error": mean_over(plain, mask),
+            "value_mean": mean_over(values, mask),
+            "return_mean": mean_over(returns, mask),
+        },
+        sums={"value_loss": loss.detach() / normaliser.ranks},
+    )
+    return loss, metrics

@@ -2,7 +2,7 @@
 
 Built once from a recipe (from_config.objective_of); it holds functions and numbers only. What the
 terms are is in losses.py, kl.py and rollout_correction.py; here they are put together. The critic has
-no part in it (value_loss.py).
+no part in it (losses.value_loss).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.aggregation import MetricSums, Normaliser, aggregate, mean_over
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.kl import KLPenalty
 from engines.algorithms.losses import PolicyLoss
-from engines.algorithms.metric_sums import MetricSums, mean_over
 from engines.algorithms.rollout_correction import Mismatch, Step, correct
 from engines.algorithms.rollout_correction_metrics import correction_sums, gap_sums
 

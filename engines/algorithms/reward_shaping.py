@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import MetricSums, mean_over
 from engines.algorithms.groups import Groups
 from engines.algorithms.jagged import Rows, divide
-from engines.algorithms.metric_sums import MetricSums, mean_over
 
 
 def overlong_penalty(

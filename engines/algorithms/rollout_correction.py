@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import masked_mean
 from engines.algorithms.inputs import LOG_RATIO_BOUND
 from engines.algorithms.jagged import Rows, divide
 from engines.algorithms.kl import DIVERGENCES, binary_kl, inside_trust_region
-from engines.algorithms.metric_sums import masked_mean
 
 PROBABILITY_BOUND = 1e-6  # of a token from 0 and from 1, in the binary KL of a rejection (verl)
 

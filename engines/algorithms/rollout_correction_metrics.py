@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import MetricSums, masked_mean, mean_over
 from engines.algorithms.inputs import LOG_RATIO_BOUND
 from engines.algorithms.jagged import divide
 from engines.algorithms.kl import k1, k3
-from engines.algorithms.metric_sums import MetricSums, masked_mean, mean_over
 from engines.algorithms.rollout_correction import (
     Mismatch,
     Step,

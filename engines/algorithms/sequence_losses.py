@@ -13,8 +13,8 @@ import math
 
 import torch
 
+from engines.algorithms.aggregation import mean_over
 from engines.algorithms.inputs import LOG_RATIO_BOUND, PolicyBatch, TokenLoss, ratio_metrics
-from engines.algorithms.metric_sums import mean_over
 from engines.algorithms.token_losses import clipped_surrogate
 
 GSPO_BOUND = 10.0  # nats, on log s from above only (verl)

@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import MetricSums, mean_over
 from engines.algorithms.inputs import PolicyBatch, TokenLoss, ratio_metrics
 from engines.algorithms.kl import inside_trust_region, k3
-from engines.algorithms.metric_sums import MetricSums, mean_over
 from engines.algorithms.rollout_correction import Mismatch
 
 

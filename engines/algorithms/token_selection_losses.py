@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engines.algorithms.aggregation import MetricSums, masked_mean, mean_over
 from engines.algorithms.inputs import PolicyBatch, TokenLoss, ratio_metrics
-from engines.algorithms.metric_sums import MetricSums, masked_mean, mean_over
 from engines.algorithms.token_losses import clip_sides, clipped_surrogate
 
 

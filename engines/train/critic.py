@@ -12,9 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.algorithm.algorithm import CriticConfig
-from engines.algorithms.aggregation import Normaliser
-from engines.algorithms.metric_sums import MetricSums
-from engines.algorithms.value_loss import value_loss
+from engines.algorithms.aggregation import MetricSums, Normaliser
+from engines.algorithms.losses import value_loss
 from engines.models import load_for_training
 from engines.train.micro_batch import MicroBatch, PackedBatch
 from engines.train.policy import decoder_states, packed_attention

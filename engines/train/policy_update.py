@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.train import TrainConfig
-from engines.algorithms.aggregation import Normaliser
+from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, mean_over
 from engines.algorithms.inputs import PolicyBatch
-from engines.algorithms.metric_sums import MetricSums, largest_of, mean_over
 from engines.algorithms.objective import Objective
 from engines.algorithms.rollout_correction_metrics import correction_sample_size
 from engines.train.mfu import CostModel, utilisation

@@ -8,7 +8,7 @@ from configs.algorithm.algorithm import KLConfig
 from engines.algorithms.inputs import AdvantageBatch
 from engines.algorithms.kl import KL_ESTIMATORS, penalised_rewards
 from engines.algorithms.kl_controller import adapted_coefficient
-from engines.algorithms.value_loss import value_loss
+from engines.algorithms.losses import value_loss
 from tests.parity.answers import Adapter, Answer, leaf, mode_of, normaliser, shaped
 from tests.parity.vectors import Case
 

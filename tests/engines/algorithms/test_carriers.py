@@ -5,11 +5,11 @@ import math
 import pytest
 from torch import tensor
 
+from engines.algorithms.aggregation import MetricSums
 from engines.algorithms.group_advantages import dr_grpo
 from engines.algorithms.groups import Groups
 from engines.algorithms.inputs import AdvantageBatch, PolicyBatch
 from engines.algorithms.jagged import Rows
-from engines.algorithms.metric_sums import MetricSums
 from engines.algorithms.rollout_correction import Mismatch
 from engines.algorithms.sequence_losses import gspo
 

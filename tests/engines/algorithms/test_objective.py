@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.algorithms.aggregation import Normaliser, aggregate
+from engines.algorithms.aggregation import MetricSums, Normaliser, aggregate, largest_of, mean_over
 from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import TokenLoss
 from engines.algorithms.kl_controller import adapted_coefficient
-from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
-from engines.algorithms.metric_sums import MetricSums, largest_of, mean_over
+from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss, value_loss
 from engines.algorithms.objective import Objective, high_entropy
 from engines.algorithms.token_losses import reinforce
-from engines.algorithms.value_loss import value_loss
 from tests.engines.algorithms.batches import policy_batch, vars_of
 
 

@@ -24,6 +24,7 @@ from engines.algorithms.from_config import (
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
+from engines.algorithms.losses import value_loss
 from engines.algorithms.objective import Objective
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import (
@@ -32,7 +33,6 @@ from engines.algorithms.rollout_correction_metrics import (
     gap_sums,
 )
 from engines.algorithms.sample_selection import select
-from engines.algorithms.value_loss import value_loss
 from tests.engines.algorithms.batches import (
     TOKEN_FIELDS,
     padded,
