@@ -102,11 +102,9 @@ def packed_attention(
     """Causal attention within each sequence, with the signature that transformers asks for.
 
     Args:
-        module: Not used.
+        module, attention_mask: Not used; the layout says what is attended to.
         query: [1, H, T, D] of H heads.
-        key: [1, G, T, D]; H is a multiple of G.
-        value: [1, G, T, D].
-        attention_mask: Not used: the layout says what is attended to.
+        key, value: [1, G, T, D]; H is a multiple of G.
         packed_layout: Of the T tokens, as the caller passed it to the model.
         scaling: Factor on the scores.
         sliding_window: The model's attention window in tokens; longer sequences are refused.
