@@ -27,6 +27,7 @@ from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
 from tasks.run.continue_from import NothingNew, beginning, first_cursor, fresh_rows
+from tasks.run.opening import open_run
 
 
 def write(folder: Path, numbers: range) -> PromptSource:
@@ -92,6 +93,54 @@ def test_only_unseen_rows_make_the_first_epoch(parent: RunStore, tmp_path: Path)
     assert len(seen_before(run)) == 4
     first, _ = draw(source, cursor, 5, fresh=fresh)
     assert sorted(first) == fresh
+
+
+def test_a_fork_of_a_run_that_began_with_unseen_rows_draws_those_first(
+    parent: RunStore, tmp_path: Path
+) -> None:
+    source = write(tmp_path, range(9))
+    config = settings(tmp_path, "continue_from=parent")
+    run, cursor = begun(parent, "child", config)
+    record = {"config": config.model_dump(mode="json"), "flow": "flows.grpo:grpo"}
+    origin = origin_of(run)
+    assert origin is not None
+    run.write_run({**record, FIELD: origin.model_dump(mode="json")})
+    version = publish(parent.store, "child", 1, [("w", torch.ones(2))], {})
+    _, cursor = draw(source, cursor, 2, fresh=fresh_rows(cursor, source, seen_before(run)))
+    batch = write_batch(run.store, run.stage_key(1, "b", 1, "k"), {"x": [1.0]})
+    commit(
+        run,
+        Commit(
+            step=1,
+            parent=0,
+            refs={"batch": batch},
+            version_in=version,
+            version_out=version,
+            cursor=cursor.to_json(),
+        ),
+    )
+    before = run.store.list("")
+    opened = open_run("flows.grpo:grpo", settings(tmp_path), fork="child@1")
+    assert (opened.start, opened.first, opened.resumed) == (1, cursor, False)
+    rest, _ = draw(source, opened.first, 3, fresh=fresh_rows(opened.first, source, opened.seen))
+    assert len(rest) == 3 and {6, 7, 8} & set(rest)
+    assert run.store.list("") == before  # opening only reads
+
+
+@pytest.mark.parametrize(
+    ("words", "left"), [(["continue_data=unseen"], 5), (["continue_data=restart"], 9)]
+)
+def test_new_rows_that_make_no_step_are_too_little(
+    parent: RunStore, tmp_path: Path, words: list[str], left: int
+) -> None:
+    write(tmp_path, range(9))
+    short = ["data.epochs=1", "prompts_per_step=10"]
+    with pytest.raises(NothingNew, match=f"data.epochs = 1 leaves {left} prompts .* takes 10"):
+        open_run("flows.grpo:grpo", settings(tmp_path, "continue_from=parent", *short, *words))
+    with pytest.raises(ConfigError, match="leaves 9 prompts .* or data.last_step = partial"):
+        open_run("flows.grpo:grpo", settings(tmp_path, *short))
+    partial = settings(tmp_path, *short, "data.last_step=partial")
+    assert open_run("flows.grpo:grpo", partial).first.position == 0
 
 
 def test_with_nothing_new_there_is_nothing_to_do(parent: RunStore, tmp_path: Path) -> None:
