@@ -63,10 +63,7 @@ def load_flow(path: str) -> Flow[..., Any]:
         try:
             found = imported(path)
         except ValueError as error:
-            raise ConfigError(
-                f"The flow {path} cannot be imported ({error}) Name it package.module:function, and "
-                "work in the folder that holds the package or set PYTHONPATH to it."
-            ) from error
+            raise ConfigError(f"The flow {path} cannot be imported: {error}") from error
     if not isinstance(found, Flow):
         raise ConfigError(f"{path} is no flow. Name a function with Prefect's @flow.")
     return found

@@ -105,7 +105,7 @@ def test_a_flow_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "patience" in settings_class(found).model_fields
     assert path_of(load_flow("ppo")) == "flows.ppo:ppo"
     for path, reason in (
-        ("nowhere:flow", "The flow nowhere:flow cannot be imported .*No module named 'nowhere'"),
+        ("nowhere:flow", "The flow nowhere:flow cannot be imported: there is no module 'nowhere'"),
         ("dapp", "The flow flows.dapp:dapp cannot be imported"),
         ("found_flows:MyConfig", "found_flows:MyConfig is no flow"),
         ("found_flows:my_step", "takes no settings of a run. Its parameter config must be"),
