@@ -64,7 +64,12 @@ def test_what_is_not_there_is_one_sentence(folder: Path, path: str, said: str) -
 
 
 @pytest.mark.parametrize(
-    "path", ["engines.workers.engine", "engines.workers.engine:", "engines.workers.engine:callable_methods"]
+    "path",
+    [
+        "engines.workers.engine",
+        "engines.workers.engine:",
+        "engines.workers.engine:callable_methods",
+    ],
 )
 def test_an_import_path_must_name_a_class(path: str) -> None:
     with pytest.raises(ValueError, match=r"engines\.workers\.engine"):

@@ -9,10 +9,12 @@ import torch
 
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
+from storage.objects import documents
+from storage.objects.digests import digest
 from storage.runs.commit_log import Commit, Ledger, commit
 from storage.runs.origins import FIELD, Origin
 from storage.runs.run_store import RunStore
-from storage.runs.snapshots import mark
+from storage.runs.snapshots import INDEX, STATE_FORMAT, mark
 from storage.runs.weights import WeightsRef, publish
 
 PROMPTS, GROUP = 2, 3
@@ -107,7 +109,11 @@ def _samples(run: RunStore, step: int, weights: WeightsRef) -> tuple[BatchRef, B
 
 
 def snapshot(run: RunStore, step: int) -> None:
-    run.store.write(f"{run.state_key(step)}/rank.safetensors", b"state of the trainer")
+    state, folder = b"state of the trainer", run.state_key(step)
+    run.store.write(f"{folder}/rank.safetensors", state)
+    piece = {"file": "rank.safetensors", "bytes": [0, len(state)], "digest": digest(state)}
+    index = documents.encode(STATE_FORMAT, {"tensors": {"model.w": {"chunks": [piece]}}})
+    run.store.write(f"{folder}/{INDEX}", index)
     mark(run, step)
 
 

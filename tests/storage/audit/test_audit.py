@@ -76,7 +76,7 @@ def test_a_flipped_bit_in_a_snapshot(good: RunStore) -> None:
     key = f"{good.state_key(2)}/rank.safetensors"
     flip(good, key)
     assert messages(audit(good)) == [
-        f"state 2: Object {key} is damaged: its digest does not match."
+        f"state 2: Object {key} is damaged: the digest of tensor 'model.w' does not match."
     ]
 
 
