@@ -13,6 +13,7 @@ from torch import Tensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import ShapingConfig
 from configs.algorithm.methods import Method, UserFunction
+from configs.imports import imported
 from engines.algorithms.advantages import ADVANTAGES, RewardKL, estimate
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.jagged import Rows
@@ -22,7 +23,6 @@ from engines.algorithms.objective import Objective
 from engines.algorithms.reward_shaping import Penalties, Shaped, shape
 from engines.algorithms.rollout_correction import CORRECTIONS, Step
 from engines.algorithms.sample_selection import SELECTIONS, Rule
-from engines.imports import imported
 
 
 def objective_of(algorithm: AlgorithmConfig) -> Objective:

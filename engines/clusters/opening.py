@@ -11,8 +11,8 @@ from distributed import Client
 from distributed.utils import get_ip_interface
 
 from configs.cluster.cluster import ClusterConfig
+from configs.imports import imported
 from engines.failures import ClusterLost
-from engines.imports import imported
 from engines.processes.bounded import bounded
 from engines.processes.certificates import Certificates, certificates_for
 from engines.processes.node import NodePlan, WorkerPlan

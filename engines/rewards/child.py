@@ -26,7 +26,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.imports import described, imported, is_file
+from configs.imports import described, imported, is_file
 from engines.processes.parent_death import die_with_parent
 from engines.rewards import protocol
 from engines.rewards.protocol import (
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from engines.rewards.builtin import Scorer
     from storage.objects.json_values import JsonValue
 
+OURS = ("configs", "engines")  # packages that are loaded when a user's file comes
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
 _TRACE_CHARACTERS = 8000  # of a traceback; its end tells most
 
@@ -100,7 +101,7 @@ def _give_way(file: str) -> None:
     What is loaded of ours works on; messages hold plain values from now on.
     """
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "engines"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
 
 

@@ -18,8 +18,8 @@ from typing import Any, Self
 import numpy as np
 
 from configs.data import DataConfig, ReasoningGymSource
+from configs.imports import is_file
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
-from engines.imports import is_file
 from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from distributed import Worker, WorkerPlugin, get_worker
 
+from configs.imports import imported_class
 from engines.failures import (
     EngineMissing,
     InfrastructureError,
@@ -32,7 +33,6 @@ from engines.failures import (
     StaleIncarnation,
     capture,
 )
-from engines.imports import imported_class
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
 from engines.workers.engine import Engine, EngineSpec, Ranked, callable_methods

@@ -13,9 +13,9 @@ from prefect import Flow
 
 from configs.flows import fork_command, resume_command
 from configs.grpo import GRPOConfig
+from configs.imports import imported
 from configs.overrides import ConfigError, validate
 from configs.storage import StoreConfig
-from engines.imports import imported
 from storage.runs.run_store import RunStore
 
 LOADED_FROM_FILE = "__prefect_loader_"  # what Prefect calls a module that it loads by its file

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from configs.imports import imported_class
 from configs.model import RandomModel
 from configs.rollout import RolloutConfig
 from engines import models
-from engines.imports import imported_class
 from engines.rollout.contract import (
     RolloutRequest,
     RolloutResult,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.algorithm.methods import UserFunction
-from engines.imports import imported, imported_class
+from configs.imports import imported, imported_class
 
 WORDS = """
 import neighbour_of_words
@@ -112,5 +112,5 @@ def test_a_wrong_one_is_refused_as_a_setting(
 
 
 def test_a_file_may_import_what_is_ours(folder: Path) -> None:
-    (folder / "own.py").write_text("from engines.imports import imported as fn\n")
+    (folder / "own.py").write_text("from configs.imports import imported as fn\n")
     assert imported(UserFunction(path=f"{folder}/own.py:fn").path) is imported
