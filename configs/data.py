@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.base import Settings
+from configs.base import FunctionPath, Settings
 
 
 class FileSource(Settings):
@@ -35,7 +35,19 @@ class ReasoningGymSource(Settings):
     )
 
 
-Source = Annotated[FileSource | HubSource | ReasoningGymSource, Field(discriminator="kind")]
+class FunctionSource(Settings):
+    """Rows that a function of yours returns: fn(**params) -> a list of dicts, or what it yields."""
+
+    kind: Literal["function"] = "function"
+    path: FunctionPath
+    params: dict[str, int | float | bool | str] = Field(
+        default_factory=dict, description="Keyword arguments of the call."
+    )
+
+
+Source = Annotated[
+    FileSource | HubSource | ReasoningGymSource | FunctionSource, Field(discriminator="kind")
+]
 
 
 class DataConfig(Settings):

@@ -20,9 +20,10 @@ import numpy as np
 import xxhash
 from pydantic import TypeAdapter
 
-from configs.data import FileSource, HubSource, ReasoningGymSource, Source
+from configs.data import FileSource, FunctionSource, HubSource, ReasoningGymSource, Source
 from storage.objects.json_values import Row, pack, plain
 from storage.prompts.files import JsonLines, ParquetRows, locate
+from storage.prompts.functions import FunctionRows
 from storage.prompts.source import PromptSource, empty_value, first_null, missing_column, plain_row
 
 
@@ -46,6 +47,8 @@ def _open(config_json: str, stamp: str) -> PromptSource:
         return ReasoningGymRows(config)
     if isinstance(config, HubSource):
         return HubRows(config)
+    if isinstance(config, FunctionSource):
+        return FunctionRows(config)
     if config.path.endswith(".parquet"):
         return ParquetRows(config.path)
     if config.path.endswith((".jsonl", ".ndjson")):

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from storage.objects.json_values import Row
-from storage.prompts.source import PromptSource, empty_value, first_null, missing_column, plain_row
+from storage.prompts.source import (
+    PromptSource,
+    check_rows,
+    empty_value,
+    first_null,
+    missing_column,
+    plain_row,
+)
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -67,16 +74,9 @@ class JsonLines(PromptSource):
         return [self._parse(line, index) for line, index in zip(lines, indices, strict=True)]
 
     def check_columns(self, needed: Iterable[str]) -> None:
-        filled = tuple(needed)
         lines = (line for line in self._lines() if line.strip())
-        for index, line in enumerate(lines):
-            row = self._parse(line, index)
-            for column in filled:
-                if column not in row:
-                    raise missing_column(self._row_name(index), self.name, column, row)
-            for column in filled:
-                if row[column] is None:
-                    raise empty_value(self._row_name(index), self.name, column)
+        rows = ((self._row_name(i), self._parse(line, i)) for i, line in enumerate(lines))
+        check_rows(rows, self.name, needed)
 
     def _lines(self) -> Iterator[bytes]:
         with self._filesystem.open(self._path, "rb", block_size=_BLOCK) as stream:

@@ -52,6 +52,18 @@ class PromptSource(ABC):
                 raise IndexError(f"There is no row {index} in {self.name}: it has {len(self)}.")
 
 
+def check_rows(named: Iterable[tuple[str, Row]], source: str, needed: Iterable[str]) -> None:
+    """What `check_columns` says of rows, each of which comes with its name, such as Row 3."""
+    filled = tuple(needed)
+    for name, row in named:
+        for column in filled:
+            if column not in row:
+                raise missing_column(name, source, column, row)
+        for column in filled:
+            if row[column] is None:
+                raise empty_value(name, source, column)
+
+
 def missing_column(row_name: str, source: str, column: str, columns: Iterable[str]) -> ValueError:
     known = ", ".join(sorted(columns)) or "none"
     return ValueError(f"{row_name} of {source} has no column '{column}'; its columns are: {known}.")

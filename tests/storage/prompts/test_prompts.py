@@ -18,10 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.data import DataConfig, FileSource, HubSource, ReasoningGymSource
+from configs.data import DataConfig, FileSource, FunctionSource, HubSource, ReasoningGymSource
 from storage.objects.json_values import pack, unpack
 from storage.prompts.cursor import Cursor, Exhausted, draw, epoch_order
 from storage.prompts.datasets import ReasoningGymRows, open_source
+from storage.prompts.functions import FunctionRows
 
 ROWS = [
     {"question": f"What is {i} + {i}?", "answer": str(2 * i), "level": i % 3} for i in range(25)
@@ -339,3 +340,88 @@ def test_importing_loads_no_data_library() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert out.stdout.strip() == "[]"
+
+
+# Functions of a user's
+
+
+ROWS_FILE = """
+import torch_free_neighbour
+
+def rows(size, hard=False):
+    for i in range(size):
+        yield {"question": f"{i}?", "answer": i if i % 2 else None, "hard": hard}
+
+def listed():
+    return [{"question": "a", "at": torch_free_neighbour.AT}]
+
+def numbers():
+    return [1, 2]
+
+def none():
+    return []
+
+def fails():
+    return [1 / 0]
+
+def infinite():
+    return [{"question": "a", "x": float("inf")}]
+
+def raw():
+    return [{"question": b"a"}]
+"""
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> str:
+    (tmp_path / "torch_free_neighbour.py").write_text(
+        "import datetime\nAT = datetime.date(2026, 1, 2)"
+    )
+    (tmp_path / "own_rows.py").write_text(ROWS_FILE)
+    return str(tmp_path / "own_rows.py")
+
+
+def test_a_function_gives_the_rows_asked_for(rows_file: str) -> None:
+    source = open_source(FunctionSource(path=f"{rows_file}:rows", params={"size": 5}))
+    assert (len(source), source.columns) == (5, ("question", "answer", "hard"))
+    assert [row["question"] for row in source.rows([4, 0, 0])] == ["4?", "0?", "0?"]
+    with pytest.raises(IndexError, match="no row 5"):
+        source.rows([5])
+    source.check_columns(["question"])
+    with pytest.raises(ValueError, match="Row 0 of .*rows has no value in column 'answer'"):
+        source.check_columns(["answer"])
+    with pytest.raises(ValueError, match="Row 0 .* has no column 'level'"):
+        source.check_columns(["level"])
+    dated = open_source(FunctionSource(path=f"{rows_file}:listed"))
+    assert dated.rows([0]) == [{"question": "a", "at": "2026-01-02"}]
+
+
+def test_the_digest_of_a_function_is_that_of_its_rows(rows_file: str) -> None:
+    def made(**params: int | bool) -> FunctionRows:
+        return FunctionRows(FunctionSource(path=f"{rows_file}:rows", params=params))
+
+    first, same = made(size=5), made(size=5)
+    assert first.digest == same.digest
+    assert len({first.digest, made(size=6).digest, made(size=5, hard=True).digest}) == 3
+    assert np.array_equal(first.row_digests(), made(size=6).row_digests()[:5])
+    _, cursor = draw(first, Cursor.start(DataConfig(source=FunctionSource(path="x:y")), first), 2)
+    with pytest.raises(ValueError, match="The data has changed since this order began: 5 rows"):
+        draw(made(size=5, hard=True), cursor, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("numbers", "Row 0 of .*numbers is a int, not a dict of columns"),
+        ("none", "it returned no rows"),
+        ("fails", r"gave no rows: ZeroDivisionError: division by zero \(own_rows.py:18\)"),
+        ("rows", "gave no rows: TypeError: .* missing 1 required positional argument: 'size'"),
+        ("infinite", "Row 0 of .*infinite holds a number that is not finite"),
+        ("raw", "Row 0 of .*raw cannot be kept as JSON: a value of type bytes"),
+        ("absent", "data.source.path: file '.*own_rows.py' has no 'absent'"),
+    ],
+)
+def test_what_is_no_source_is_one_sentence(rows_file: str, name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refusal:
+        open_source(FunctionSource(path=f"{rows_file}:{name}"))
+    assert "\n" not in str(refusal.value)

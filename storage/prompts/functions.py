@@ -1,0 +1,75 @@
+"""Prompts from a user's function, which is named by an import path.
+
+Every process that needs rows calls the function once: the flow, and each worker of the data engine.
+So it has to return the same rows in the same order each time; their digest says whether it did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+from configs.data import FunctionSource
+from configs.imports import described, imported
+from storage.objects.digests import canonical
+from storage.objects.json_values import Row
+from storage.prompts.source import PromptSource, check_rows, plain_row
+
+
+class FunctionRows(PromptSource):
+    """The rows that a user's function returned, in memory.
+
+    Raises ValueError where the function cannot be called, or where its rows are no data.
+    """
+
+    def __init__(self, config: FunctionSource) -> None:
+        self.name = config.path
+        self._rows = [self._row(i, row) for i, row in enumerate(self._returned(config))]
+        if not self._rows:
+            raise ValueError(f"data.source.path is {self.name}: it returned no rows.")
+        self.columns = tuple(self._rows[0])
+        hasher = hashlib.sha256()
+        for index, row in enumerate(self._rows):
+            try:
+                hasher.update(canonical(row) + b"\n")
+            except ValueError:
+                raise ValueError(
+                    f"{self._row_name(index)} of {self.name} holds a number that is not finite, "
+                    "which JSON does not have. Give None instead."
+                ) from None
+        self.digest = f"sha256:{hasher.hexdigest()}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        self._in_range(indices)
+        return [self._rows[index] for index in indices]
+
+    def check_columns(self, needed: Iterable[str]) -> None:
+        rows = ((self._row_name(i), row) for i, row in enumerate(self._rows))
+        check_rows(rows, self.name, needed)
+
+    def _returned(self, config: FunctionSource) -> list[object]:
+        """What the function returns, or yields, with an error of its own in one sentence."""
+        try:
+            function = imported(config.path)
+        except ValueError as error:
+            raise ValueError(f"data.source.path: {error}.") from error
+        try:
+            return list(function(**config.params))
+        except Exception as error:  # the user's own lines ran: any error may come out
+            raise ValueError(
+                f"data.source.path is {config.path}, which gave no rows: {described(error)}"
+            ) from error
+
+    def _row(self, index: int, row: object) -> Row:
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"{self._row_name(index)} of {self.name} is a {type(row).__name__}, not a dict of "
+                "columns."
+            )
+        return plain_row(dict(row), f"{self._row_name(index)} of {self.name}")
+
+    def _row_name(self, index: int) -> str:
+        return f"Row {index}"
