@@ -1,0 +1,139 @@
+"""Every command of docs/extending.md, run in a folder with copies of examples/."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage.runs.commit_log import Commit, read_commit
+from tests.flows.conftest import ROOT, Launch, Launched
+
+EXAMPLES = ROOT / "examples"
+COMMAND = re.compile(r"^(?:refrain|python -m) (?:.*\\\n)*.*", re.MULTILINE)
+
+
+def documented() -> list[list[str]]:
+    """The words of each command that stands in a block of docs/extending.md, in order.
+
+    `refrain NAME` is `python -m flows.NAME`; the first word is the module.
+    """
+    text = (ROOT / "docs/extending.md").read_text()
+    found = []
+    for block in re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for command in COMMAND.findall(block):
+            words = shlex.split(command.replace("\\\n", " "), comments=True)
+            module = f"flows.{words[1]}" if words[0] == "refrain" else words[2]
+            found.append([module, *words[3 if words[0] == "python" else 2 :]])
+    return found
+
+
+def copied(folder: Path) -> None:
+    for file in EXAMPLES.iterdir():
+        if file.is_file():
+            shutil.copy(file, folder)
+
+
+def done(launch: Launch, command: list[str], run: str = "") -> tuple[Launched, str]:
+    """A documented command with a run's name for RUN, which has to end well."""
+    module, *words = (word.replace("RUN", run) for word in command)
+    launched = launch(*words, module=module)
+    code, out = launched.end()
+    assert code == 0, out
+    assert "Traceback" not in out, out
+    return launched, out
+
+
+def said(folder: Path, command: list[str], run: str) -> str:
+    """What a documented command about a run prints; it has to end well."""
+    module, *words = (word.replace("RUN", run) for word in command)
+    asked = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert asked.returncode == 0, asked.stdout
+    return asked.stdout
+
+
+@pytest.mark.cluster
+def test_own_prompts_reward_estimator_and_loss(launch: Launch, tmp_path: Path) -> None:
+    copied(tmp_path)
+    train, lineage, rescore = (one for one in documented() if one[0] != "my_flow")
+    assert train[:2] == ["flows.grpo", "own.yaml"]
+    run, _ = done(launch, train)
+    commits = run.commits()
+    assert len(commits) == 2
+    for commit in commits:
+        check_step(run, commit)
+    name = run.files.run
+    assert "extra right_number/numbers" in said(tmp_path, lineage, name)
+    assert f"{name}: its reward -> brevity" in said(tmp_path, rescore, name)
+
+    (tmp_path / "prompts.py").write_text(
+        (tmp_path / "prompts.py").read_text().replace("randint(1, 9)", "randint(2, 9)")
+    )
+    again = launch("--resume", name, "steps=3")
+    code, out = again.end()
+    assert code != 0, out
+    assert "The data has changed since this order began" in out
+    assert len(again.commits()) == 2
+
+
+def check_step(run: Launched, commit: Commit) -> None:
+    """The user's four functions made the step, and its commit says so."""
+    store, samples = run.files.store, commit.refs["samples"]
+    advantage, loss = commit.algorithm["advantage"], commit.algorithm["loss"]
+    assert advantage["path"] == f"{run.folder}/estimator.py:above_median"  # type: ignore[index,call-overload]
+    assert loss["path"] == f"{run.folder}/loss.py:quadratic"  # type: ignore[index,call-overload]
+    assert commit.metrics["train/penalty"] is not None
+    assert commit.metrics["progress"] == (commit.step - 1) / 2
+    numbers = samples.fetch_list(store, "extra/right_number/numbers")
+    assert commit.metrics["share_with_a_number"] == pytest.approx(np.mean(list(map(bool, numbers))))
+    rows = commit.refs["prompts"].fetch_list(store, "row")
+    assert all(row["question"].endswith(" = ") for row in rows)
+    rewards = samples.fetch_numpy(store, "score/right_number")[0].reshape(len(rows), -1)
+    answered = np.array([row["answer"] is not None for row in rows])
+    assert np.isfinite(rewards[answered]).all()
+    assert np.isnan(rewards[~answered]).all()
+
+
+@pytest.mark.cluster
+def test_own_flow(launch: Launch, tmp_path: Path) -> None:
+    copied(tmp_path)
+    train, resume = (one for one in documented() if one[0] == "my_flow")
+    run, out = done(launch, train)
+    name = run.files.run
+    assert f"{name}: 2 steps are committed" in out
+    done(launch, resume, name)
+    commits = run.commits()
+    assert [commit.step for commit in commits] == [1, 2, 3]
+    for commit in commits:
+        store, batch = run.files.store, commit.refs["batch"]
+        groups, _ = batch.fetch_numpy(store, "group_id")
+        assert len(set(groups.tolist())) == len(groups) == 4  # the best of each group of 4
+        advantages, _ = batch.fetch_numpy(store, "advantages")
+        assert set(advantages.tolist()) == {1.0}
+    assert len({commit.version_out.digest for commit in commits}) == 3
+    record = run.files.read_run()
+    assert record is not None
+    assert record["flow"] == "my_flow:raft"
+    assert read_commit(run.files, 3).parent == 2
+
+
+def test_the_flow_of_the_example_is_short() -> None:
+    """docs/extending.md says about 40 lines: what is not docstring, blank or import."""
+    text = re.sub(r'""".*?"""', "", (EXAMPLES / "my_flow.py").read_text(), flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if line.strip()]
+    assert len([line for line in lines if not line.startswith(("from ", "import "))]) <= 40
