@@ -2,7 +2,7 @@
 
 A plan is a pure function of row lengths, so every rank makes the same one without talking and before
 any token is read. Without torch. What a micro-batch looks like as tensors is in
-engines/train/micro_batch.py, how costs are balanced in engines/train/partition.py.
+engines/train/micro_batch.py, how costs are balanced in engines/train/balancing.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from engines.train.balancing import contiguous_cuts, partition
 from engines.train.mfu import CostModel
-from engines.train.partition import contiguous_cuts, partition
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 

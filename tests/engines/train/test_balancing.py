@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engines.train.partition import contiguous_cuts, partition
+from engines.train.balancing import contiguous_cuts, partition
 
 VECTORS = Path(__file__).parents[2] / "parity" / "vectors" / "seqlen_balancing.json"
 CASES = [
