@@ -39,7 +39,8 @@ def _program() -> str:
     main = sys.modules["__main__"]
     if main.__spec__ is not None:
         return main.__spec__.name
-    return _name_of(main.__file__) if main.__file__ else "__main__"
+    file = vars(main).get("__file__")  # none in a notebook
+    return _name_of(file) if file else "__main__"
 
 
 def _name_of(file: str) -> str:

@@ -129,7 +129,7 @@ def test_a_reward_from_the_working_folder(installed: Installed, tmp_path: Path) 
     words = ["grpo", "tiny", "--check", *USE_OWN_REWARD]
     missing = installed.run("refrain", *words, folder=tmp_path)
     assert missing.returncode == 2
-    assert "No module named 'my_rewards'" in missing.stderr
+    assert "there is no module 'my_rewards'" in missing.stderr
     (tmp_path / "my_rewards.py").write_text(OWN_REWARD)
     # Folders of the user's that are called as ours hide none of them.
     for name in ("configs", "tasks"):

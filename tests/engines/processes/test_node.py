@@ -18,7 +18,8 @@ from tests.engines.workers.test_cluster import build, call
 SEAT = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_forked_workers_have_torch_and_their_own_threads() -> None:
+def test_forked_workers_have_torch_and_their_own_threads(monkeypatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # what other tests leave is inherited
     config = ClusterConfig(
         pools={"one": PoolConfig(slots=2), "two": PoolConfig(threads=2, slots=2)},
         roles=one_pool_roles("one"),

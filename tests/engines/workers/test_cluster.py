@@ -216,7 +216,12 @@ def test_a_lease_makes_a_call_run_once(cluster, pair):
 def test_a_cancel_event_ends_the_wait(cluster, pair):
     build(cluster, pair[0])
     cancel = threading.Event()
-    threading.Timer(0.3, cancel.set).start()
+
+    def cancel_what_runs() -> None:
+        running(cluster, pair[0], 1)
+        cancel.set()
+
+    threading.Thread(target=cancel_what_runs).start()
     with pytest.raises(CallCancelled):
         call(cluster, pair[0], "nap", seconds=3.0, cancel=cancel)
     assert len(calls.status_of(cluster, pair[0]).running) == 1  # the engine itself goes on
