@@ -42,7 +42,7 @@ class ModelFacts:
     chat_template=True, unsupported=None).
     """
 
-    positions: int | None  # longest sequence, in tokens
+    positions: int | None  # longest sequence, in tokens; None also where positions are stretched
     window: int | None  # tokens that a token attends to at most; None: all before it
     layers: int | None  # decoder layers
     kv_heads: int | None  # heads of keys and values; None also where a layer keeps others
@@ -108,7 +108,7 @@ def _of_directory(directory: Path) -> ModelFacts:
     )
     compressed = text.get("kv_lora_rank") is not None
     return ModelFacts(
-        positions=text.get("max_position_embeddings"),
+        positions=_positions(text),
         window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
         layers=text.get("num_hidden_layers"),
         kv_heads=None if compressed else text.get("num_key_value_heads") or heads,
@@ -116,6 +116,19 @@ def _of_directory(directory: Path) -> ModelFacts:
         chat_template=_has_chat_template(directory),
         unsupported=_unsupported(text),
     )
+
+
+def _positions(text: dict[str, Any]) -> int | None:
+    """The stated limit; None where rotary positions are stretched (linear, dynamic, yarn).
+
+    The number may then be the limit before or after the stretching.
+    """
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    as_stated = rope.get("rope_type", rope.get("type")) in ("llama3", "longrope", "su")
+    if not as_stated and rope.get("factor", 1.0) != 1.0:
+        return None
+    limit = text.get("max_position_embeddings", text.get("n_positions"))
+    return None if limit is None else int(limit)
 
 
 def _unsupported(text: dict[str, Any]) -> str | None:

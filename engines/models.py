@@ -1,9 +1,9 @@
 """From a model's settings (hub id, directory, GGUF file, random) to a checkpoint directory.
 
-`check_model` and `position_limit` answer before anything starts and import neither torch nor
-transformers.
-`materialize` gives a directory in transformers' format, made once and then found again;
-`tokenizer`, `load_for_training` and `build_untied` read such a directory.
+`check_model` answers before anything starts and imports neither torch nor transformers; what a
+model's files say of it is in model_facts.py. `materialize` gives a directory in transformers'
+format, made once and then found again; `load_tokenizer`, `load_for_training` and `build_untied`
+read such a directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import string
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,31 +146,6 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
             if ends is not None:
                 found.update(ends if isinstance(ends, list) else [ends])
     return tuple(sorted(found))
-
-
-def position_limit(config: ModelConfig) -> int | None:
-    """The longest sequence, in tokens, that the model's positions allow; reads no weights.
-
-    None where it is not known here: a hub model, a checkpoint that states no limit, or one whose
-    rotary positions are stretched (linear, dynamic, yarn): that limit may be before or after it.
-    Imports neither torch nor transformers. Raises ValueError as `check_model` does.
-    """
-    if isinstance(config, RandomModel):
-        return config.max_positions
-    located = _locate(config.path)
-    if located is None:
-        return None
-    if located.is_file():
-        return _gguf_context_length(located)
-    _check_directory(config.path, located)
-    stated = json.loads((located / "config.json").read_text())
-    stated = stated.get("text_config", stated)
-    rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
-    stretched = rope.get("rope_type", rope.get("type")) not in ("llama3", "longrope", "su")
-    if stretched and rope.get("factor", 1.0) != 1.0:
-        return None
-    limit = stated.get("max_position_embeddings", stated.get("n_positions"))
-    return None if limit is None else int(limit)
 
 
 def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
@@ -347,44 +321,6 @@ def _convert_gguf(source: Path, target: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
     model.save_pretrained(target)
-
-
-# The value types of a GGUF file (ggml's docs/gguf.md) as struct formats; 8 is text, 9 an array.
-_GGUF_NUMBERS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
-_GGUF_TEXT = 8
-
-
-def _gguf_context_length(path: Path) -> int | None:
-    """`ARCHITECTURE.context_length` of a GGUF file; what comes before it is skipped.
-
-    gguf's own reader takes seconds, because it reads the vocabulary too.
-    """
-    with path.open("rb") as file:
-
-        def number(form: str) -> int:
-            return int(struct.unpack("<" + form, file.read(struct.calcsize("<" + form)))[0])
-
-        def skip(kind: int) -> None:
-            form = _GGUF_NUMBERS[kind]
-            if form is not None:
-                file.seek(struct.calcsize("<" + form), io.SEEK_CUR)
-            elif kind == _GGUF_TEXT:
-                file.seek(number("Q"), io.SEEK_CUR)
-            else:
-                inner, count = number("I"), number("Q")
-                for _ in range(count):
-                    skip(inner)
-
-        if file.read(4) != b"GGUF":
-            return None
-        _version, _tensors, pairs = number("I"), number("Q"), number("Q")
-        for _ in range(pairs):
-            key, kind = file.read(number("Q")), number("I")
-            if key.endswith(b".context_length"):
-                form = _GGUF_NUMBERS[kind]
-                return None if form is None else number(form)
-            skip(kind)
-    return None
 
 
 def _from_hub(config: PretrainedModel) -> Path:

@@ -16,10 +16,12 @@ _VECTOR = 32  # rows of a multiple of so many elements suit the kernels, whateve
 
 
 def register() -> None:
-    """Make the kernels known to vLLM; once in a process, before a model is built."""
+    """Make the kernels known to vLLM, before a model is built; again in a process changes nothing."""
     from vllm import ir
     from vllm.platforms import current_platform
 
+    if PROVIDER in ir.ops.rms_norm.impls:
+        return
     current_platform.import_kernels()
 
     # vLLM compares the signatures, annotations included, with those of its own implementations.

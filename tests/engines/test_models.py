@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.model import PretrainedModel, RandomModel
 from engines import models
+from engines.model_facts import model_facts
 from storage.objects.store import Store
 from storage.runs.weights import publish
 
@@ -83,11 +84,12 @@ def test_heads_that_do_not_fit_are_refused() -> None:
 
 def test_checking_needs_no_torch(tiny: Path) -> None:
     code = (
-        "import sys; from engines.models import check_model, position_limit, end_token_ids\n"
+        "import sys; from engines.models import check_model, end_token_ids\n"
+        "from engines.model_facts import model_facts\n"
         "from configs.model import PretrainedModel, RandomModel; from pathlib import Path\n"
         f"check_model(PretrainedModel(path={str(tiny)!r})); check_model(RandomModel())\n"
-        f"assert position_limit(PretrainedModel(path={str(tiny)!r})) == 256\n"
-        f"assert position_limit(PretrainedModel(path={SMOLLM!r})) == 8192\n"
+        f"assert model_facts(PretrainedModel(path={str(tiny)!r})).positions == 256\n"
+        f"assert model_facts(PretrainedModel(path={SMOLLM!r})).positions == 8192\n"
         f"assert end_token_ids(Path({str(tiny)!r})) == (2,)\n"
         "import engines.rollout.contract\n"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
@@ -95,17 +97,23 @@ def test_checking_needs_no_torch(tiny: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def positions(config: PretrainedModel | RandomModel) -> int | None:
+    facts = model_facts(config)
+    assert facts is not None
+    return facts.positions
+
+
 def test_the_position_limit_of_every_kind_of_model(tiny: Path, tmp_path: Path) -> None:
-    assert models.position_limit(RandomModel(max_positions=96)) == 96
-    assert models.position_limit(PretrainedModel(path="some-org/some-model")) is None
+    assert positions(RandomModel(max_positions=96)) == 96
+    assert model_facts(PretrainedModel(path="some-org/some-model")) is None
     with pytest.raises(ValueError, match="no such file or directory"):
-        models.position_limit(PretrainedModel(path=str(tmp_path / "x.gguf")))
+        positions(PretrainedModel(path=str(tmp_path / "x.gguf")))
     path = shutil.copytree(tiny, tmp_path / "changed")
     stated = json.loads((tiny / "config.json").read_text())
 
     def limit(config: dict) -> int | None:
         (path / "config.json").write_text(json.dumps(config))
-        return models.position_limit(PretrainedModel(path=str(path)))
+        return positions(PretrainedModel(path=str(path)))
 
     assert limit({"text_config": stated}) == 256
     assert limit({"n_positions": 1024}) == 1024
@@ -124,9 +132,10 @@ def test_a_gguf_file_is_skipped_through_to_its_context_length(tmp_path: Path) ->
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert models.position_limit(PretrainedModel(path=str(tmp_path / "x.gguf"))) == 4096
-    (tmp_path / "x.gguf").write_bytes(b"no model")
-    assert models.position_limit(PretrainedModel(path=str(tmp_path / "x.gguf"))) is None
+    assert positions(PretrainedModel(path=str(tmp_path / "x.gguf"))) == 4096
+    (tmp_path / "x.gguf").write_bytes(b"no model" * 4)
+    with pytest.raises(ValueError, match=r"x\.gguf is no GGUF file that can be read"):
+        positions(PretrainedModel(path=str(tmp_path / "x.gguf")))
 
 
 def test_a_random_model_is_its_seed(tiny: Path, tmp_path: Path) -> None:
