@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 SECRET = re.compile(
     r"secret|passw(or)?d|credential|(private|access|api|account)_?key|^key$|(^|_)token($|_)",
@@ -54,6 +55,11 @@ def own_pod() -> dict[str, str] | None:
 def mlflow_database() -> str | None:
     """MLFLOW_BACKEND_STORE_URI: the database of a team's MLflow server, password included."""
     return os.environ.get("MLFLOW_BACKEND_STORE_URI")
+
+
+def cache_folder() -> Path:
+    """Where files are kept that can be made again: XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "refrain")
 
 
 def secret_keys(settings: Mapping[str, object], prefix: str = "") -> Iterable[str]:

@@ -51,11 +51,12 @@ def first_sync(run: Run, version: int, started: list[str]) -> Synced:
 
 def start_engines(run: Run) -> Synced:
     """Start every role's engines and give the rollout engines their weights."""
-    run.tracker.start()
     workers = start_workers.submit(run)
     started = [
         start_engine.submit(run, role, workers)  # type: ignore[call-overload]
         for role in run.engines.roles
     ]
     synced = first_sync.submit(run, run.head, started)
-    return result_of(synced)
+    first = result_of(synced)
+    run.tracker.start()
+    return first

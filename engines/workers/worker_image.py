@@ -2,13 +2,17 @@
 module.
 
 Importing it has an effect, on purpose: the fork server runs no code of ours but imports. It arms
-the parent-death signal, since the server would otherwise outlive a killed node process.
+the parent-death signal, since the server would otherwise outlive a killed node process, and ends
+looks for reference cycles, as engines/processes/process_setup.py:imports_uncollected does.
 """
 
+import gc
 import os
 import sys
 
-from engines.processes import dask_settings
+gc.disable()  # also while the engines' libraries are imported, after this module
+
+from engines.processes import dask_settings  # noqa: E402
 
 dask_settings.apply()  # before Dask reads them
 
@@ -26,6 +30,8 @@ def dask_setup(worker: distributed.worker.Worker) -> None:
 
     Dask calls it in each worker, which has its variables then, before the worker takes a call.
     """
+    gc.freeze()
+    gc.enable()
     if "torch" not in sys.modules:  # then it reads them itself
         return
     import torch

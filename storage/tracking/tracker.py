@@ -26,6 +26,7 @@ import yaml
 
 from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
+from storage.tracking.database_template import new_database
 from storage.tracking.tracked_run import (
     RUN_TAG,
     STORE_TAG,
@@ -267,6 +268,7 @@ class Tracker:
             return MlflowClient(self._uri)
         self._database.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self._database.with_suffix(".lock")):
+            new_database(self._database, "mlflow-skinny", _make_tables)
             client = MlflowClient(self._uri)
             client.search_experiments(max_results=1)  # the first use creates the tables
         return client
@@ -358,6 +360,15 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _make_tables(database: Path) -> None:
+    """MLflow's tables in a new database, without the experiment that it adds at the first use."""
+    from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
+
+    engine = create_sqlalchemy_engine(f"{_SQLITE}{database}")
+    _initialize_tables(engine)
+    engine.dispose()
 
 
 def _check_answers(uri: str) -> None:

@@ -7,11 +7,13 @@ seconds.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from configs.overrides import ConfigError, change
 from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
+from engines.processes.process_setup import imports_uncollected
 
 if TYPE_CHECKING:
     from tasks.reporting.progress import Terminal
@@ -53,11 +56,15 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
 
 def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
     """Check everything; then run the flow, unless only the checks were asked for."""
-    from tasks.run.preflight import check
+    from tasks.run.preflight import check_settings, check_world
 
     resume, fork = arguments.resume, arguments.fork
-    findings = check(config, resumed=resume is not None)
-    quiet_libraries()
+    with imports_uncollected():
+        findings = check_settings(config, resumed=resume is not None)
+        with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
+            imported = beside.submit(_import_libraries)
+            findings += check_world(config)
+        imported.result()
     from tasks.run.continue_from import NothingNew
     from tasks.run.opening import open_run
 
@@ -143,6 +150,13 @@ def _data_of(run: Run) -> str:
         return f"{run.cursor.fresh} rows not seen before come first"
     assert run.origin is not None
     return "its data go on" if run.origin.cursor else "with other data, from their start"
+
+
+def _import_libraries() -> None:
+    """Import what a run needs in this process; a second of CPU."""
+    quiet_libraries()
+    for module in ("tasks.train", "tasks.launch.server"):
+        importlib.import_module(module)
 
 
 def quiet_libraries() -> None:

@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import prefect
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
+from engines.processes.node_process import python_path
 from tasks.launch.server_process import ServerError, ServerProcess
 
 HOST = "127.0.0.1"
@@ -81,17 +81,12 @@ class EmbeddedServer:
         self._ended = self._server.stop(STOP_TIMEOUT)
 
     def _command(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "uvicorn", "--factory"),
-            *("--app-dir", str(prefect.__module_path__.parent)),
-            "prefect.server.api.server:create_app",
-            *("--host", HOST, "--port", str(self.port)),
-            *("--log-level", "error", "--lifespan", "on", "--timeout-graceful-shutdown", "1"),
-        ]
+        return [sys.executable, "-m", "tasks.launch.prefect_app", HOST, str(self.port)]
 
     def _environment(self) -> dict[str, str]:
         environment = {
             **os.environ,
+            "PYTHONPATH": python_path(),
             "PREFECT_HOME": str(self.home),
             # The dashboard calls the address that these two name, not the one that it came from.
             "PREFECT_SERVER_API_HOST": HOST,

@@ -40,6 +40,13 @@ class ServerProcess:
         self._environment = environment
         self._health = health
         self._process: subprocess.Popen[bytes] | None = None
+        # On this machine: no proxy, and no certificates, which take 30 ms to load for each request.
+        self._client = httpx.Client(
+            timeout=HEALTH_TIMEOUT,
+            trust_env=False,
+            verify=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
 
     def start(self) -> None:
         """Start the process; `wait` tells when it answers."""
@@ -62,7 +69,7 @@ class ServerProcess:
     def answers(self) -> bool:
         """Whether it says that it is well."""
         try:
-            return httpx.get(self._health, timeout=HEALTH_TIMEOUT).is_success
+            return self._client.get(self._health).is_success
         except httpx.HTTPError:
             return False
 

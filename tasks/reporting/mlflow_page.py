@@ -1,4 +1,4 @@
-"""The run in MLflow, fed from the flow: begun with the engines, then a write per step."""
+"""The run in MLflow, fed from the flow: begun in the first step, then a write per step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
 
 PLOT = "plots/progress.png"
+START_DELAY = 5.0  # seconds
 LONGEST_TAG = 2000  # characters; MLflow takes 5000 on a server
 
 
 class RunTracker:
-    """A run's page in MLflow. MLflow is imported beside the start of the engines."""
+    """A run's page in MLflow.
+
+    It is begun in the background when it is first written to, or START_DELAY seconds after `start`:
+    importing MLflow takes two seconds of CPU, which a small model's first step needs itself.
+    """
 
     def __init__(self, run: RunView) -> None:
         self._run = run
         self._tracker = Tracker(run.config.tracking)
+        self._needed = threading.Event()
         self._started = threading.Event()
         self._error: Exception | None = None
         self._finished = False
@@ -39,6 +45,7 @@ class RunTracker:
         tracked, head = self._tracked(), self._run.head
 
         def begin() -> None:
+            self._needed.wait(START_DELAY)
             try:
                 self._tracker.start(tracked)
                 self._catch_up(head)
@@ -140,6 +147,7 @@ class RunTracker:
             self._tracker.finish("FAILED" if isinstance(error, Exception) else "KILLED")
 
     def _ready(self) -> Tracker:
+        self._needed.set()
         self._started.wait()
         if self._error is not None:
             raise self._error

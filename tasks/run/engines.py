@@ -38,6 +38,7 @@ ENGINE_MODULES = (
     "engines.rollout.hf_engine",
     "engines.data.data_engine",
     "engines.data.training_batch",
+    "tensordict",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )

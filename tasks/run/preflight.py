@@ -38,26 +38,27 @@ class Finding:
 def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     """Check everything that can be checked; PreflightError names the first fault.
 
-    What takes milliseconds and no further imports comes first.
-
     resumed: the run has steps already, so lengths that its samples kept to are not asked again.
     """
+    return [*check_settings(config, resumed), *check_world(config)]
+
+
+def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
+    """The checks that take milliseconds and no further imports: of settings and the model's files."""
     try:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
-        return [
-            Finding(check="packages", found=packages),
-            Finding(check="model", found=model),
-            Finding(check="devices", found=devices),
-            *_check_world(config),
-        ]
     except ValueError as error:
         raise PreflightError(str(error)) from error
+    return [
+        Finding(check="packages", found=packages),
+        Finding(check="model", found=model),
+        Finding(check="devices", found=devices),
+    ]
 
 
-def _check_world(config: GRPOConfig) -> list[Finding]:
-    """The checks of what is outside the settings and the model."""
-    from engines.clusters.opening import check_cluster
+def check_world(config: GRPOConfig) -> list[Finding]:
+    """The checks of what is outside the settings and the model: data, rewards, machine, store."""
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
@@ -66,11 +67,13 @@ def _check_world(config: GRPOConfig) -> list[Finding]:
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
+        from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
+
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
         store = Store(config.store.uri, config.store.options)
         store.check_writable()
         Tracker(config.tracking)
-    except (StoreError, InfrastructureError) as error:
+    except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
     return [
         Finding(check="data", found=data),

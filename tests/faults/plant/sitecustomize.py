@@ -27,7 +27,7 @@ FOLDER = os.environ.get("REFRAIN_TEST_FAULTS", "")
 ROLES = {  # part of a command line -> name of the process
     "engines.processes.node": "scheduler",
     "flows.grpo": "flow",
-    "prefect.server.api.server": "server",
+    "tasks.launch.prefect_app": "server",
     "engines.rewards.child": "reward",
 }
 # Where a process learns its name late: function -> how to tell.

@@ -1,4 +1,4 @@
-"""The embedded Prefect server's port stays free until the server has it."""
+"""The embedded Prefect server: its port stays free until it has it, and its database is a copy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.launch.server import FIRST_PORT, HOST, OTHER_PORTS, EmbeddedServer
+from tests.storage.tracking.test_database_template import tables
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -28,3 +29,21 @@ def test_it_is_none_that_the_kernel_gives_to_others(tmp_path: Path) -> None:
     assert FIRST_PORT not in ports
     assert max(ports) < lowest
     assert len(ports) > 1  # runs that start together get different ones
+
+
+def test_a_new_folder_gets_a_copy_of_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("one", "two"):
+        server = EmbeddedServer(tmp_path / name)
+        server.launch()
+        try:
+            server.wait()
+        finally:
+            server.stop()
+    (template,) = (tmp_path / "cache" / "refrain").iterdir()
+    migrated = tables(template)
+    assert len(migrated) > 100
+    assert tables(tmp_path / "one" / "prefect.db") == migrated
+    assert tables(tmp_path / "two" / "prefect.db") == migrated

@@ -1,0 +1,50 @@
+"""New SQLite databases of Prefect and MLflow, copied from one that was migrated before.
+
+Their first migrations take 5 s and 2 s of CPU in each new folder, and lead to the same tables every
+time. So the first database of each release of theirs is made as a template in the user's cache
+folder; where nothing can be kept there, each is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from configs.environment import cache_folder
+
+
+def new_database(database: Path, package: str, migrate: Callable[[Path], object]) -> None:
+    """Make a database with its tables, unless there is a file already.
+
+    Args:
+        database: Where it comes to lie, whole or not at all.
+        package: The distribution whose release says which tables it has.
+        migrate: Makes all tables in a new file, and leaves the file closed.
+    """
+    if database.exists():
+        return
+    template = cache_folder() / f"{package}-{version(package)}.db"
+    if not template.exists():
+        with contextlib.suppress(OSError):
+            template.parent.mkdir(parents=True, exist_ok=True)
+            _appear(template, migrate)
+    copied = template.exists()
+    _appear(database, partial(shutil.copyfile, template) if copied else migrate)
+
+
+def _appear(file: Path, make: Callable[[Path], object]) -> None:
+    """Have a file made beside its place and put there; the first of several stays."""
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f"{file.name}-") as beside:
+        made = Path(beside, file.name)
+        make(made)
+        try:
+            os.link(made, file)
+        except OSError:  # another has made it, or the file system has no links
+            if not file.exists():
+                made.rename(file)
