@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests import slurm as slurm_daemons
 from tests.slurm import Slurm, running_slurm
+
+
+TESTS = Path(__file__).parent
+LONG_FIRST = ("flows", "deploy", "examples", "faults", "contract")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Folders of long tests first: the files that processes share end together then."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(TESTS).parts[0]
+        return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from pathlib import Path
 
@@ -28,11 +29,12 @@ class Migration:
         connection.close()
 
 
-def tables(database: Path) -> set[tuple[str, str, str]]:
+def tables(database: Path) -> set[tuple[str, str, tuple[str, ...]]]:
+    """What is in a database; words in no order, since MLflow's migrations list sets of Python's."""
     connection = sqlite3.connect(database)
-    found = set(connection.execute("select type, name, coalesce(sql, '') from sqlite_master"))
+    found = connection.execute("select type, name, coalesce(sql, '') from sqlite_master").fetchall()
     connection.close()
-    return found
+    return {(kind, name, tuple(sorted(re.findall(r"\w+", sql)))) for kind, name, sql in found}
 
 
 @pytest.fixture
