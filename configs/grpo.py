@@ -36,6 +36,12 @@ class GRPOConfig(Settings):
     steps: int = Field(100, ge=1, description="RL steps of the run.")
     prompts_per_step: int = Field(8, ge=1, description="Prompts drawn for each step.")
     group_size: int = Field(8, ge=1, description="Completions sampled for each prompt.")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Policy versions by which a sample's oldest token may lag behind the version "
+        "that trains on it. With n, n + 1 steps are under way at once; 0 is synchronous.",
+    )
     model: Model = Field(description="The language model that is trained.")
     data: DataConfig = Field(description="Prompts.")
     rewards: RewardsConfig = Field(description="Scoring.")
@@ -113,6 +119,20 @@ class GRPOConfig(Settings):
                 f"algorithm.advantage.kind = {self.algorithm.advantage.kind} needs a critic, which "
                 "this flow does not train. Run it with python -m flows.ppo, or set "
                 "algorithm.advantage.kind = grpo or another estimator without a critic."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stale_samples_are_corrected(self) -> Self:
+        algorithm = self.algorithm
+        if self.max_staleness > 0 and not algorithm.corrects_for_behavior:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness} trains on samples of older policies, and "
+                f"algorithm.loss.kind = {algorithm.loss.kind} with algorithm.ratio_against = "
+                f"{algorithm.ratio_against} and no algorithm.correction takes no account of them. "
+                "Set algorithm.correction = [{kind: truncate}], algorithm.loss.kind = decoupled, or "
+                "algorithm.ratio_against = rollout_logprobs with a loss that bounds the ratio, such "
+                "as clipped."
             )
         return self
 

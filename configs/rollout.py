@@ -49,6 +49,11 @@ class RolloutConfig(Settings):
         True,
         description="Run vLLM without compiled graphs: starts in seconds, samples slower on GPU.",
     )
+    kv_on_update: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="With max_staleness > 0, answers in progress when new weights arrive go on under "
+        "them: with their keys and values computed again, or with those of the old weights.",
+    )
     probe_tolerance: float = Field(
         0.25,
         gt=0,

@@ -54,6 +54,7 @@ def raft_step(run: Run, step: int) -> StepSummary:
     prompts = draw.submit(run, step)
     sampled = rollout_shards(run, step, prompts)
     scored = reward_shards(run, step, sampled)
+    run.gate.wait_to_train(step)
     best = advantage.submit(run, step, scored, None)
     updated = update.submit(run, step, best)
     return sync_and_commit(run, step, prompts, scored, best, updated)

@@ -40,6 +40,7 @@ def ppo_step(run: Run, step: int) -> StepSummary:
     prompts = draw.submit(run, step)
     sampled = rollout_shards(run, step, prompts)
     scored = reward_shards(run, step, sampled)
+    run.gate.wait_to_train(step)
     valued = values.submit(run, step, sampled)
     logprobs = logprob.submit(run, step, sampled) if run.needs_logprobs else None
     batch = advantage.submit(run, step, scored, logprobs, valued)

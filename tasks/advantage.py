@@ -30,6 +30,7 @@ def advantage(
     A group with a failed sample follows rewards.on_failure; a group that the algorithm's filter
     leaves out is counted as filtered. Neither reaches the update.
     """
+    run.gate.check_turn(step)
     samples = samples_of(run, step, scored)
     for columns in (logprobs, values):
         if columns is not None:
@@ -51,6 +52,7 @@ def advantage(
             baselines=baselines,
             algorithm=run.algorithm,
             out_key=out_key,
+            version=step - 1,
         )
     return TrainBatch(
         ref=result.ref,

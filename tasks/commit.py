@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import attrgetter
 
 from prefect import task
 from prefect.futures import PrefectFuture
@@ -92,7 +93,7 @@ def commit(
         step=step,
         parent=run.head,
         refs=refs,
-        version_in=scored[0].sampled.weights,
+        version_in=min((one.sampled.weights for one in scored), key=attrgetter("version")),
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},

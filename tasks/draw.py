@@ -25,7 +25,7 @@ def draw(run: Run, step: int) -> Prompts:
     config = run.config
     group = first = run.first_group(step)
     last = group + config.prompts_per_step
-    cursor, drawn = run.cursor, 0
+    cursor, drawn = run.drawn[step], 0
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
     made_by = config.data.model_dump(mode="json", exclude={"last_step"})
@@ -52,4 +52,5 @@ def draw(run: Run, step: int) -> Prompts:
             f"data.epochs = {config.data.epochs} left {group - first} prompts for step {step} that "
             f"fit data.max_prompt_tokens, and a step takes {config.fewest_prompts}."
         )
+    run.has_drawn(step, cursor)
     return Prompts(ref=BatchRef.concat(parts), cursor=cursor, drawn=drawn, dropped=dropped)

@@ -17,6 +17,7 @@ def logprob(run: Run, step: int, sampled: list[Sampled]) -> BatchRef:
 
     It needs no rewards, so it runs beside them.
     """
+    run.gate.check_turn(step)
     samples = BatchRef.concat([shard.ref for shard in sampled])
     result = samples
     sources = []

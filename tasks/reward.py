@@ -76,7 +76,7 @@ def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
 
 def trainer_state(run: Run, step: int) -> TrainerState:
     """Where the run stands while the samples of a step are scored, as reward functions are told."""
-    return state_at(step, run.config.steps, run.cursor)
+    return state_at(step, run.config.steps, run.drawn[step])
 
 
 def state_at(step: int, steps: int, began: Cursor) -> TrainerState:

@@ -12,6 +12,7 @@ from prefect.futures import PrefectFuture
 from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
+from storage.runs.commit_log import version_weights
 from storage.runs.weights import WeightsRef
 from tasks.results import Prompts, Sampled
 from tasks.run.retries import OPTIONS, attempted
@@ -52,12 +53,17 @@ def sample_shard(
     run: Run, step: int, prompts: BatchRef, sampling: Sampling, stage: str, shard: int
 ) -> Sampled:
     """Complete the prompts of a shard, or find that done."""
-    weights = run.engines.rollouts.weights
-    key = key_of("rollout", prompts.to_json(), weights.digest, asdict(sampling))
-    out_key = run.files.stage_key(step, stage, shard, key)
-    done = run.files.finished(out_key)
-    if done is not None:
-        return sampled(prompts, weights, done)
+    usable = usable_weights(run, step)
+    keys = [
+        run.files.stage_key(
+            step, stage, shard, key_of("rollout", prompts.to_json(), one.digest, asdict(sampling))
+        )
+        for one in usable
+    ]
+    for weights, key in zip(usable, keys, strict=True):
+        if (done := run.files.finished(key)) is not None:
+            return sampled(prompts, weights, done)
+    weights, out_key = usable[0], keys[0]
     with attempted(run, step, stage, shard) as attempt:
         request = RolloutRequest(
             prompts=prompts,
@@ -70,6 +76,21 @@ def sample_shard(
         result = run.engines.rollouts.generate(request, attempt.assignment)
     done = run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
     return sampled(prompts, weights, done)
+
+
+def usable_weights(run: Run, step: int) -> list[WeightsRef]:
+    """The policy versions with which a step may be sampled, the current one first.
+
+    The others are those that max_staleness allows: a flow that died may have finished shards under
+    them.
+    """
+    pool = run.engines.rollouts
+    current, synced = pool.weights, pool.synced
+    oldest = max(step - 1 - run.config.max_staleness, run.start)
+    return [current] + [
+        synced[version] if version in synced else version_weights(run.files, version)
+        for version in range(current.version - 1, oldest - 1, -1)
+    ]
 
 
 def sampled(prompts: BatchRef, weights: WeightsRef, record: Mapping[str, Any]) -> Sampled:

@@ -6,7 +6,9 @@ The algorithm is the flow of one step; see flows/grpo.py for a whole flow.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from prefect import tags
@@ -22,6 +24,7 @@ from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew, skipped
 from tasks.run.flow_options import result_of
+from tasks.run.gate import StepGivenUp
 from tasks.run.life_cycle import finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
@@ -60,11 +63,9 @@ def train(
 
 def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool:
     """Make the steps that are left; whether the data's epochs were over before the last of them."""
+    steps = _in_turn if run.config.max_staleness == 0 else _overlapping
     try:
-        for step in run.steps_left():
-            run.progress.step(step, run.config.rollout.shards)
-            with tags(f"step {step}"):
-                step_flow(run, step)
+        steps(step_flow, run)
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise
@@ -72,6 +73,48 @@ def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool:
             keep_last(run, run.last)
         return True
     return run.head < run.config.steps
+
+
+def _in_turn(step_flow: Callable[[Run, int], Any], run: Run) -> None:
+    for step in run.steps_left():
+        _make(step_flow, run, step)
+
+
+def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
+    run.progress.step(step, run.config.rollout.shards)
+    with tags(f"step {step}"):
+        step_flow(run, step)
+
+
+def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
+    """Up to max_staleness + 1 steps at once, each flow in a thread of its own.
+
+    When a step fails, those before it are finished, those after it given up, and its failure raised.
+    """
+    under_way: list[Future[None]] = []
+    with ThreadPoolExecutor(run.config.max_staleness + 1, thread_name_prefix="step") as threads:
+
+        def make(step: int) -> None:
+            try:
+                _make(step_flow, run, step)
+            except BaseException:
+                run.gate.fail(step)
+                raise
+
+        try:
+            for step in run.steps_left():
+                here = contextvars.copy_context()  # the flow run that a step's is a part of
+                under_way.append(threads.submit(here.run, make, step))
+        except StepGivenUp:
+            pass  # what failed is raised below
+        try:
+            for one in under_way:
+                one.result()
+        except Exhausted:
+            raise
+        except BaseException:
+            run.gate.give_up()
+            raise
 
 
 def keep_last(run: Run, commit: Commit) -> None:

@@ -16,6 +16,7 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     A gang that broke is formed anew and brought back to version step - 1 from a snapshot and the
     stored batches, so that a retry never applies an update twice.
     """
+    run.gate.check_turn(step)
     with attempted(run, step, "update"):
         result = run.engines.actor.update(step, batch.ref, run.algorithm)
     return Updated(version=step, metrics=dict(result.metrics))
@@ -27,6 +28,7 @@ def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
 
     As with the policy, a gang that broke is brought back by snapshot and replay.
     """
+    run.gate.check_turn(step)
     with attempted(run, step, "critic_update"):
         result = run.engines.critic.update(step, batch.ref, run.algorithm)
     metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}

@@ -17,6 +17,7 @@ def values(run: Run, step: int, sampled: list[Sampled]) -> BatchRef:
 
     It needs no rewards, so it runs beside them.
     """
+    run.gate.check_turn(step)
     samples = BatchRef.concat([shard.ref for shard in sampled])
     key = key_of("values", samples.to_json(), step - 1)
     out_key = run.files.stage_key(step, "values", 1, key)

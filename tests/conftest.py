@@ -10,7 +10,6 @@ import pytest
 from tests import slurm as slurm_daemons
 from tests.slurm import Slurm, running_slurm
 
-
 TESTS = Path(__file__).parent
 LONG_FIRST = ("flows", "deploy", "examples", "faults", "contract")
 

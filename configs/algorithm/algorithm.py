@@ -28,6 +28,8 @@ Aggregation = Literal[
     "row-mean-token-sum",
 ]
 
+UNBOUNDED_LOSSES = ("gpg", "reinforce")  # without a ratio, and so without a bound on it
+
 
 class KLConfig(Settings):
     """The penalty for leaving the reference policy."""
@@ -126,6 +128,15 @@ class AlgorithmConfig(Settings):
     def needs_squares(self) -> bool:
         """Whether sum_pi_squared must be a column before the advantages."""
         return self.advantage.kind.endswith("optimal_token_baseline")
+
+    @property
+    def corrects_for_behavior(self) -> bool:
+        """Whether the loss takes account of the policy that sampled, where it is an older one."""
+        if self.loss.kind in ("decoupled", "function"):  # a user's loss may do anything
+            return True
+        if self.ratio_against == "rollout_logprobs":
+            return self.loss.kind not in UNBOUNDED_LOSSES
+        return bool(self.correction)
 
     @property
     def needs_reference(self) -> bool:

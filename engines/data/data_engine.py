@@ -148,11 +148,13 @@ class DataEngine(Engine):
         samples: BatchRef,
         algorithm: AlgorithmConfig,
         out_key: str,
+        version: int,
         baselines: BatchRef | None = None,
     ) -> AdvantagesResult:
         """Choose the samples that train, and write their advantages.
 
-        baselines: scored greedy completions of the prompts. Raises RewardsFailed
+        version: the policy version that trains on them. baselines: scored greedy completions of the
+        prompts. Raises RewardsFailed
         (rewards.on_failure = abort) or NothingToTrain.
         """
         from engines.data.training_batch import training_batch
@@ -165,6 +167,7 @@ class DataEngine(Engine):
             self._spec.rewards,
             self._spec.max_new_tokens,
             out_key,
+            version,
         )
 
     def close(self) -> None:

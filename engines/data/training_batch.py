@@ -38,6 +38,7 @@ def training_batch(
     on_failure: RewardsConfig,
     max_new_tokens: int,
     out_key: str,
+    version: int,
 ) -> AdvantagesResult:
     """Choose the samples that train and write their advantages.
 
@@ -50,6 +51,7 @@ def training_batch(
         on_failure: what becomes of groups with a failed sample.
         max_new_tokens: longest response, in tokens.
         out_key: of the object that is written.
+        version: the policy version that trains on them.
 
     Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
     """
@@ -88,7 +90,11 @@ def training_batch(
         trained=trained,
         filtered=filtered,
         dropped={"reward_failed": dropped} if dropped else {},
-        metrics=metrics | shaped.metrics | selection_metrics(selected, filtered) | advantages,
+        metrics=metrics
+        | shaped.metrics
+        | selection_metrics(selected, filtered)
+        | advantages
+        | staleness_metrics(store, chosen.samples, version),
     )
 
 
@@ -216,6 +222,22 @@ def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
         "selection/groups_left_out": float(filtered),
         **{f"selection/{name}": count for name, count in selected.metrics.items()},
     }
+
+
+def staleness_metrics(store: Store, samples: BatchRef, version: int) -> dict[str, float]:
+    """By how many versions the samples' oldest tokens lag behind the version that trains.
+
+    Samples without a token, or whose versions are not known, are left out.
+    """
+    if "weight_spans" not in samples.names:
+        return {}
+    spans, offsets = samples.fetch_numpy(store, "weight_spans")
+    assert offsets is not None
+    first = np.asarray(offsets[:-1])[np.diff(offsets) > 0]  # of a sample's spans, in order
+    if not len(first):
+        return {}
+    lags = version - np.asarray(spans)[first]
+    return {"staleness/mean": float(lags.mean()), "staleness/max": float(lags.max())}
 
 
 def metrics_of(

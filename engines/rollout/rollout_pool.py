@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from engines.failures import InfrastructureError
-from engines.rollout.contract import RolloutRequest, RolloutResult, SyncReport
+from engines.rollout.contract import RolloutRequest, RolloutResult, SyncMode, SyncReport
 from engines.rollout.weight_probe import CheckedLoad, Probe, check_report, check_scores
 from engines.workers.calls import control
 from engines.workers.cluster import Cluster
@@ -36,8 +36,10 @@ class RolloutPool(EnginePool):
         deadline: float,
         start_timeout: float,
         tolerance: float,
+        mode: SyncMode = "idle",
         cancel: threading.Event | None = None,
     ) -> None:
+        """`mode`: what becomes of shards in flight when new weights are loaded."""
         super().__init__(
             cluster,
             pool,
@@ -50,7 +52,9 @@ class RolloutPool(EnginePool):
         self.run = run
         self.epoch = epoch
         self.tolerance = tolerance  # nats per token
+        self.mode = mode
         self._weights: WeightsRef | None = None
+        self.synced: dict[int, WeightsRef] = {}  # every version that was current, by number
         self._probe: Probe | None = None
         self._loaded: dict[str, str] = {}  # address -> digest of the weights it holds
 
@@ -68,7 +72,7 @@ class RolloutPool(EnginePool):
     def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult:
         """Sample a shard on one of the engines."""
         call_id = self._call_id(request.step, f"generate-{request.shard}-{request.attempt}")
-        with self.picked(assignment) as (name, address):
+        with self.picked(assignment, (request.step, request.shard)) as (name, address):
             named = dataclasses.replace(request, worker=name)
             return self.submit(address, "generate", call_id, {"request": named})
 
@@ -79,6 +83,7 @@ class RolloutPool(EnginePool):
         fail, the last failure is raised.
         """
         self._weights, self._probe = weights, probe
+        self.synced[weights.version] = weights
         workers = self.live()
         reports: dict[str, CheckedLoad] = {}
         failures: list[InfrastructureError] = []
@@ -122,7 +127,11 @@ class RolloutPool(EnginePool):
         assert probe is not None
         version = weights.version
         report: SyncReport = self.submit(
-            address, "sync", self._call_id(version, "sync"), {"weights": weights}
+            address,
+            "sync",
+            self._call_id(version, "sync"),
+            {"weights": weights, "mode": self.mode},
+            slot=False,  # shards in flight may fill them all
         )
         check_report(name, report, weights)
         scores = self.submit(
@@ -130,6 +139,7 @@ class RolloutPool(EnginePool):
             "score",
             self._call_id(version, "score"),
             {"token_ids": probe.tokens, "prompt_lengths": probe.prompt_lengths},
+            slot=False,
         )
         error = check_scores(name, version, scores, probe, self.tolerance)
         self._loaded[address] = weights.digest

@@ -200,14 +200,15 @@ def submit(
     *,
     deadline: float,
     cancel: threading.Event | None = None,
+    slot: bool = True,
 ) -> Any:
-    """Call an engine method on one worker and wait for its result.
+    """Call an engine method on one worker and wait for its result; `slot` as in PendingCall.
 
     Raises the engine's own exception (with a note: worker and its traceback), WorkerLost,
     CallDeadline (the worker has been killed), StaleCall, EngineMissing, CallCancelled (`cancel`
     was set; the call itself may go on) or ClusterLost.
     """
-    pending = start(cluster, address, role, method, kwargs, call_id, deadline=deadline)
+    pending = start(cluster, address, role, method, kwargs, call_id, deadline=deadline, slot=slot)
     where = f"by {role}.{method} on worker {pending.worker} ({address})"
     return value_of(pending.wait(deadline, cancel), where)
 
@@ -222,12 +223,13 @@ def start(
     *,
     deadline: float,
     wake: threading.Event | None = None,
+    slot: bool = True,
 ) -> PendingCall:
-    """Begin `submit`; `wake` as in PendingCall."""
+    """Begin `submit`; `wake` and `slot` as in PendingCall."""
     token = uuid.uuid4().hex
     args = (role, method, dict(kwargs), call_id, token, deadline + GRACE)
     label = f"{role}.{method}"
-    return PendingCall(cluster, address, label, host.call, *args, token=token, wake=wake)
+    return PendingCall(cluster, address, label, host.call, *args, token=token, slot=slot, wake=wake)
 
 
 def control(

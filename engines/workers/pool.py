@@ -7,6 +7,8 @@ first reaches it, so nothing is told to anyone.
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,9 +18,11 @@ from typing import Any
 
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers.calls import build, stop, submit
-from engines.workers.cluster import Cluster
+from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
 from engines.workers.messages import CallId
+
+LOOK = 0.5  # seconds between looks at which workers live
 
 
 @dataclass(slots=True)
@@ -53,6 +57,9 @@ class EnginePool:
         self._ready: dict[str, str] = {}  # address -> name of workers whose engine is built
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._freed = threading.Condition()  # guards the calls and those that wait for a slot
+        self._waiting: list[tuple[tuple[int, ...], int]] = []  # a heap
+        self._tickets = itertools.count()
 
     def start(self) -> list[str]:
         """Build the engines of all live workers at once; returns the workers' names."""
@@ -74,9 +81,14 @@ class EnginePool:
             return self.submit(address, method, call_id, arguments)
 
     def submit(
-        self, address: str, method: str, call_id: CallId, arguments: Mapping[str, Any]
+        self,
+        address: str,
+        method: str,
+        call_id: CallId,
+        arguments: Mapping[str, Any],
+        slot: bool = True,
     ) -> Any:
-        """Call a method on the engine of a given worker."""
+        """Call a method on the engine of a given worker; `slot` as in calls.PendingCall."""
         try:
             return submit(
                 self.cluster,
@@ -87,6 +99,7 @@ class EnginePool:
                 call_id,
                 deadline=self.deadline,
                 cancel=self.cancel,
+                slot=slot,
             )
         except (WorkerLost, CallDeadline):
             self.forget(address)
@@ -120,17 +133,52 @@ class EnginePool:
                 self._ready[address] = name
 
     @contextlib.contextmanager
-    def picked(self, assignment: Assignment | None = None) -> Iterator[tuple[str, str]]:
-        """Name and address of the worker with the fewest calls, its engine ready, for the body."""
-        workers = self.live()
-        with self._lock:
-            name = min(sorted(workers), key=lambda worker: self._calls[worker])
-            self._calls[name] += 1
+    def picked(
+        self, assignment: Assignment | None = None, turn: tuple[int, ...] | None = None
+    ) -> Iterator[tuple[str, str]]:
+        """Name and address of the worker with the fewest calls, its engine ready, for the body.
+
+        With `turn`, a call waits here until a worker has a free slot, so that work goes to whoever
+        is done first; of those that wait the lowest turn is next. Without, it queues on its worker.
+        """
+        name, address = self._pick() if turn is None else self._next_free(turn)
         if assignment is not None:
             assignment.worker = name
         try:
-            self.ready(name, workers[name])
-            yield name, workers[name]
+            self.ready(name, address)
+            yield name, address
         finally:
-            with self._lock:
+            with self._freed:
                 self._calls[name] -= 1
+                self._freed.notify_all()
+
+    def _pick(self) -> tuple[str, str]:
+        workers = self.live()
+        with self._freed:
+            name = self._least_busy(workers)
+            self._calls[name] += 1
+        return name, workers[name]
+
+    def _next_free(self, turn: tuple[int, ...]) -> tuple[str, str]:
+        slots = self.cluster.config.pools[self.pool].slots
+        ticket = (turn, next(self._tickets))
+        with self._freed:
+            heapq.heappush(self._waiting, ticket)
+        try:
+            while True:
+                workers = self.live()
+                with self._freed:
+                    name = self._least_busy(workers)
+                    if self._waiting[0] == ticket and self._calls[name] < slots:
+                        self._calls[name] += 1
+                        return name, workers[name]
+                    self._freed.wait(LOOK)
+                raise_if_set(self.cancel)
+        finally:
+            with self._freed:
+                self._waiting.remove(ticket)
+                heapq.heapify(self._waiting)
+                self._freed.notify_all()
+
+    def _least_busy(self, workers: Mapping[str, str]) -> str:
+        return min(sorted(workers), key=lambda worker: self._calls[worker])

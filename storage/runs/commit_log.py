@@ -84,7 +84,7 @@ class Commit(Record):
     parent_run: str | None = None  # where that was committed, if in another run; see `commit`
     algorithm: dict[str, JsonValue] = Field(default_factory=dict)  # its settings
     refs: dict[str, BatchRef] = Field(default_factory=dict)  # in and out, by name: prompts, batch…
-    version_in: WeightsRef  # that sampled
+    version_in: WeightsRef  # that sampled; the oldest of them, under max_staleness
     version_out: WeightsRef  # that the update made
     cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
     rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
@@ -233,6 +233,13 @@ def _advance(run: RunStore, step: int, commit_digest: str) -> None:
 def read_commit(run: RunStore, step: int) -> Commit:
     """The commit of a step. Raises ObjectMissing, ObjectDamaged; logs fields that are unknown."""
     return _parse(run, step, run.store.read(run.commit_key(step)))
+
+
+def version_weights(run: RunStore, version: int) -> WeightsRef:
+    """The policy version that a step made, or that the run began with, by the commits."""
+    if version == start_of(run):
+        return read_commit(run, version + 1).version_in
+    return read_commit(run, version).version_out
 
 
 def _parse(run: RunStore, step: int, data: bytes) -> Commit:

@@ -196,6 +196,7 @@ class Engines:
             deadline=config.rollout.deadline,
             start_timeout=config.cluster.start_timeout,
             tolerance=config.rollout.probe_tolerance,
+            mode=config.rollout.kv_on_update if config.max_staleness else "idle",
             cancel=run.cancelled,
         )
 

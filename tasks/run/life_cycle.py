@@ -49,7 +49,7 @@ def started(
 
 def close(run: Run, error: BaseException | None) -> None:
     """End engines, workers and the hold on the run; whatever fails, the rest is ended too."""
-    run.stopped = run.cancelled.is_set()
+    run.stopped = run.cancelled.is_set() and not run.gate.given_up
     with contextlib.ExitStack() as stack:
         stack.callback(run.lease.release)
         stack.callback(run.tracker.finish, error)

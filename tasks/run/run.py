@@ -5,13 +5,13 @@ How a run comes about is in opening.py, and how it starts and ends in life_cycle
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic.json_schema import SkipJsonSchema
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.rollout.contract import Sampling
 from engines.workers.messages import CallId
@@ -25,8 +25,10 @@ from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
+from tasks.run.gate import Gate
 from tasks.run.metrics import StoreUsage
 from tasks.run.opening import OpenedRun, Position
+from tasks.run.retries import ATTEMPTS
 
 
 class Run:
@@ -37,9 +39,9 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "config", "engines", "epoch", "files",
-        "flow", "fresh", "lease", "name", "origin", "position", "progress", "source", "start",
-        "stopped", "store", "store_usage", "terminal", "tracker",
+        "_probe", "attempts", "background", "cancelled", "config", "drawn", "engines", "epoch",
+        "files", "flow", "fresh", "gate", "lease", "name", "origin", "position", "progress", "source",
+        "start", "stopped", "store", "store_usage", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +55,10 @@ class Run:
         self.position = position
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
-        self.cancelled = threading.Event()  # ends every wait
+        self.gate = Gate(position.head, opened.config.max_staleness, _patience(opened.config))
+        self.cancelled = self.gate.cancelled  # ends every wait
+        self.drawn: dict[int, Cursor] = {}  # step -> where it began to draw, from the head on
+        self.drawn[position.head + 1] = position.cursor
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts: list[Attempt] = []  # of steps that are not committed
         self.terminal = terminal
@@ -85,11 +90,20 @@ class Run:
         return self.position.ledger
 
     def steps_left(self) -> Iterator[int]:
-        """The steps that are not committed yet, counted from 1, for as long as the data last."""
+        """The steps that are not committed yet, counted from 1, each when it may begin.
+
+        For as long as the data last. Raises as Gate.wait_to_begin does.
+        """
         for step in range(self.head + 1, self.config.steps + 1):
-            if self.data_over(self.cursor):
+            self.gate.wait_to_begin(step)
+            if self.data_over(self.drawn[step]):
                 return
             yield step
+
+    def has_drawn(self, step: int, cursor: Cursor) -> None:
+        """A step has drawn its prompts, up to `cursor`: the next one may."""
+        self.drawn[step + 1] = cursor
+        self.gate.drawn(step)
 
     def data_over(self, cursor: Cursor) -> bool:
         """Whether data.epochs leave too little for a step after `cursor`."""
@@ -190,9 +204,17 @@ class Run:
     def advance(self, record: Commit) -> None:
         """A step is committed: the next one draws and trains from here."""
         self.position = Position.after(record)
+        self.drawn[record.step + 1] = self.position.cursor
+        self.drawn.pop(record.step, None)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
+        self.gate.committed(record.step)
+
+
+def _patience(config: GRPOConfig) -> float:
+    """Seconds in which some step must be committed: every call may be tried to its deadline."""
+    return ATTEMPTS * (config.rollout.deadline + config.train.deadline)
 
 
 # The flow's parameter by which the command line hands over a run that it has started, so that engines

@@ -152,6 +152,7 @@ class World:
             samples,
             algorithm,
             f"{RUN}/{name}/advantages-{step}.safetensors",
+            step - 1,
             greedy if algorithm.needs_baselines else None,
         )
         limits = (self.config.rollout.temperature, self.config.rollout.max_new_tokens, step)

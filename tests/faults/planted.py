@@ -21,11 +21,14 @@ PLANT = Path(__file__).parent / "plant"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Something that happens once, when a function of the product is called for the nth time."""
+    """Something that happens once, when a function of the product is called for the nth time.
+
+    A delay happens at each call.
+    """
 
     id: str
     target: str  # package.module:function, or :Class.method
-    action: Literal["kill", "stop", "hang", "raise"]
+    action: Literal["kill", "stop", "hang", "raise", "delay"]
     nth: int = 1  # call in all processes that match, counted from 1
     when: Literal["before", "after"] = "before"
     only: str = ""  # strike only in processes whose name begins so

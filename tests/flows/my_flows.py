@@ -29,6 +29,7 @@ def my_step(run: Run, step: int) -> StepSummary:
     prompts = draw.submit(run, step)
     sampled = rollout_shards(run, step, prompts)
     scored = reward_shards(run, step, sampled)
+    run.gate.wait_to_train(step)
     batch = advantage.submit(run, step, scored, None)
     updated = update.submit(run, step, batch)
     return sync_and_commit(run, step, prompts, scored, batch, updated)

@@ -12,7 +12,7 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.training_batch import resolve_failures, training_batch
+from engines.data.training_batch import resolve_failures, staleness_metrics, training_batch
 from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -65,7 +65,7 @@ def trained(
 ) -> AdvantagesResult:
     algorithm = AlgorithmConfig.model_validate(recipe)
     return training_batch(
-        store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, f"run/{name}.safetensors"
+        store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, f"run/{name}.safetensors", 7
     )
 
 
@@ -277,3 +277,10 @@ def test_groups_of_one_and_none_at_all(policy: str) -> None:
     none = resolve_failures(np.array([], dtype=np.int64), np.array([], dtype=bool), policy)  # type: ignore[arg-type]
     assert none.keep.tolist() == []
     assert none.groups_dropped == 0
+
+
+def test_staleness_goes_by_the_oldest_token(store: Store) -> None:
+    spans = [[3, 0, 4], [5, 0, 2, 6, 2, 9], [], [4, 0, 1, 6, 1, 2]]
+    made = write_batch(store, "run/spans.safetensors", {"weight_spans": list(map(np.array, spans))})
+    assert staleness_metrics(store, made, 6) == {"staleness/mean": 2.0, "staleness/max": 3.0}
+    assert staleness_metrics(store, made.take(np.array([2])), 6) == {}

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+DELAY = 0.02  # seconds
 FOLDER = os.environ.get("REFRAIN_TEST_FAULTS", "")
 ROLES = {  # part of a command line -> name of the process
     "engines.processes.node": "scheduler",
@@ -90,6 +91,10 @@ def claim(fault: dict[str, Any]) -> bool:
 def strike(fault: dict[str, Any]) -> None:
     """Carry out a fault if it is due in this process."""
     if fault["only"] and not _name.startswith(fault["only"]):
+        return
+    if fault["action"] == "delay":  # each call
+        claim(fault)
+        time.sleep(DELAY)
         return
     if number_of_call(fault) != fault["nth"] or not claim(fault):
         return

@@ -1,0 +1,102 @@
+"""When a step may sample and when it may train, where several steps are under way.
+
+With max_staleness = n up to n + 1 step flows run at once. Step k samples as soon as policy version
+k - 1 - n is there and step k - 1 has drawn its prompts; it trains once step k - 1 is committed. So
+the staleness of a sample, the version that trains (k - 1) less the version of its oldest token, time
+in any queue included, is never above n; steps draw, train and are committed in order. With n = 0
+nothing ever waits here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from engines.failures import CallCancelled
+
+SLICE = 0.5  # seconds between looks at whether the run is cancelled
+
+
+class StepGivenUp(RuntimeError):
+    """A step was not made, since one before it failed."""
+
+
+class WaitTooLong(RuntimeError):
+    """A step waited longer than its deadline for the step before it."""
+
+
+class Gate:
+    """The counters that steps wait for; made anew from the last commit when a run is resumed."""
+
+    def __init__(self, head: int, max_staleness: int, deadline: float) -> None:
+        """`deadline`: seconds that a wait may take in which no step is committed."""
+        self.head = head  # the last committed step
+        self.max_staleness = max_staleness
+        self.deadline = deadline
+        self.cancelled = threading.Event()
+        self.given_up = False  # cancelled for a failure, not by a person
+        self.failed: int | None = None  # the first step that failed
+        self._drawn = head  # the last step that has drawn its prompts
+        self._moved = time.monotonic()  # when a step was last committed
+        self._changed = threading.Condition()
+
+    def wait_to_begin(self, step: int) -> None:
+        """Return when a step may draw and sample. StepGivenUp, WaitTooLong, CallCancelled."""
+        oldest = step - 1 - self.max_staleness
+        self._wait(step, lambda: self.head >= oldest, f"policy version {oldest} to sample with")
+        self._wait(step, lambda: self._drawn >= step - 1, f"step {step - 1} to draw its prompts")
+
+    def wait_to_train(self, step: int) -> None:
+        """Return when a step may train: the one before it is committed. Raises as above."""
+        self._wait(step, lambda: self.head >= step - 1, f"step {step - 1} to be committed")
+
+    def check_turn(self, step: int) -> None:
+        """ValueError for a step that would train before its turn: its flow does not wait."""
+        if self.head < step - 1:
+            raise ValueError(
+                f"Step {step} was to train before step {step - 1} is committed. With max_staleness "
+                "> 0 the flow of a step calls run.gate.wait_to_train(step) before it asks for "
+                "log-probs, values or advantages."
+            )
+
+    def drawn(self, step: int) -> None:
+        """A step has drawn its prompts."""
+        with self._changed:
+            self._drawn = max(self._drawn, step)
+            self._changed.notify_all()
+
+    def committed(self, step: int) -> None:
+        """A step is committed."""
+        with self._changed:
+            self.head, self._moved = step, time.monotonic()
+            self._drawn = max(self._drawn, step)
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """End every wait of the run, since a step has failed."""
+        self.given_up = True
+        self.cancelled.set()
+
+    def fail(self, step: int) -> None:
+        """A step will not be made: those after it are given up, those before it go on."""
+        with self._changed:
+            self.failed = step if self.failed is None else min(step, self.failed)
+            self._changed.notify_all()
+
+    def _wait(self, step: int, ready: Callable[[], bool], what: str) -> None:
+        began = time.monotonic()
+        with self._changed:
+            while not ready():
+                if self.failed is not None and self.failed < step:
+                    raise StepGivenUp(f"Step {step} is given up, since step {self.failed} failed.")
+                if self.cancelled.is_set():
+                    raise CallCancelled(f"Step {step} waited for {what} when the run was ended.")
+                waited = time.monotonic() - max(began, self._moved)
+                if waited > self.deadline:
+                    raise WaitTooLong(
+                        f"Step {step} waited {waited:.0f} s for {what}, and no step was committed "
+                        "meanwhile. Look at the tasks of that step, or set rollout.deadline or "
+                        "train.deadline higher; the run can be resumed."
+                    )
+                self._changed.wait(SLICE)

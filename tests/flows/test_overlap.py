@@ -1,0 +1,143 @@
+"""Steps that overlap (max_staleness > 0): bound, order, failures, the data's end, kill and resume."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage.runs.commit_log import Commit, history
+from tests.faults.planted import Fault, Faults
+from tests.flows.conftest import Launch, Launched
+from tests.flows.test_epochs import audited, words
+
+pytestmark = pytest.mark.cluster
+
+ASYNC = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
+# Answers take their time, so that new weights arrive in the middle of them.
+SLOW = Fault(id="slow", target="engines.rollout.hf_decoding:Decoding.step", action="delay")
+
+
+def rows_trained(commits: list[Commit], run: Launched) -> list[list[int]]:
+    """The rows of the data that each step trained on, in order."""
+    return [
+        np.unique(commit.refs["batch"].fetch_numpy(run.files.store, "prompt_row")[0]).tolist()
+        for commit in commits
+    ]
+
+
+def lags(commit: Commit, run: Launched) -> np.ndarray:
+    """By how many versions each sample's oldest token lags behind the version that trains."""
+    spans, offsets = commit.refs["batch"].fetch_numpy(run.files.store, "weight_spans")
+    assert offsets is not None
+    return commit.step - 1 - spans[offsets[:-1]]
+
+
+def spans_of(commit: Commit, run: Launched) -> list[list[int]]:
+    """The policy versions of each sample's tokens, oldest first."""
+    spans, offsets = commit.refs["samples"].fetch_numpy(run.files.store, "weight_spans")
+    assert offsets is not None
+    return [spans[a:b:3].tolist() for a, b in itertools.pairwise(offsets)]
+
+
+@pytest.mark.parametrize("kept", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
+def test_steps_overlap_within_the_bound(launch: Launch, tmp_path: Path, kept: str) -> None:
+    """New weights arrive in the middle of answers, and every token knows its version."""
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [SLOW])
+    words = ["tiny", "steps=6", *ASYNC, "rollout.max_new_tokens=60", f"rollout.kv_on_update={kept}"]
+    run = launch(*words, environment=faults.environment)
+    code, out = run.end()
+    assert (code, faults.missed) == (0, []), out
+    assert re.findall(r"^step (\d)/6", out, re.MULTILINE) == ["1", "2", "3", "4", "5", "6"]
+    commits = run.commits()
+    assert len(list(history(run.files))) == 6
+    found = [lags(commit, run) for commit in commits]
+    assert max(lag.max() for lag in found) <= 2
+    assert max(lag.max() for lag in found) > 0, "the steps did overlap"
+    for commit, lag in zip(commits, found, strict=True):
+        assert commit.metrics["staleness/max"] == lag.max()
+        assert commit.metrics["staleness/mean"] == pytest.approx(lag.mean())
+    versions = [spans for commit in commits for spans in spans_of(commit, run)]
+    assert all(spans == sorted(spans) for spans in versions)
+    assert any(len(spans) > 1 for spans in versions), "answers went on under new weights"
+    assert [step["drawn"] for step in audited(run)] == [4, 8, 12, 16, 20, 24]
+    assert run.children() == []
+    command = [sys.executable, "-m", "flows.replay", run.files.run, "5"]
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
+
+
+def test_killed_and_resumed_it_trains_on_the_same_prompts(launch: Launch, tmp_path: Path) -> None:
+    whole = launch("tiny", "steps=6", *ASYNC, "store.uri=file://whole")
+    code, out = whole.end()
+    assert code == 0, out
+    whole.store_uri = f"file://{tmp_path}/whole"
+    # The last of all shards is sampled, and the last step cannot be committed yet.
+    fault = Fault(id="last", target="tasks.reward:scored", action="kill", nth=12)
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [fault])
+    broken = launch("tiny", "steps=6", *ASYNC, environment=faults.environment)
+    code, out = broken.end()
+    assert (code, faults.missed) == (-9, []), out
+    name = broken.files.run
+    finished = shards(broken, 6)
+    assert len(finished) == 2
+    resumed = launch("--resume", name)
+    code, out = resumed.end()
+    assert code == 0, out
+    trained = rows_trained(resumed.commits(), resumed)
+    assert trained == rows_trained(whole.commits(), whole)
+    assert resumed.commits()[-1].ledger == whole.commits()[-1].ledger
+    assert audited(resumed)[-1]["recounted"]
+    # What the last step had sampled before the kill is what it trains on.
+    assert set(finished) <= resumed.commits()[5].refs["samples"].objects
+
+
+def shards(run: Launched, step: int) -> list[str]:
+    """Keys of the samples of a step's finished shards."""
+    store = run.files.store
+    folder = f"{run.files.step_key(step)}/rollout"
+    found = []
+    for key in store.list(folder):
+        if key.endswith(".json"):
+            record = json.loads(store.read(key))
+            found += [
+                name for name in re.findall(r'"([^"]+)"', json.dumps(record)) if "/rollout/" in name
+            ]
+    return sorted({name for name in found if store.exists(name)})
+
+
+def test_a_failure_lets_the_steps_before_it_end(launch: Launch, tmp_path: Path) -> None:
+    fault = Fault(id="draw", target="tasks.draw:draw_rows", action="raise", nth=4)
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [fault])
+    run = launch("tiny", "steps=8", *ASYNC, environment=faults.environment)
+    code, out = run.end()
+    assert (code, faults.missed) == (1, []), out
+    assert re.findall(r"^step (\d)/8", out, re.MULTILINE) == ["1", "2", "3"]
+    assert "RuntimeError: planted: draw" in out
+    assert "Traceback" not in out
+    assert f"To go on from the last step: python -m flows.grpo --resume {run.files.run}" in out
+    assert run.children() == []
+
+
+def test_the_end_of_the_data_is_its_end(launch: Launch, tmp_path: Path) -> None:
+    """Rows for two steps and a half; nobody knows before the third draw, since some are too long."""
+    run = launch(*words(tmp_path, rows=9, long=3), *ASYNC)
+    code, out = run.end()
+    assert code == 0, out
+    assert f"{run.files.run}: 2 of 5 steps are committed; the data's epochs are over." in out
+    assert run.commits()[-1].ledger.drawn == 8
+    assert run.files.store.exists(f"{run.files.state_key(2)}/marker.json")
+    assert audited(run)[-1]["recounted"]
+
+
+def test_samples_that_nothing_corrects_are_refused(launch: Launch) -> None:
+    code, out = launch("tiny", "max_staleness=1").end()
+    assert code == 2
+    assert out.startswith("max_staleness = 1 trains on samples of older policies, and ")
+    assert "Set algorithm.correction = [{kind: truncate}]" in out
