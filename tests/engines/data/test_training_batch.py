@@ -281,6 +281,8 @@ def test_groups_of_one_and_none_at_all(policy: str) -> None:
 
 def test_staleness_goes_by_the_oldest_token(store: Store) -> None:
     spans = [[3, 0, 4], [5, 0, 2, 6, 2, 9], [], [4, 0, 1, 6, 1, 2]]
-    made = write_batch(store, "run/spans.safetensors", {"weight_spans": list(map(np.array, spans))})
+    made = write_batch(
+        store, "run/spans.safetensors", {"weight_spans": [np.array(one, np.int64) for one in spans]}
+    )
     assert staleness_metrics(store, made, 6) == {"staleness/mean": 2.0, "staleness/max": 3.0}
     assert staleness_metrics(store, made.take(np.array([2])), 6) == {}
