@@ -46,7 +46,7 @@ class GRPOConfig(Settings):
     data: DataConfig = Field(description="Prompts.")
     rewards: RewardsConfig = Field(description="Scoring.")
     algorithm: AlgorithmConfig = Field(
-        default_factory=AlgorithmConfig, description="Advantages, loss, KL, entropy, filters."
+        default_factory=AlgorithmConfig, description="Advantages, loss, KL, entropy, selection."
     )
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The update.")

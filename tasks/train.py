@@ -24,12 +24,12 @@ from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew, skipped
 from tasks.run.flow_options import result_of
-from tasks.run.gate import StepGivenUp
 from tasks.run.life_cycle import finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
 from tasks.run.recorded_flow import path_of
 from tasks.run.run import Run
+from tasks.run.staleness_gate import StepGivenUp
 from tasks.start import start_engines
 
 

@@ -1,4 +1,4 @@
-"""Advantage estimators; the functions of these names are in engines/algorithms/advantages.py."""
+"""Advantage estimators; their functions are listed in engines/algorithms/advantages.py."""
 
 from typing import Annotated, Literal
 

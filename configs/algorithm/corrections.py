@@ -1,6 +1,6 @@
 """Behaviour-policy corrections, reward shaping and selection of samples.
 
-The functions of these names are in engines/algorithms/rollout_correction.py,
+The functions of these names are listed in engines/algorithms/rollout_correction.py,
 engines/algorithms/reward_shaping.py, engines/algorithms/sample_selection.py.
 """
 

@@ -1,4 +1,4 @@
-"""Policy losses; the functions of these names are in engines/algorithms/losses.py."""
+"""Policy losses; their functions are listed in engines/algorithms/losses.py."""
 
 from typing import Annotated, Literal
 

@@ -25,10 +25,10 @@ from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
-from tasks.run.gate import Gate
 from tasks.run.metrics import StoreUsage
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
+from tasks.run.staleness_gate import Gate
 
 
 class Run:
