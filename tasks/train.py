@@ -92,7 +92,9 @@ def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
     When a step fails, those before it are finished, those after it given up, and its failure raised.
     """
     under_way: list[Future[None]] = []
-    with ThreadPoolExecutor(run.config.max_staleness + 1, thread_name_prefix="step") as threads:
+    # One more, since the flow of a step that is committed still ends when the next may begin.
+    at_once = run.config.max_staleness + 2
+    with ThreadPoolExecutor(at_once, thread_name_prefix="step") as threads:
 
         def make(step: int) -> None:
             try:

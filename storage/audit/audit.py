@@ -44,6 +44,7 @@ RECORDS = (
     "LEASE",
     "retention.json",
     "progress.png",
+    "timeline.png",
     "live.json",
     "end.json",
     ROWS,

@@ -17,9 +17,18 @@ WHOLE_STEP = "time/step"  # the stages together
 
 _DENSE = 150  # steps from which points and bars would only blur
 
-_INK, _MUTED, _GRID = "#1f2933", "#616e7c", "#e4e7eb"
+INK, MUTED, GRID = "#1f2933", "#616e7c", "#e4e7eb"
 _REWARD, _KL_COLOUR = "#0b6e99", "#b5541c"
-_STAGES = ("#0b6e99", "#e0a43b", "#5c8a3a", "#b5541c", "#7b5ea7", "#3aa6a0", "#9aa5b1", "#c25b8a")
+STAGE_COLOURS = (
+    "#0b6e99",
+    "#e0a43b",
+    "#5c8a3a",
+    "#b5541c",
+    "#7b5ea7",
+    "#3aa6a0",
+    "#9aa5b1",
+    "#c25b8a",
+)
 
 
 def progress_png(
@@ -38,11 +47,11 @@ def progress_png(
     FigureCanvasAgg(figure)
     reward, kl, time = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.6, 2))
     if title:
-        figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12, fontweight="bold")
+        figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
     _draw_reward(reward, steps, metrics)
     _draw_kl(kl, steps, metrics)
     _draw_stages(time, steps, metrics)
-    time.set_xlabel("step", color=_MUTED)
+    time.set_xlabel("step", color=MUTED)
     time.xaxis.set_major_locator(MaxNLocator(integer=True))
     first = min(steps, default=0)
     time.set_xlim(first - 0.6, max(max(steps, default=0), first + 9) + 0.6)
@@ -68,7 +77,7 @@ def _draw_reward(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str
         )
     axes.plot(at, mean, color=_REWARD, marker=_marker(at), linewidth=1.6, label="mean")
     if at:
-        axes.legend(frameon=False, fontsize=8, loc="upper left", labelcolor=_MUTED)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", labelcolor=MUTED)
 
 
 def _draw_kl(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]) -> None:
@@ -79,7 +88,7 @@ def _draw_kl(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, fl
         axes.set_yticks([])
         axes.text(
             0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center",
-            color=_MUTED, fontsize=9,
+            color=MUTED, fontsize=9,
         )  # fmt: skip
 
 
@@ -92,7 +101,7 @@ def _draw_stages(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str
         if name.startswith(STAGE_SECONDS) and name != WHOLE_STEP
     )
     seconds = [[record.get(stage, 0.0) for record in metrics] for stage in stages]
-    colours = [_STAGES[number % len(_STAGES)] for number in range(len(stages))]
+    colours = [STAGE_COLOURS[number % len(STAGE_COLOURS)] for number in range(len(stages))]
     labels = [stage.removeprefix(STAGE_SECONDS) for stage in stages]
     if len(steps) > _DENSE:
         axes.stackplot(steps, seconds, colors=colours, labels=labels)
@@ -105,7 +114,7 @@ def _draw_stages(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str
         axes.set_ylim(bottom=0)
         axes.legend(
             frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5),
-            labelcolor=_MUTED, reverse=True,
+            labelcolor=MUTED, reverse=True,
         )  # fmt: skip
 
 
@@ -121,10 +130,10 @@ def _marker(at: Sequence[int]) -> str:
 
 
 def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=9.5, color=_INK)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_title(title, loc="left", fontsize=9.5, color=INK)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_MUTED, labelsize=8, length=0)
+    axes.tick_params(colors=MUTED, labelsize=8, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
+    axes.spines["bottom"].set_color(GRID)

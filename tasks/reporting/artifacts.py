@@ -1,18 +1,22 @@
-"""What a person finds on a step's page of the Prefect dashboard: shards, lineage, curves."""
+"""What a person finds on the Prefect dashboard: shards, lineage, curves, the timeline."""
 
 from __future__ import annotations
 
 import base64
 import html
+import itertools
 import math
 import os
 import re
 import socket
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from configs.flows import command
+from storage.runs.commit_log import history
+from storage.tracking.timeline import Work, timeline_png
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from tasks.results import Metrics, Scored
 
 TABLE_STEPS = 200  # the last ones; MLflow has all
+TIMELINE_STEPS = 12  # the last ones; more would only blur
+TRAINERS = "train"  # in the timeline, for calls that all train workers carry out together
 
 
 def key(run: str, what: str) -> str:
@@ -195,11 +201,34 @@ def reward_code(commit: Commit) -> list[str]:
     return lines
 
 
-def show_curves(run: RunView, image: bytes) -> None:
-    """The run's curves, as a picture inside a markdown artifact."""
+def show_picture(run: RunView, name: str, what: str, image: bytes) -> None:
+    """A picture inside a markdown artifact; `what` it shows, for people."""
     picture = base64.b64encode(image).decode()
     create_markdown_artifact(
-        key=key(run.name, "curves"),
-        markdown=f"![reward, KL and time by stage](data:image/png;base64,{picture})",
-        description=f"Reward, KL and time by stage of {run.name}.",
+        key=key(run.name, name),
+        markdown=f"![{what}](data:image/png;base64,{picture})",
+        description=f"{what[0].upper()}{what[1:]} of {run.name}.",
     )
+
+
+def show_timeline(run: RunView) -> None:
+    """A picture of which engine did what and when over the last steps, in the store too."""
+    work = work_of(itertools.islice(history(run.files), TIMELINE_STEPS))
+    image = timeline_png(work, run.name)
+    show_picture(run, "timeline", f"what each engine did in the last {TIMELINE_STEPS} steps", image)
+    run.store.write(f"{run.name}/timeline.png", image)
+
+
+def work_of(commits: Iterable[Commit]) -> list[Work]:
+    """What the engines did for some steps, by the attempts that their commits keep."""
+    return [
+        Work(
+            engine=str(attempt["worker"] or TRAINERS),
+            stage=str(attempt["stage"]),
+            step=commit.step,
+            start=float(str(attempt["started"])),
+            seconds=float(str(attempt["seconds"])),
+        )
+        for commit in commits
+        for attempt in commit.attempts
+    ]

@@ -39,15 +39,20 @@ class Progress:
         self._tokens = 0
         self._drawn: dict[str, int] = {}  # worker -> tokens that it had drawn at the last look
         self._before: dict[str, int] = {}  # the same when the step began
-        self.began = time.monotonic()
+        self._began: dict[int, float] = {}  # by step
+        self._committed = 0.0  # when the last step was
 
     def step(self, step: int, shards: int) -> None:
         """A step begins."""
         with self._lock:
             self._step, self._shards, self._done, self._tokens = step, shards, 0, 0
             self._before = dict(self._drawn)
-            self.began = time.monotonic()
+            self._began[step] = time.monotonic()
         self.stage("prompts")
+
+    def seconds(self, step: int) -> float:
+        """Seconds since a step began or, where steps overlap, since the one before was committed."""
+        return time.monotonic() - max(self._began[step], self._committed)
 
     def stage(self, text: str) -> None:
         """What is happening in the step now."""
@@ -127,6 +132,8 @@ class Progress:
         parts.append(f"{metrics['time/step']:.1f} s ({times})")
         if metrics["retries"]:
             parts.append(f"retries {metrics['retries']:.0f}")
+        self._began.pop(step, None)
+        self._committed = time.monotonic()
         self._terminal.say("  ".join(parts))
 
 

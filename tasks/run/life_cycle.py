@@ -10,7 +10,7 @@ from storage.runs.live import DataOver, End, write_end
 from storage.runs.orphans import clear
 from storage.runs.seen_rows import write_rows
 from tasks.reporting import events
-from tasks.reporting.artifacts import show_curves, show_run, show_steps
+from tasks.reporting.artifacts import show_picture, show_run, show_steps, show_timeline
 from tasks.reporting.flow_run import flow_run_id, flow_run_url
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary
@@ -82,9 +82,10 @@ def finish(run: Run, data_over: bool) -> RunSummary:
     plot = f"{run.name}/progress.png"
     image = run.tracker.plot()
     if image is not None:
-        show_curves(run, image)
+        show_picture(run, "curves", "reward, KL and time by stage", image)
         show_steps(run, run.tracker.history)
         run.store.write(plot, image)
+        show_timeline(run)
     run.tracker.finish(None)
     over = DataOver.of(run.config.data) if data_over else None
     write_end(run.files, End(step=run.head, data_over=over))

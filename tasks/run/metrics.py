@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,7 @@ def step_metrics(
         **updated.metrics,
         **synced.metrics,
         **{f"time/{stage}": seconds for stage, seconds in stages.items()},
-        "time/step": time.monotonic() - run.progress.began,
+        "time/step": run.progress.seconds(step),
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / max(stages.get("rollout", 0.0), 1e-9),
         "retries": float(sum(attempt.number > 1 for attempt in attempts)),
