@@ -11,6 +11,7 @@ from types import FrameType
 
 from configs.environment import mlflow_database
 from tasks.launch.server_process import ServerError, ServerProcess
+from tasks.run.preflight import installed
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT = 180.0  # seconds; the first start migrates the databases
@@ -52,6 +53,13 @@ def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
 
     `folder`: for logs, and for databases where the environment names none.
     """
+    if installed("mlflow") is None:
+        print(
+            "flows.servers starts MLflow's server, and only mlflow-skinny is installed. "
+            "Install it: pip install 'refrain-rl[ui]'.",
+            file=sys.stderr,
+        )
+        return 2
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     servers = (
         prefect_server(host, prefect_port, folder),
