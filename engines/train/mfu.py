@@ -9,13 +9,26 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterator
 
-    from engines.train.critic import Critic
-    from engines.train.policy import Policy
+    from torch import Tensor, nn
+
+
+class Trained(Protocol):
+    """What the cost of a policy or a critic is known by."""
+
+    model: Any  # of transformers
+
+    @property
+    def head(self) -> Tensor:
+        """The last layer's weight."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All weights."""
+
 
 # FLOP/s of dense bfloat16 products with float32 sums, without sparsity, as the makers' data sheets
 # state them. The first name that stands in the device's name counts, so longer names come first.
@@ -62,7 +75,7 @@ class CostModel:
         )
 
 
-def cost_model(policy: Policy | Critic) -> CostModel:
+def cost_model(policy: Trained) -> CostModel:
     """The cost model of a policy or a critic, from its shapes, before it is sharded."""
     config = policy.model.config.get_text_config()
     head = policy.head

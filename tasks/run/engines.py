@@ -13,6 +13,7 @@ from configs.cluster.kinds import TemporaryTls
 from configs.grpo import GRPOConfig
 from engines.clusters.opening import open_cluster
 from engines.data.data_engine import DataSpec
+from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
@@ -21,10 +22,13 @@ from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
+from engines.workers.host import store_usage
 from engines.workers.pool import EnginePool
+from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
 from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
+from tasks.results import Metrics
 from tasks.run.forking import parent_config
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 TrainRole = Literal["actor", "ref", "critic"]
 MODELS = Path(".refrain/models")
+TIMEOUT = 5.0  # seconds for the workers' answers; a metric is not worth more
 # What workers import before their first call, and vLLM's do not.
 ENGINE_MODULES = (
     "engines.train.fsdp_engine",
@@ -56,6 +61,35 @@ class Handles:
     scorers: EnginePool
 
 
+class StoreUsage:
+    """Requests and bytes that the flow and every worker asked of the store, since the last look.
+
+    What a worker that died counted after it is lost.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Usage] = {"": COUNTER.total()}
+
+    def since_last(self, cluster: Cluster) -> Metrics:
+        """Metrics of a step; empty when the workers do not answer in time."""
+        try:
+            found: dict[str, Usage] = cluster.ask(
+                cluster.client.run, store_usage, on_error="ignore", timeout=TIMEOUT
+            )
+        except (TimeoutError, ClusterLost):  # a commit does not fail for the want of a metric
+            return {}
+        now = {"": COUNTER.total(), **found}
+        total = Usage()
+        for process, count in now.items():
+            total += count - self._before.get(process, Usage())
+        self._before = now
+        return {
+            "store/requests": float(total.requests),
+            "store/bytes_read": float(total.bytes_read),
+            "store/bytes_written": float(total.bytes_written),
+        }
+
+
 class Engines:
     """Builds every role's engines in the background, and closes them with the cluster."""
 
@@ -64,6 +98,7 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
+        self._usage = StoreUsage()
         self.roles = ["reward", *run.config.trained_roles, "rollout"]
         self.roles += ["ref"] if run.config.algorithm.needs_reference else []
 
@@ -221,6 +256,10 @@ class Engines:
             start_timeout=config.cluster.start_timeout,
             cancel=run.cancelled,
         )
+
+    def store_usage(self) -> Metrics:
+        """Requests and bytes that the flow and the workers asked of the store since the last look."""
+        return self._usage.since_last(self.cluster)
 
     @property
     def cluster(self) -> Cluster:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from engines.failures import ClusterLost
 from engines.rewards.failing_samples import pooled
-from engines.workers.host import store_usage
-from storage.objects.usage import COUNTER, Usage
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
 
 if TYPE_CHECKING:
-    from engines.workers.cluster import Cluster
     from tasks.reporting.attempts import Attempt
     from tasks.run.run import Run
 
@@ -29,7 +25,6 @@ STAGES = (
     "weight_sync",
     "snapshot",
 )
-TIMEOUT = 5.0  # seconds for the workers' answers; a metric is not worth more
 
 
 def step_metrics(
@@ -59,7 +54,7 @@ def step_metrics(
         ),
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
-        **run.store_usage.since_last(run.engines.cluster),
+        **run.engines.store_usage(),
     }
     return metrics
 
@@ -71,35 +66,6 @@ def stage_seconds(attempts: list[Attempt]) -> dict[str, float]:
         start, end = spans.get(attempt.stage, (attempt.started, attempt.ended))
         spans[attempt.stage] = (min(start, attempt.started), max(end, attempt.ended))
     return {stage: end - start for stage, (start, end) in spans.items()}
-
-
-class StoreUsage:
-    """Requests and bytes that the flow and every worker asked of the store, since the last look.
-
-    What a worker that died counted after it is lost.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, Usage] = {"": COUNTER.total()}
-
-    def since_last(self, cluster: Cluster) -> Metrics:
-        """Metrics of a step; empty when the workers do not answer in time."""
-        try:
-            found: dict[str, Usage] = cluster.ask(
-                cluster.client.run, store_usage, on_error="ignore", timeout=TIMEOUT
-            )
-        except (TimeoutError, ClusterLost):  # a commit does not fail for the want of a metric
-            return {}
-        now = {"": COUNTER.total(), **found}
-        total = Usage()
-        for process, count in now.items():
-            total += count - self._before.get(process, Usage())
-        self._before = now
-        return {
-            "store/requests": float(total.requests),
-            "store/bytes_read": float(total.bytes_read),
-            "store/bytes_written": float(total.bytes_written),
-        }
 
 
 def logged_metrics(scored: list[Scored], taken: Mapping[str, float]) -> Metrics:

@@ -25,7 +25,6 @@ from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
-from tasks.run.metrics import StoreUsage
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
 from tasks.run.staleness_gate import Gate
@@ -41,7 +40,7 @@ class Run:
     __slots__ = (
         "_probe", "attempts", "background", "cancelled", "config", "drawn", "engines", "epoch",
         "files", "flow", "fresh", "gate", "lease", "name", "origin", "position", "progress", "source",
-        "start", "stopped", "store", "store_usage", "terminal", "tracker",
+        "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -64,7 +63,6 @@ class Run:
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
         self.background = Background()
-        self.store_usage = StoreUsage()
         self.tracker = RunTracker(self)
         self.engines = Engines(self)
         self._probe: tuple[list[list[int]], list[int]] | None = None
