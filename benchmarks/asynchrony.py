@@ -59,7 +59,7 @@ def run_one(units: int, staleness: int, steps: int) -> int:
     from configs.grpo import GRPOConfig
     from tasks.launch.command_line import main
 
-    made.engine_class = lambda _: "benchmarks.sleeping_engine:SleepingEngine"
+    made.engine_class = lambda config: "benchmarks.sleeping_engine:SleepingEngine"
     return main("flows.grpo:grpo", GRPOConfig, words(units, staleness, steps))
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -83,7 +84,7 @@ def estimators(samples: int, longest: int, device: torch.device) -> None:
     for kind, estimator in ADVANTAGES.items():
         choice = TypeAdapter(Advantage).validate_python({"kind": kind})
         options = choice.arguments()
-        wall, processor = seconds(lambda f=estimator, o=options: f(batch, **o), device)
+        wall, processor = seconds(partial(estimator, batch, **options), device)
         print(f"  {kind:36} {wall:7.3f} s   processor {processor:7.3f} s")
 
 

@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,9 @@ def _sync(store: Any, weights: list[Any], engines: Any, policy: Any, repeats: in
     reports = []
     for number in range(2 * repeats):
         ref = weights[(number + 1) % 2]
-        _timed(rounds, "bare_loop", lambda ref=ref: _bare_loop(folder / ref.key, policy))
+        _timed(rounds, "bare_loop", partial(_bare_loop, folder / ref.key, policy))
         for kind, engine in engines.items():
-            report = _timed(rounds, kind, lambda engine=engine, ref=ref: engine.sync(ref))
+            report = _timed(rounds, kind, partial(engine.sync, ref))
             if kind == "vllm":
                 reports.append(report.load_seconds)
     medians = {name: round(statistics.median(seconds), 3) for name, seconds in rounds.items()}
@@ -133,7 +134,7 @@ def _sampling(store: Any, engines: Any, policy: Any, repeats: int) -> Any:
             shard=0,
         )
         for kind, engine in engines.items():
-            _timed(rounds, kind, lambda engine=engine, r=request: engine.generate(r))
+            _timed(rounds, kind, partial(engine.generate, request))
         _timed(rounds, "transformers.generate", lambda: _plain_generate(policy, ids))
     tokens = PROMPTS * SAMPLES * NEW_TOKENS
     # The first round warms up.
