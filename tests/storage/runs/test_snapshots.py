@@ -1,11 +1,13 @@
 """Snapshots count once they are marked, and damage to them is found."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from storage.audit.audit_objects import Read, check_snapshot
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
+from storage.runs.orphans import clear
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, read, snapshots
 
@@ -43,3 +45,14 @@ def test_damage_names_the_file(run: RunStore) -> None:
 def test_nothing_is_no_snapshot(run: RunStore) -> None:
     with pytest.raises(StoreError, match="nothing below"):
         mark(run, 5)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_what_a_killed_flow_left_beyond_the_last_step_is_removed(run: RunStore, role: str) -> None:
+    trained = replace(run, role=role)
+    for step in (4, 5):
+        run.store.write(f"{trained.state_key(step)}/0.bin", b"state")
+        mark(trained, step)
+    removed = clear(run, head=4)
+    assert removed == [f"{trained.state_key(5)}/0.bin", f"{trained.state_key(5)}/marker.json"]
+    assert snapshots(trained) == [4]
