@@ -141,3 +141,30 @@ def test_samples_that_nothing_corrects_are_refused(launch: Launch) -> None:
     assert code == 2
     assert out.startswith("max_staleness = 1 trains on samples of older policies, and ")
     assert "Set algorithm.correction = [{kind: truncate}]" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "worker"),
+    [
+        ("engines.rollout.hf_decoding:Decoding.step", "rollout"),
+        ("engines.train.fsdp_engine:FSDPEngine.update", "train"),
+    ],
+)
+def test_a_worker_that_dies_changes_no_step(
+    launch: Launch, tmp_path: Path, target: str, worker: str
+) -> None:
+    """Killed in the middle of an answer, or of an update while later steps are sampled."""
+    fault = Fault(id="dead", target=target, action="kill", nth=4, only=worker)
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [fault])
+    run = launch("tiny", "steps=6", *ASYNC, environment=faults.environment)
+    code, out = run.end()
+    assert (code, faults.missed) == (0, []), out
+    commits = run.commits()
+    assert [commit.ledger.trained for commit in commits] == [4, 8, 12, 16, 20, 24]
+    rows = [row for step in rows_trained(commits, run) for row in step]
+    assert len(set(rows)) == 24
+    assert max(lags(commit, run).max() for commit in commits) <= 2
+    assert any(attempt["number"] == 2 for commit in commits for attempt in commit.attempts)
+    assert audited(run)[-1]["recounted"]
+    assert run.children() == []
