@@ -22,7 +22,7 @@ ROLLOUT = {
         id="rollout", target="engines.rollout.hf_decoding:Decoding.step", nth=12, action="kill"
     ),
     "weight_sync": Fault(
-        id="weight_sync", target="engines.rollout.hf_engine:HFEngine.sync", nth=2, action="kill"
+        id="weight_sync", target="engines.rollout.engine:RolloutEngine.sync", nth=2, action="kill"
     ),
 }
 CPU = {

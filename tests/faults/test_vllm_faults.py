@@ -23,7 +23,7 @@ pytestmark = [
 WORDS = ("rollout.engine=vllm", "steps=3", "rollout.deadline=30", "cluster.start_timeout=240")
 # The third shard of the run: the first of step 2.
 SHARD = Fault(
-    id="shard", target="engines.rollout.vllm_engine:VllmEngine.generate", nth=3, action="kill"
+    id="shard", target="engines.rollout.engine:RolloutEngine.generate", nth=3, action="kill"
 )
 
 
@@ -59,7 +59,7 @@ def test_vllm_raises_in_a_shard(disturb, undisturbed) -> None:
 def test_the_core_while_it_loads_weights(disturb, undisturbed, action: str) -> None:
     fault = Fault(
         id="sync",
-        target="engines.rollout.vllm_engine:VllmEngine.sync",
+        target="engines.rollout.engine:RolloutEngine.sync",
         nth=2,
         action=action,
         victim="core",
