@@ -42,7 +42,7 @@ class EmbeddedServer:
     def __init__(self, home: Path) -> None:
         self.home = home.absolute()
         self.log = self.home / "server.log"
-        self.port = _free_port()
+        self.port, self._reserved = _free_port()
         self._answered = threading.Event()
         self._stopping = threading.Event()
         self._ended: int | None = None  # exit code, where it is not started again
@@ -105,7 +105,7 @@ class EmbeddedServer:
         while time.monotonic() < end:
             if self._ended is not None:
                 raise ServerError(self._failure(f"ended with code {self._ended}"))
-            if self._server.answers():
+            if self._server.answers() and self._server.exit_code is None:
                 self._answered.set()
                 return
             time.sleep(0.1)
@@ -117,6 +117,7 @@ class EmbeddedServer:
         self._server.send(signal.SIGTERM)
         if self._keeper is not None:
             self._keeper.join()
+        self._reserved.close()
 
     def _failure(self, what: str) -> str:
         words = self.log.read_text(errors="replace")
@@ -159,17 +160,21 @@ def prefect_server(home: Path) -> Iterator[str]:
         server.stop()
 
 
-def _free_port() -> int:
+def _free_port() -> tuple[int, socket.socket]:
     """Prefect's usual port if it is free, else one that the kernel gives to nobody by itself.
 
-    It is free until the server binds it, seconds later; a scheduler or worker must not get it.
+    It is free until the server binds it, seconds later; a scheduler or worker must not get it, nor a
+    run that starts at the same moment: the socket, while it is open, is the sign that it is taken.
     """
     for port in (FIRST_PORT, *random.sample(OTHER_PORTS, 100)):
+        sign = socket.socket(socket.AF_UNIX)
         with contextlib.closing(socket.socket()) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
+                sign.bind(f"\0refrain-port-{port}")  # a name in the kernel, not a file
                 probe.bind((HOST, port))
             except OSError:
+                sign.close()
                 continue
-            return int(probe.getsockname()[1])
+            return port, sign
     raise ServerError(f"No port is free on {HOST} for the Prefect server.")

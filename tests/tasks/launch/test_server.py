@@ -31,6 +31,15 @@ def test_it_is_none_that_the_kernel_gives_to_others(tmp_path: Path) -> None:
     assert len(ports) > 1  # runs that start together get different ones
 
 
+def test_runs_that_start_together_get_different_ports(tmp_path: Path) -> None:
+    """Neither has bound its port yet when the other looks whether it is free."""
+    servers = [EmbeddedServer(tmp_path) for _ in range(3)]
+    assert len({server.port for server in servers}) == 3
+    for server in servers:
+        server.stop()
+    assert EmbeddedServer(tmp_path).port in {FIRST_PORT, *OTHER_PORTS}
+
+
 def test_a_new_folder_gets_a_copy_of_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
