@@ -36,6 +36,7 @@ class Dummy(Engine):
     REMOTE: ClassVar = (
         "count",
         "nap",
+        "say",
         "fail",
         "fail_softly",
         "dynamo_is_off",
@@ -71,6 +72,10 @@ class Dummy(Engine):
         """Leave a line in a file."""
         with open(path, "a") as file:
             file.write("called\n")
+
+    def say(self, text: str) -> None:
+        """A line of an engine's log."""
+        print(text, flush=True)
 
     def fail(self, text: str, seconds: float = 0.0) -> None:
         """The user's mistake."""
