@@ -7,13 +7,20 @@ ASGI app with the dashboard, in uvicorn, on a database that lies under PREFECT_H
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from engines.processes.process_setup import imports_uncollected
 from storage.tracking.database_template import new_database
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 
 def main() -> None:
@@ -24,17 +31,41 @@ def main() -> None:
         from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
 
         database = PREFECT_HOME.value() / "prefect.db"
+        tables: AbstractContextManager[None] = contextlib.nullcontext()
         if PREFECT_API_DATABASE_CONNECTION_URL.value() == _address(database):
             new_database(database, "prefect", _make_tables)
+            tables = writes_in_turn(_address(database))
         app = create_app()
-    uvicorn.run(
-        app,
-        host=host,
-        port=int(port),
-        log_level="error",
-        lifespan="on",
-        timeout_graceful_shutdown=1,
-    )
+    with tables:
+        uvicorn.run(
+            app,
+            host=host,
+            port=int(port),
+            log_level="error",
+            lifespan="on",
+            timeout_graceful_shutdown=1,
+        )
+
+
+def writes_in_turn(address: str) -> AbstractContextManager[None]:
+    """Prefect's database, where a transaction that writes waits for the lock before it reads.
+
+    As Prefect begins them, one that has read before another wrote fails at its own first write, and
+    the client asks again after two seconds or more: each of several steps that overlap would begin
+    that late. Work-around for https://github.com/PrefectHQ/prefect/issues/18934.
+    """
+    from prefect.server.database.configurations import AioSqliteConfiguration
+    from prefect.server.database.dependencies import temporary_database_config
+
+    class Immediate(AioSqliteConfiguration):
+        @asynccontextmanager
+        async def begin_transaction(
+            self, session: AsyncSession, with_for_update: bool = False
+        ) -> AsyncGenerator[AsyncSessionTransaction, None]:
+            async with super().begin_transaction(session, with_for_update=True) as transaction:
+                yield transaction
+
+    return temporary_database_config(Immediate(address))
 
 
 def _address(database: Path) -> str:
