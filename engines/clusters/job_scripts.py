@@ -38,7 +38,7 @@ class Wanted(BaseModel):
 def job_scripts(wanted: Wanted) -> dict[str, str]:
     """Pool -> script."""
     done = subprocess.run(
-        [sys.executable, "-m", "engines.clusters.job_scripts"],
+        [sys.executable, "-P", "-m", "engines.clusters.job_scripts"],
         input=wanted.model_dump_json(),
         capture_output=True,
         text=True,

@@ -38,7 +38,8 @@ class NodeProcess:
         self._certificates = plan.certificates
         if command is None:
             module = ["-m", "engines.processes.node", self._scratch]
-            command = [sys.executable, "-W", NO_LEAK_WARNING, *module]
+            # -P: a user's own engines/ in the working folder must not hide ours.
+            command = [sys.executable, "-P", "-W", NO_LEAK_WARNING, *module]
         self._end_timeout = END_TIMEOUT + AT_END_TIMEOUT * len(plan.at_end)
         self._process = subprocess.Popen(
             command,

@@ -81,7 +81,8 @@ class EmbeddedServer:
         self._ended = self._server.stop(STOP_TIMEOUT)
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", "tasks.launch.prefect_app", HOST, str(self.port)]
+        # -P: a user's own tasks/ in the working folder must not hide ours.
+        return [sys.executable, "-P", "-m", "tasks.launch.prefect_app", HOST, str(self.port)]
 
     def _environment(self) -> dict[str, str]:
         environment = {

@@ -125,16 +125,20 @@ def test_settings_are_checked_in_an_empty_folder(installed: Installed, tmp_path:
     assert wrong.stderr == "stepz: there is no such setting. Did you mean steps?\n"
 
 
+def folders_called_as_ours(folder: Path) -> None:
+    """Folders of a user's own, which must hide none of ours from any process."""
+    for name in PACKAGES:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise ImportError('the wrong one')")
+
+
 def test_a_reward_from_the_working_folder(installed: Installed, tmp_path: Path) -> None:
     words = ["grpo", "tiny", "--check", *USE_OWN_REWARD]
     missing = installed.run("refrain", *words, folder=tmp_path)
     assert missing.returncode == 2
     assert "there is no module 'my_rewards'" in missing.stderr
     (tmp_path / "my_rewards.py").write_text(OWN_REWARD)
-    # Folders of the user's that are called as ours hide none of them.
-    for name in ("configs", "tasks"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise ImportError('the wrong one')")
+    folders_called_as_ours(tmp_path)
     done = installed.run("refrain", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -152,6 +156,7 @@ def test_deploying_asks_for_a_server(installed: Installed, tmp_path: Path) -> No
 @pytest.mark.cluster
 def test_a_run_with_a_reward_of_the_users_own(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(OWN_REWARD)
+    folders_called_as_ours(tmp_path)
     done = installed.run("refrain", "grpo", "tiny", "steps=1", *USE_OWN_REWARD, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (tmp_path / ".refrain/store").iterdir()
