@@ -166,6 +166,10 @@ class EnginePool:
             heapq.heappush(self._waiting, ticket)
         try:
             while True:
+                raise_if_set(self.cancel)
+                with self._freed:
+                    if not self._freed.wait_for(lambda: self._waiting[0] == ticket, LOOK):
+                        continue
                 workers = self.live()
                 with self._freed:
                     name = self._least_busy(workers)
@@ -173,7 +177,6 @@ class EnginePool:
                         self._calls[name] += 1
                         return name, workers[name]
                     self._freed.wait(LOOK)
-                raise_if_set(self.cancel)
         finally:
             with self._freed:
                 self._waiting.remove(ticket)
