@@ -7,7 +7,6 @@ folder; where nothing can be kept there, each is made anew.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -29,13 +28,19 @@ def new_database(database: Path, package: str, migrate: Callable[[Path], object]
     """
     if database.exists():
         return
+    try:
+        template = _template(package, migrate)
+        _appear(database, partial(shutil.copyfile, template))
+    except (OSError, RuntimeError):  # no cache folder, or no home that it could be in
+        _appear(database, migrate)
+
+
+def _template(package: str, migrate: Callable[[Path], object]) -> Path:
     template = cache_folder() / f"{package}-{version(package)}.db"
     if not template.exists():
-        with contextlib.suppress(OSError):
-            template.parent.mkdir(parents=True, exist_ok=True)
-            _appear(template, migrate)
-    copied = template.exists()
-    _appear(database, partial(shutil.copyfile, template) if copied else migrate)
+        template.parent.mkdir(parents=True, exist_ok=True)
+        _appear(template, migrate)
+    return template
 
 
 def _appear(file: Path, make: Callable[[Path], object]) -> None:

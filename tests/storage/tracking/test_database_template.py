@@ -67,6 +67,18 @@ def test_without_a_cache_folder_it_is_migrated(tmp_path: Path, cache: Path) -> N
     assert tables(tmp_path / "one.db")
 
 
+def test_without_a_home_it_is_migrated(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("storage.tracking.database_template.cache_folder", homeless)
+    migrate = Migration()
+    new_database(tmp_path / "one.db", PACKAGE, migrate)
+    assert migrate.made == 1
+
+
 def test_a_migration_that_fails_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     def fail(database: Path) -> None:
         database.write_text("half")
