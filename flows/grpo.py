@@ -39,8 +39,8 @@ def grpo_step(run: Run, step: int) -> StepSummary:
     prompts = draw.submit(run, step)
     sampled = rollout_shards(run, step, prompts)
     scored = reward_shards(run, step, sampled)
-    run.gate.wait_to_train(step)
     greedy = baseline_shards(run, step, prompts) if run.needs_baselines else []
+    run.gate.wait_to_train(step)
     logprobs = logprob.submit(run, step, sampled) if run.needs_logprobs else None
     batch = advantage.submit(run, step, scored, logprobs, greedy=greedy)
     updated = update.submit(run, step, batch)

@@ -104,12 +104,10 @@ def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
                 raise
 
         try:
-            for step in run.steps_left():
-                here = contextvars.copy_context()  # the flow run that a step's is a part of
-                under_way.append(threads.submit(here.run, make, step))
-        except StepGivenUp:
-            pass  # what failed is raised below
-        try:
+            with contextlib.suppress(StepGivenUp):  # what failed is raised below
+                for step in run.steps_left():
+                    here = contextvars.copy_context()  # the flow run that a step's is a part of
+                    under_way.append(threads.submit(here.run, make, step))
             for one in under_way:
                 one.result()
         except Exhausted:

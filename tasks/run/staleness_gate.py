@@ -74,8 +74,8 @@ class Gate:
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """End every wait of the run, since a step has failed."""
-        self.given_up = True
+        """End every wait of the run, since a step has failed; unless a person has ended it."""
+        self.given_up = not self.cancelled.is_set()
         self.cancelled.set()
 
     def fail(self, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from storage.runs.commit_log import Commit, history
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched
 from tests.flows.test_epochs import audited, words
+from tests.flows.test_grpo import gone, wait_for_step
 
 pytestmark = pytest.mark.cluster
 
@@ -125,6 +127,17 @@ def test_a_failure_lets_the_steps_before_it_end(launch: Launch, tmp_path: Path) 
     assert run.children() == []
 
 
+def test_a_persons_stop_is_no_failure(launch: Launch) -> None:
+    run = launch("tiny", "steps=1000", *ASYNC)
+    wait_for_step(run, 2)
+    run.process.send_signal(signal.SIGINT)
+    assert gone(run, 5), run.children()
+    code, out = run.end(timeout=20)
+    assert code == 130, out
+    assert f"Stopped. To go on: python -m flows.grpo --resume {run.files.run}" in out
+    assert "Traceback" not in out, out
+
+
 def test_the_end_of_the_data_is_its_end(launch: Launch, tmp_path: Path) -> None:
     """Rows for two steps and a half; nobody knows before the third draw, since some are too long."""
     run = launch(*words(tmp_path, rows=9, long=3), *ASYNC)
@@ -141,6 +154,21 @@ def test_samples_that_nothing_corrects_are_refused(launch: Launch) -> None:
     assert code == 2
     assert out.startswith("max_staleness = 1 trains on samples of older policies, and ")
     assert "Set algorithm.correction = [{kind: truncate}]" in out
+
+
+@pytest.mark.slow
+def test_a_critics_steps_overlap_too(launch: Launch) -> None:
+    run = launch("tiny", "steps=5", *ASYNC, module="flows.ppo")
+    code, out = run.end()
+    assert code == 0, out
+    commits = run.commits()
+    assert [commit.ledger.trained for commit in commits] == [4, 8, 12, 16, 20]
+    assert 0 < max(lags(commit, run).max() for commit in commits) <= 2
+    assert all("critic/loss" in commit.metrics for commit in commits)
+    assert audited(run)[-1]["recounted"]
+    command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 
 @pytest.mark.slow

@@ -129,3 +129,13 @@ def test_the_end_of_the_run_ends_a_wait() -> None:
 def test_a_flow_that_does_not_wait_is_told() -> None:
     with pytest.raises(ValueError, match=r"run\.gate\.wait_to_train\(step\)"):
         Gate(0, 1, deadline=30).check_turn(2)
+
+
+def test_what_a_person_ended_is_not_given_up() -> None:
+    gate = Gate(0, 1, deadline=30)
+    gate.cancelled.set()
+    gate.give_up()
+    assert not gate.given_up
+    other = Gate(0, 1, deadline=30)
+    other.give_up()
+    assert other.given_up and other.cancelled.is_set()
