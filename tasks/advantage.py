@@ -27,8 +27,8 @@ def advantage(
 ) -> TrainBatch:
     """Estimate advantages and choose the samples that train.
 
-    A group with a failed sample follows rewards.on_failure; a group that
-    algorithm.selection leaves out is counted as filtered. Neither reaches the update.
+    A group with a failed sample follows rewards.on_failure; a group that algorithm.selection
+    leaves out is counted as filtered. Neither reaches the update.
     """
     run.gate.check_turn(step)
     samples = samples_of(run, step, scored)

@@ -154,8 +154,7 @@ class DataEngine(Engine):
         """Choose the samples that train, and write their advantages.
 
         version: the policy version that trains on them. baselines: scored greedy completions of the
-        prompts. Raises RewardsFailed
-        (rewards.on_failure = abort) or NothingToTrain.
+        prompts. Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
         """
         from engines.data.training_batch import training_batch
 
