@@ -2,10 +2,15 @@
 
     python -m benchmarks.chaos --kills 100 --seed 0            kills fall on a run of 30 steps
     python -m benchmarks.chaos --kills 40 --apart              each after the last one is mended
+    python -m benchmarks.chaos --kills 30 --overlapping        steps overlap, and carry groups on
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
 of an undisturbed run bit for bit. Any process of the run may be killed, the flow too, which is then
 resumed. Prints a table of recovery times by kind and writes everything as JSON.
+
+Where steps overlap, which groups a step trains on depends on who finished when. Then each prompt must
+have been trained that the undisturbed run trains, the audit must find nothing wrong and nothing left
+over, and updates made again from the stored batches must give equal weights.
 """
 
 from __future__ import annotations
@@ -22,9 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 from storage.objects.errors import StoreError
@@ -44,6 +52,16 @@ RECIPE = (
     "algorithm.kl.coefficient=0.01",
     "store.snapshot_every=5",
 )
+OVERLAPPING = (
+    "max_staleness=2",
+    "algorithm.correction=[{kind: truncate}]",
+    "rollout.shards=4",
+    "rollout.over_sampling=1.5",
+    "rollout.partial_rollout=carry",
+    "rollout.save_every=0.2",
+    "cluster.pools.rollout.slots=2",
+)
+REPLAYED = 4  # updates that are made again where steps overlap
 KINDS = ("flow", "scheduler", "server", "rollout", "train", "cpu", "reward")
 LONGEST_WAIT = 6.0  # seconds between kills, at most; drawn evenly
 END = re.compile(r"\w+(Error|Lost|Failed|Unavailable|Held|NoWorkers|Conflict|Traceback)\b")
@@ -72,17 +90,21 @@ class Report:
     starts: int = 0  # of the flow
     ends: list[str] = field(default_factory=list)  # what a flow that was not killed said at its end
     kills: list[Kill] = field(default_factory=list)
-    equal: bool = False  # weights, cursor and ledger of every step
+    overlapping: bool = False
+    # Weights, cursor and ledger of every step; where steps overlap, the prompts that were trained.
+    equal: bool = False
+    audit: dict[str, object] = field(default_factory=dict)  # where steps overlap
+    replayed: dict[int, bool] = field(default_factory=dict)  # step -> whether the weights are equal
     left: list[str] = field(default_factory=list)  # processes
 
 
 class Subject:
     """The run that suffers."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], steps: int) -> None:
         self.folder = folder
         self.faults = Faults(folder / "faults")
-        self.words = (*RECIPE, f"steps={steps}")
+        self.words = (*words, f"steps={steps}")
         self.steps = steps
         self.starts = 0
         self.log = (folder / "out").open("ab")
@@ -135,22 +157,22 @@ class Subject:
         return found
 
 
-def undisturbed(folder: Path, steps: int) -> tuple[float, Subject]:
+def undisturbed(folder: Path, words: Sequence[str], steps: int) -> tuple[float, Subject]:
     """Seconds that the run takes when it is left alone."""
     began = time.monotonic()
-    subject = Subject(folder, steps)
+    subject = Subject(folder, words, steps)
     if subject.process.wait() != 0:
         raise RuntimeError((folder / "out").read_text())
     return time.monotonic() - began, subject
 
 
 def disturbed(
-    folder: Path, steps: int, kills: int, dice: random.Random, apart: bool
+    folder: Path, words: Sequence[str], steps: int, kills: int, dice: random.Random, apart: bool
 ) -> tuple[Subject, list[Kill], float]:
     """The run, killed `kills` times: the steps at which are drawn evenly from all but the last."""
     due = sorted(dice.uniform(0, steps - 1) for _ in range(kills))
     began = last = time.monotonic()
-    subject = Subject(folder, steps)
+    subject = Subject(folder, words, steps)
     made: list[Kill] = []
     reached = 0
     wait = dice.uniform(0, LONGEST_WAIT)
@@ -194,6 +216,30 @@ def strike(subject: Subject, dice: random.Random) -> str | None:
     return None
 
 
+def trained_rows(files: RunStore) -> list[int]:
+    """Rows of the data whose groups were part of a batch, ascending; one for each time."""
+    rows = []
+    for commit in committed(files):
+        samples = commit.refs["samples"][["group_id", "prompt_row"]]
+        groups, _ = samples.fetch_numpy(files.store, "group_id")
+        _, first = np.unique(groups, return_index=True)
+        rows += samples.take(first).fetch_numpy(files.store, "prompt_row")[0].tolist()
+    return sorted(rows)
+
+
+def asked(subject: Subject, command: str, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON answer of a command on the subject's run."""
+    assert subject.files is not None
+    done = subprocess.run(
+        [sys.executable, "-m", f"flows.{command}", subject.files.run, *words, "--json"],
+        cwd=subject.folder,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, answer
+
+
 def show(report: Report) -> None:
     """Recovery times by kind."""
     print(f"\n{'killed':<10} {'kills':>6} {'alone':>6} {'median s':>9} {'worst s':>8}")
@@ -208,8 +254,11 @@ def show(report: Report) -> None:
     print(
         f"{len(report.kills)} kills, {report.starts} starts of the flow, {report.seconds:.0f} s "
         f"against {report.undisturbed_seconds:.0f} s undisturbed; "
-        f"{'equal' if report.equal else 'DIFFERENT'} weights; {len(report.left)} processes left"
+        f"{'equal' if report.equal else 'DIFFERENT'} "
+        f"{'prompts' if report.overlapping else 'weights'}; {len(report.left)} processes left"
     )
+    if report.overlapping:
+        print(f"audit: {report.audit}; made again, equal to the bit: {report.replayed}")
 
 
 def main() -> int:
@@ -219,15 +268,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--apart", action="store_true", help="wait for a commit between kills")
+    parser.add_argument("--overlapping", action="store_true", help="steps overlap, carry groups on")
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    report = Report(steps=arguments.steps, seed=arguments.seed)
+    words = (*RECIPE, *OVERLAPPING) if arguments.overlapping else RECIPE
+    report = Report(steps=arguments.steps, seed=arguments.seed, overlapping=arguments.overlapping)
     (folder / "whole").mkdir()
     (folder / "broken").mkdir()
-    report.undisturbed_seconds, whole = undisturbed(folder / "whole", arguments.steps)
+    report.undisturbed_seconds, whole = undisturbed(folder / "whole", words, arguments.steps)
     broken, report.kills, report.seconds = disturbed(
         folder / "broken",
+        words,
         arguments.steps,
         arguments.kills,
         random.Random(arguments.seed),
@@ -239,11 +291,23 @@ def main() -> int:
     report.left = [" ".join(process.cmdline()) for process in broken.left()]
     assert whole.files is not None
     assert broken.files is not None
-    report.equal = story(committed(whole.files)) == story(committed(broken.files))
+    if report.overlapping:
+        report.equal = trained_rows(whole.files) == trained_rows(broken.files)
+        code, found = asked(broken, "audit")
+        report.audit = {
+            "good": code == 0,
+            "problems": found["problems"],
+            "orphans": found["orphans"],
+        }
+        for step in random.Random(arguments.seed).sample(range(1, arguments.steps + 1), REPLAYED):
+            report.replayed[step] = asked(broken, "replay", str(step))[0] == 0
+    else:
+        report.equal = story(committed(whole.files)) == story(committed(broken.files))
     show(report)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(asdict(report), indent=1))
-    good = report.equal and not report.left
+    good = report.equal and not report.left and all(report.replayed.values())
+    good = good and not report.audit.get("problems") and not report.audit.get("orphans")
     if good:
         shutil.rmtree(folder)
     else:

@@ -10,7 +10,7 @@ import random
 import time
 
 from engines.rollout.contract import RolloutRequest
-from engines.rollout.hf_engine import HFEngine
+from engines.rollout.hf_engine import HFEngine, _Shard
 from engines.rollout.samples import Completion, PromptTokens
 
 VARIABLE = "REFRAIN_BENCHMARK_DRAW"  # NAME:SECONDS, the distribution and its mean
@@ -35,10 +35,12 @@ def seconds(draw: str, step: int, shard: int) -> float:
 class SleepingEngine(HFEngine):
     """Takes as long as drawn for a shard, whatever its prompts."""
 
-    def _sample(self, prompts: PromptTokens, request: RolloutRequest) -> list[Completion]:
+    def _sample(
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+    ) -> list[Completion]:
         until = time.monotonic() + seconds(os.environ[VARIABLE], request.step, request.shard)
         began = self._holding().version
-        with self._in_flight() as shard, self._changed:
+        with self._in_flight(_Shard(request.out_key, begun)) as shard, self._changed:
             while (left := until - time.monotonic()) > 0 and shard.ended is None:
                 self._changed.wait(left)
             if shard.ended is not None:

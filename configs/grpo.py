@@ -1,5 +1,6 @@
 """The settings of a GRPO run: the parts put together, and the rules that span several parts."""
 
+import math
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -82,6 +83,39 @@ class GRPOConfig(Settings):
         return self.prompts_per_step * self.group_size
 
     @property
+    def groups_at_once(self) -> int:
+        """Groups that a step has under way; it trains on prompts_per_step of them."""
+        return math.ceil(self.rollout.over_sampling * self.prompts_per_step - 1e-9)
+
+    @property
+    def over_samples(self) -> bool:
+        """Whether more groups are under way than a step waits for."""
+        return self.groups_at_once > self.prompts_per_step
+
+    @property
+    def shards_at_once(self) -> int:
+        """Shards that a step has under way; of a single group each where it over-samples."""
+        return self.groups_at_once if self.over_samples else self.rollout.shards
+
+    @property
+    def carries(self) -> bool:
+        """Whether groups that a step does not wait for go on in the next."""
+        return self.over_samples and self.rollout.partial_rollout == "carry"
+
+    @property
+    def saves_tokens_every(self) -> float | None:
+        """Seconds between saves of the tokens of answers in progress; None: they are not saved."""
+        return self.rollout.save_every if self.rollout.partial_rollout == "carry" else None
+
+    @property
+    def versions_ahead(self) -> int:
+        """By how many versions that which begins to sample for a step may lag behind the trained one.
+
+        Where groups are carried, one less than max_staleness: each may be carried once at least.
+        """
+        return self.max_staleness - 1 if self.carries else self.max_staleness
+
+    @property
     def fewest_prompts(self) -> int:
         """Prompts with which a step is made; fewer are left only where data.epochs end."""
         return self.prompts_per_step if self.data.last_step == "drop" else 1
@@ -134,6 +168,29 @@ class GRPOConfig(Settings):
                 "algorithm.ratio_against = rollout_logprobs with a loss that bounds the ratio, such "
                 "as clipped."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_left(self) -> Self:
+        rollout = self.rollout
+        if self.over_samples and rollout.shards != self.prompts_per_step:
+            raise ValueError(
+                f"rollout.over_sampling = {rollout.over_sampling:g} hands out groups one by one, and "
+                f"rollout.shards = {rollout.shards} puts several together. "
+                f"Set rollout.shards = {self.prompts_per_step}, the number of prompts_per_step."
+            )
+        if self.carries and self.max_staleness == 0:
+            raise ValueError(
+                "rollout.partial_rollout = carry trains on groups that an older policy began, and "
+                "max_staleness = 0 allows none. Set max_staleness = 1 or more (from 2 on, a step "
+                "also samples while another trains), or rollout.partial_rollout = off."
+            )
+        for name, off in (("overdue", "wait"), ("max_carried_steps", None)):
+            if getattr(rollout, name) != off and not self.carries:
+                raise ValueError(
+                    f"rollout.{name} = {getattr(rollout, name)} is about carried groups, and none "
+                    "are. Set rollout.partial_rollout = carry and rollout.over_sampling above 1."
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """How completions are sampled."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from configs.base import Settings
 
@@ -53,6 +53,38 @@ class RolloutConfig(Settings):
         "recompute",
         description="With max_staleness > 0, answers in progress when new weights arrive go on under "
         "them: with their keys and values computed again, or with those of the old weights.",
+    )
+    over_sampling: float = Field(
+        1.0,
+        ge=1,
+        le=2,
+        description="Groups under way in a step, as a multiple of prompts_per_step, rounded up. The "
+        "step has its samples as soon as prompts_per_step groups are finished.",
+    )
+    partial_rollout: Annotated[
+        Literal["off", "carry"], BeforeValidator(lambda given: "off" if given is False else given)
+    ] = Field(
+        "off",
+        description="What becomes of the groups that over_sampling does not wait for: dropped, or "
+        "carried to the next step, which goes on from their tokens. With carry the tokens of answers "
+        "in progress are saved too, and another worker goes on from them when one dies.",
+    )
+    overdue: Literal["wait", "drop_and_refill", "cut"] = Field(
+        "wait",
+        description="A carried group that the next step could not train within max_staleness: the "
+        "step waits for it, drops it (the next step draws another prompt), or ends its answers as "
+        "they are, truncated.",
+    )
+    max_carried_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Most times that a group is carried, before it is overdue; none: as often as "
+        "max_staleness allows.",
+    )
+    save_every: float = Field(
+        30.0,
+        gt=0,
+        description="With partial_rollout = carry, seconds between two saves of a shard's tokens.",
     )
     probe_tolerance: float = Field(
         0.25,

@@ -8,7 +8,7 @@ from prefect import task
 
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from tasks.results import Scored, TrainBatch
+from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
@@ -53,6 +53,7 @@ def advantage(
             algorithm=run.algorithm,
             out_key=out_key,
             version=step - 1,
+            left_out=run.left_over.get(step, LeftOver()).samples,
         )
     return TrainBatch(
         ref=result.ref,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from operator import attrgetter
@@ -20,7 +21,15 @@ from storage.runs.retention import sweep
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_step
 from tasks.reporting.attempts import Attempt
-from tasks.results import Prompts, Scored, StepSummary, Synced, TrainBatch, Updated
+from tasks.results import (
+    LeftOver,
+    Prompts,
+    Scored,
+    StepSummary,
+    Synced,
+    TrainBatch,
+    Updated,
+)
 from tasks.reward import samples_of
 from tasks.run.flow_options import result_of
 from tasks.run.metrics import logged_metrics, step_metrics
@@ -56,7 +65,7 @@ def sync_and_commit(
     step that failed.
     """
     synced = weight_sync.submit(run, step, updated)  # type: ignore[call-overload]
-    if run.snapshot_due(step, prompts.result().cursor):
+    if run.snapshot_due(step, prompts.result().cursor, len(run.carried[step + 1])):
         trained = [synced] if critic is None else [synced, critic]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
     committed = commit.submit(run, step, prompts, scored, batch, updated, synced, critic)  # type: ignore[call-overload]
@@ -82,22 +91,26 @@ def commit(
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
     metrics |= critic.metrics if critic is not None else {}
     metrics |= logged_metrics(scored, metrics)
+    left_over = run.left_over.get(step, LeftOver())
     refs = {
-        "prompts": prompts.ref,
+        "prompts": prompts.new,
         "samples": samples_of(run, step, scored),
         "batch": batch.ref,
+        "baselines": batch.baselines,
+        "carried": left_over.carried.prompts,
+        "begun": left_over.carried.begun,
+        "left_out": left_over.samples,
     }
-    if batch.baselines is not None:
-        refs["baselines"] = batch.baselines
     record = Commit(
         step=step,
         parent=run.head,
-        refs=refs,
+        refs={name: ref for name, ref in refs.items() if ref is not None},
         version_in=min((one.sampled.weights for one in scored), key=attrgetter("version")),
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
-        ledger=run.ledger.plus(ledger_of(prompts, batch)),
+        ledger=ledger_after(run.ledger, prompts, batch, left_over),
+        carried=list(left_over.carried.groups),
         dropped_rows=prompts.dropped,
         reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
         update=update_settings(run),
@@ -129,13 +142,20 @@ def update_settings(run: Run) -> dict[str, JsonValue]:
     }
 
 
-def ledger_of(prompts: Prompts, batch: TrainBatch) -> Ledger:
-    """What became of a step's prompts."""
-    dropped = {reason: len(rows) for reason, rows in prompts.dropped.items()}
-    for reason, count in batch.dropped.items():
-        dropped[reason] = dropped.get(reason, 0) + count
+def ledger_after(
+    before: Ledger, prompts: Prompts, batch: TrainBatch, left_over: LeftOver
+) -> Ledger:
+    """What became of the prompts up to a step: those that it drew, and those carried to it."""
+    dropped = Counter(before.dropped)
+    dropped.update({reason: len(rows) for reason, rows in prompts.dropped.items()})
+    dropped.update(batch.dropped)
+    dropped.update(left_over.dropped)
     return Ledger(
-        drawn=prompts.drawn, trained=batch.trained, filtered=batch.filtered, dropped=dropped
+        drawn=before.drawn + prompts.drawn,
+        trained=before.trained + batch.trained,
+        filtered=before.filtered + batch.filtered,
+        dropped=dict(dropped),
+        in_flight=len(left_over.carried),
     )
 
 
@@ -143,7 +163,7 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
     """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
     metrics = {name: value for name, value in record.metrics.items() if value is not None}
     run.tracker.step(record, metrics)
-    if run.snapshot_due(record.step, Cursor.from_json(record.cursor)):
+    if run.snapshot_due(record.step, Cursor.from_json(record.cursor), len(record.carried)):
         run.tracker.register(record)
     try:
         show_step(run, record, scored, attempts)

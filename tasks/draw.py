@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from prefect import task
 
+from configs.grpo import GRPOConfig
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from storage.prompts.cursor import Exhausted
+from storage.prompts.cursor import Cursor, Exhausted
 from storage.prompts.cursor import draw as draw_rows
-from tasks.results import Prompts
+from storage.runs.commit_log import CarriedGroup
+from tasks.results import Carried, Prompts
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
@@ -23,10 +25,10 @@ def draw(run: Run, step: int) -> Prompts:
     Groups are numbered through the run, and through the run that it was forked from.
     """
     config = run.config
+    cursor, carried, drawn = run.drawn[step], going_on(run, step), 0
     group = first = run.first_group(step)
-    last = group + config.prompts_per_step
-    cursor, drawn = run.drawn[step], 0
-    parts: list[BatchRef] = []
+    last = group + new_groups(config, step, cursor, len(carried))
+    parts: list[BatchRef] = [] if carried.prompts is None else [carried.prompts]
     dropped: dict[str, list[int]] = {}
     made_by = config.data.model_dump(mode="json", exclude={"last_step"})
     while group < last and cursor.remaining(config.data.epochs) != 0:
@@ -47,10 +49,55 @@ def draw(run: Run, step: int) -> Prompts:
         if made.ref is not None:
             parts.append(made.ref)
             group += len(made.ref)
-    if group - first < config.fewest_prompts:
+    if len(carried) + group - first < config.fewest_prompts:
         raise Exhausted(
             f"data.epochs = {config.data.epochs} left {group - first} prompts for step {step} that "
             f"fit data.max_prompt_tokens, and a step takes {config.fewest_prompts}."
         )
-    run.has_drawn(step, cursor)
-    return Prompts(ref=BatchRef.concat(parts), cursor=cursor, drawn=drawn, dropped=dropped)
+    if not config.carries:  # else the next step draws when it is known what this one hands on
+        run.has_drawn(step, cursor, Carried())
+    return Prompts(
+        ref=BatchRef.concat(parts), cursor=cursor, drawn=drawn, dropped=dropped, carried=carried
+    )
+
+
+def new_groups(config: GRPOConfig, step: int, cursor: Cursor, carried: int) -> int:
+    """How many groups a step draws, to which so many are carried.
+
+    As many as make up groups_at_once. The last step, of the run or of the data's epochs, draws as
+    many as it trains on, so that nothing is left over.
+    """
+    wanted, left = config.prompts_per_step, cursor.remaining(config.data.epochs)
+    over = left is not None and carried + left - wanted < config.fewest_prompts
+    if config.carries and (over or step == config.steps):
+        return max(0, wanted - carried)
+    return max(0, config.groups_at_once - carried)
+
+
+def going_on(run: Run, step: int) -> Carried:
+    """The groups that are carried to a step; one whose tokens do not fit any more begins anew.
+
+    That is so where the settings were changed between two flows of the run, or in a fork.
+    """
+    config, carried = run.config, run.carried[step]
+    count = sum(group.begun for group in carried.groups)
+    fits = carried.begun is None or len(carried.begun) == count * config.group_size
+    stale = [
+        group.oldest is not None and step - 1 - group.oldest > config.max_staleness
+        for group in carried.groups
+    ]
+    if fits and not any(stale):
+        return carried
+    kept = [
+        carried.begun_of(number) if fits and not stale[number] else None
+        for number in range(len(carried))
+    ]
+    there = [ref for ref in kept if ref is not None]
+    return Carried(
+        prompts=carried.prompts,
+        begun=BatchRef.concat(there) if there else None,
+        groups=tuple(
+            group if ref is not None else CarriedGroup(since=step, begun=False)
+            for group, ref in zip(carried.groups, kept, strict=True)
+        ),
+    )

@@ -108,6 +108,7 @@ def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> Evalu
             attempt=attempt.number,
         )
         sampled = run.engines.rollouts.generate(request, attempt.assignment)
+        assert sampled is not None, "only shards of steps are cut"
     with attempted(run, run.after, "score", shard) as attempt:
         scored = run.engines.scorers.call(
             "score",

@@ -9,29 +9,80 @@ from engines.rewards.runner import RewardCode
 from engines.rollout.contract import ShardStats
 from storage.batches.refs import BatchRef
 from storage.prompts.cursor import Cursor
+from storage.runs.commit_log import CarriedGroup, Commit
 from storage.runs.weights import WeightsRef
 
 Metrics = dict[str, float]  # by name, as MLflow shows them: reward/mean, time/rollout, …
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """Groups that a step hands on to the next one (rollout.partial_rollout)."""
+
+    prompts: BatchRef | None = None  # a row for each group, in the order of `groups`
+    begun: BatchRef | None = None  # the samples of the groups that are begun, in that order
+    groups: tuple[CarriedGroup, ...] = ()
+
+    @classmethod
+    def of(cls, commit: Commit) -> Carried:
+        """What a committed step hands on."""
+        refs = commit.refs
+        return cls(
+            prompts=refs.get("carried"), begun=refs.get("begun"), groups=tuple(commit.carried)
+        )
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def begun_of(self, number: int) -> BatchRef | None:
+        """The samples of a group, counted from 0; None where there are none yet."""
+        if self.begun is None or not self.groups[number].begun:
+            return None
+        size = len(self.begun) // sum(group.begun for group in self.groups)
+        first = size * sum(group.begun for group in self.groups[:number])
+        return self.begun.rows(first, first + size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prompts:
-    """The prompts of one step."""
+    """The prompts of one step: those carried to it first, then those that it drew."""
 
     ref: BatchRef  # prompt_ids, group_id, prompt_row, row
     cursor: Cursor  # where the next step draws
     drawn: int  # rows drawn from the dataset
     dropped: dict[str, list[int]]  # rows left out, by reason
+    carried: Carried = field(default_factory=Carried)
+
+    @property
+    def new(self) -> BatchRef:
+        """Those that the step drew."""
+        return self.ref.rows(len(self.carried), len(self.ref))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOver:
+    """The groups of a step that it did not wait for (rollout.over_sampling)."""
+
+    carried: Carried = field(default_factory=Carried)
+    dropped: dict[str, int] = field(default_factory=dict)  # groups, by reason
+    samples: BatchRef | None = None  # of the dropped groups, as far as they came
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """One shard of completions."""
+    """One shard of completions; with unfinished ones where the step did not wait for it."""
 
     prompts: BatchRef
     weights: WeightsRef  # policy version that sampled
     ref: BatchRef  # the samples; row i belongs to row i // group_size of the prompts
     stats: ShardStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unsampled:
+    """One shard that the step did not wait for, and that no engine has taken."""
+
+    begun: BatchRef | None  # samples to go on with, where there are some from earlier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

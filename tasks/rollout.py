@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,17 +10,19 @@ from prefect import task
 from prefect.futures import PrefectFuture
 
 from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
+from engines.rollout.partial import PartialSamples
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import WeightsRef
-from tasks.results import Prompts, Sampled
+from tasks.over_sampling import finished_groups
+from tasks.results import Prompts, Sampled, Unsampled
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
 
 @task(name="rollout", task_run_name="rollout {shard}/{shards}", **OPTIONS)
-def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> Sampled:
+def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> Sampled | Unsampled:
     """Sample `group_size` completions for each prompt of a shard (counted from 1).
 
     A shard that was finished before, under the same prompts, weights and sampling parameters, is
@@ -28,35 +30,64 @@ def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> S
     the worker's engine is brought to the current weights first if it lags (a restarted worker).
     """
     part = prompts.ref.chunk(shards)[shard - 1]
-    result = sample_shard(run, step, part, run.sampling, "rollout", shard)
-    run.progress.shard_done(result.stats.tokens)
-    return result
+    begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
+    found = sample_or_leave(run, step, part, run.sampling, "rollout", shard, begun)
+    run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
+    return found
 
 
 def rollout_shards(
     run: Run, step: int, prompts: PrefectFuture[Prompts]
-) -> list[PrefectFuture[Sampled]]:
-    """A rollout task for each shard of a step's prompts; waits for those."""
+) -> Sequence[PrefectFuture[Sampled] | Sampled]:
+    """A rollout task for each shard of a step's prompts; waits for those.
+
+    With rollout.over_sampling, waits for the groups that the step trains on, and gives only those.
+    """
     shards = shards_of(run, prompts)
-    return [
+    under_way = [
         rollout.submit(run, step, prompts, shard, shards)  # type: ignore[call-overload]
         for shard in range(1, shards + 1)
     ]
+    if not run.config.over_samples and not prompts.result().carried:
+        return under_way
+    return finished_groups(run, step, prompts.result(), under_way)
 
 
 def shards_of(run: Run, prompts: PrefectFuture[Prompts]) -> int:
     """Into how many shards the prompts go; a last step may have fewer prompts than there are."""
-    return min(run.config.rollout.shards, len(prompts.result().ref))
+    drawn = prompts.result()
+    if run.config.over_samples or drawn.carried:
+        return len(drawn.ref)
+    return min(run.config.rollout.shards, len(drawn.ref))
 
 
 def sample_shard(
     run: Run, step: int, prompts: BatchRef, sampling: Sampling, stage: str, shard: int
 ) -> Sampled:
     """Complete the prompts of a shard, or find that done."""
+    found = sample_or_leave(run, step, prompts, sampling, stage, shard)
+    assert isinstance(found, Sampled), "only shards of the stage rollout are left"
+    return found
+
+
+def sample_or_leave(
+    run: Run,
+    step: int,
+    prompts: BatchRef,
+    sampling: Sampling,
+    stage: str,
+    shard: int,
+    begun: BatchRef | None = None,
+) -> Sampled | Unsampled:
+    """Complete the prompts of a shard, or find that done; `begun`: samples to go on with."""
     usable = usable_weights(run, step)
+    given = [] if begun is None else [begun.to_json()]
     keys = [
         run.files.stage_key(
-            step, stage, shard, key_of("rollout", prompts.to_json(), one.digest, asdict(sampling))
+            step,
+            stage,
+            shard,
+            key_of("rollout", prompts.to_json(), one.digest, asdict(sampling), *given),
         )
         for one in usable
     ]
@@ -72,8 +103,14 @@ def sample_shard(
             step=step,
             shard=shard,
             attempt=attempt.number,
+            begun=begun,
+            save_every=run.config.saves_tokens_every if stage == "rollout" else None,
+            may_be_cut=stage == "rollout",
         )
         result = run.engines.rollouts.generate(request, attempt.assignment)
+    if result is None:  # the step did not wait for it
+        partial = PartialSamples(run.store, out_key).read()
+        return Unsampled(begun=partial or begun)
     done = run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
     return sampled(prompts, weights, done)
 
@@ -86,7 +123,7 @@ def usable_weights(run: Run, step: int) -> list[WeightsRef]:
     """
     pool = run.engines.rollouts
     current, synced = pool.weights, pool.synced
-    oldest = max(step - 1 - run.config.max_staleness, run.start)
+    oldest = max(step - 1 - run.config.versions_ahead, run.start)
     return [current] + [
         synced[version] if version in synced else version_weights(run.files, version)
         for version in range(current.version - 1, oldest - 1, -1)

@@ -69,7 +69,8 @@ def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool:
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise
-        if not run.snapshot_due(run.head, run.cursor):  # it was not known to be the last step
+        carried = len(run.position.carried)
+        if not run.snapshot_due(run.head, run.cursor, carried):  # nobody knew that it is the last
             keep_last(run, run.last)
         return True
     return run.head < run.config.steps
@@ -81,7 +82,7 @@ def _in_turn(step_flow: Callable[[Run, int], Any], run: Run) -> None:
 
 
 def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
-    run.progress.step(step, run.config.rollout.shards)
+    run.progress.step(step, run.config.shards_at_once)
     with tags(f"step {step}"):
         step_flow(run, step)
 

@@ -150,11 +150,13 @@ class DataEngine(Engine):
         out_key: str,
         version: int,
         baselines: BatchRef | None = None,
+        left_out: BatchRef | None = None,
     ) -> AdvantagesResult:
         """Choose the samples that train, and write their advantages.
 
         version: the policy version that trains on them. baselines: scored greedy completions of the
-        prompts. Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+        prompts. left_out: samples of groups that the step did not wait for and dropped. Raises
+        RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
         """
         from engines.data.training_batch import training_batch
 
@@ -167,6 +169,7 @@ class DataEngine(Engine):
             self._spec.max_new_tokens,
             out_key,
             version,
+            left_out,
         )
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ def training_batch(
     max_new_tokens: int,
     out_key: str,
     version: int,
+    left_out: BatchRef | None = None,
 ) -> AdvantagesResult:
     """Choose the samples that train and write their advantages.
 
@@ -52,6 +53,7 @@ def training_batch(
         max_new_tokens: longest response, in tokens.
         out_key: of the object that is written.
         version: the policy version that trains on them.
+        left_out: samples of groups that the step did not wait for and dropped.
 
     Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
     """
@@ -94,7 +96,8 @@ def training_batch(
         | shaped.metrics
         | selection_metrics(selected, filtered)
         | advantages
-        | staleness_metrics(store, chosen.samples, version),
+        | staleness_metrics(store, chosen.samples, version)
+        | dropped_by_length(store, samples, left_out),
     )
 
 
@@ -238,6 +241,37 @@ def staleness_metrics(store: Store, samples: BatchRef, version: int) -> dict[str
         return {}
     lags = version - np.asarray(spans)[first]
     return {"staleness/mean": float(lags.mean()), "staleness/max": float(lags.max())}
+
+
+def dropped_by_length(
+    store: Store, samples: BatchRef, left_out: BatchRef | None
+) -> dict[str, float]:
+    """The share that was dropped of each tenth of the step's samples by length, the shortest first.
+
+    Not waiting for answers is biased against long ones; this is by how much. A dropped sample's
+    length is what it had by then. Tenths without a sample are left out.
+    """
+    if left_out is None:
+        return {}
+    kept, lost = (ref.lengths(store, "response_ids") for ref in (samples, left_out))
+    return drop_rates(kept, lost)
+
+
+def drop_rates(kept: NDArray[np.int64], dropped: NDArray[np.int64]) -> dict[str, float]:
+    """[K], [D]: lengths in tokens. drop_rate/length_decile_1 … 10, and drop_rate/all.
+
+    Lengths 1 … 8 kept and 9, 10 dropped: 0 in the first eight deciles, 1 in the last two.
+    """
+    lost = np.concatenate([np.zeros(len(kept), bool), np.ones(len(dropped), bool)])
+    order = np.argsort(np.concatenate([kept, dropped]), kind="stable")
+    decile = np.empty(len(order), np.int64)
+    decile[order] = np.arange(len(order)) * 10 // len(order)
+    rates = {
+        f"drop_rate/length_decile_{number + 1}": float(lost[decile == number].mean())
+        for number in range(10)
+        if (decile == number).any()
+    }
+    return {"drop_rate/all": float(lost.mean()), **rates}
 
 
 def metrics_of(

@@ -93,6 +93,9 @@ class RolloutRequest:
     shard: int
     attempt: int = 0
     worker: str = ""  # name of the worker, for the column `worker`; empty takes the engine's name
+    begun: BatchRef | None = None  # samples to go on with, as generate gave them: n for each prompt
+    save_every: float | None = None  # seconds between saves of the tokens so far; None: none
+    may_be_cut: bool = False  # whether RolloutPool.cut of its step ends it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +104,15 @@ class ShardStats:
 
     rows: int
     prompt_tokens: int
-    tokens: int  # response tokens
+    tokens: int  # response tokens that were drawn for it, those that had been begun with left out
     truncated: int  # rows ended by the limit of new tokens
     seconds: float
     worker: str
     attempt: int
     version: int  # policy version at the shard's end
     digest: str  # digest of that version's weights
+    unfinished: int = 0  # rows that were cut and can go on
+    oldest: int | None = None  # policy version of the oldest token; None where there is no token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ tests/contract/rollout holds both to the same promises.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,7 +25,14 @@ from engines.rollout.contract import (
     SyncMode,
     SyncReport,
 )
-from engines.rollout.samples import Completion, PromptTokens, read_prompts, write_samples
+from engines.rollout.partial import PartialSamples, saving
+from engines.rollout.samples import (
+    Completion,
+    PromptTokens,
+    read_begun,
+    read_prompts,
+    write_samples,
+)
 from engines.rollout.weight_reader import Held, LoadReport, check_manifest
 from engines.workers.engine import Engine
 from storage.objects.store import Store
@@ -47,6 +55,7 @@ class RolloutEngine(Engine, ABC):
         "pause",
         "resume",
         "cancel",
+        "cut",
         "status",
     )
 
@@ -60,24 +69,52 @@ class RolloutEngine(Engine, ABC):
         self._digests: dict[int, str] = {}  # of every version that was held
         self._paused = False
         self._drawn = 0  # response tokens of completions that are done
+        self._cut: set[str] = set()  # out_key of shards that end as they stand
 
     def generate(self, request: RolloutRequest) -> RolloutResult:
         """Sample a shard, write it, return its ref. Several shards may be in flight.
+
+        With `request.begun`, samples that are not done go on from the tokens that they have, under
+        the weights held now, which compute the keys and values of those tokens anew. With
+        `request.save_every`, tokens are saved on the way, and what an attempt before this one saved
+        of the shard is gone on with.
 
         Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
         """
         started = time.monotonic()
         prompts = read_prompts(self._store, request.prompts, self._spec.max_model_len)
-        completions = self._sample(prompts, request)
-        return write_samples(
-            self._store,
-            request,
-            prompts,
-            completions,
-            engine=self._spec.name,
-            digests=self._digests,
-            started=started,
-        )
+        partial = PartialSamples(self._store, request.out_key)
+        saved = None if request.save_every is None else partial.read()
+        rows = len(prompts.tokens) * request.sampling.n
+        begun = read_begun(self._store, saved or request.begun, rows)
+
+        def write(completions: list[Completion], out_key: str) -> RolloutResult:
+            return write_samples(
+                self._store,
+                dataclasses.replace(request, out_key=out_key),
+                prompts,
+                completions,
+                engine=self._spec.name,
+                digests=self._digests,
+                started=started,
+                held=self._holding().version,
+                begun=sum(len(one.tokens) for one in begun),
+            )
+
+        def save() -> None:
+            if (so_far := self._so_far(request.out_key)) is not None:
+                ref = write(so_far, partial.key).ref
+                partial.write(ref, next(iter(ref[["response_ids"]].objects)))
+
+        try:
+            with saving(request.save_every, save):
+                completions = self._sample(prompts, request, begun)
+        finally:
+            self._cut.discard(request.out_key)
+        result = write(completions, request.out_key)
+        if request.save_every is not None:
+            partial.remove()
+        return result
 
     def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
         """Load a policy version from the store.
@@ -114,6 +151,14 @@ class RolloutEngine(Engine, ABC):
         """End the shards in flight with RolloutCancelled; returns how many."""
         return self._end_shards(RolloutCancelled(f"{self._label}: cancelled"))
 
+    def cut(self, out_keys: list[str]) -> None:
+        """End the shards of these out_keys as they stand, begun or not; `generate` returns them.
+
+        Their samples that are not done have the finish reason "unfinished", and can go on.
+        """
+        self._cut.update(out_keys)
+        self._cut_shards()
+
     def status(self) -> RolloutStatus:
         """What the engine is doing; never raises, and costs no more than a lock."""
         held = self._held
@@ -137,8 +182,21 @@ class RolloutEngine(Engine, ABC):
     # -- what an engine brings ---------------------------------------------------------------------
 
     @abstractmethod
-    def _sample(self, prompts: PromptTokens, request: RolloutRequest) -> list[Completion]:
-        """All completions of a shard, row i of prompt i // n."""
+    def _sample(
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+    ) -> list[Completion]:
+        """All completions of a shard, row i of prompt i // n; `begun`: what each has already.
+
+        Those of a shard in `_cut` come back as they are.
+        """
+
+    @abstractmethod
+    def _cut_shards(self) -> None:
+        """Have the shards in `_cut` end as they stand."""
+
+    @abstractmethod
+    def _so_far(self, out_key: str) -> list[Completion] | None:
+        """All completions of a shard in flight as they stand; None where it is not in flight."""
 
     @abstractmethod
     def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from engines.rollout.contract import Sampling
-from engines.rollout.samples import Completion
+from engines.rollout.samples import UNFINISHED, Completion
 
 # A stop string ends in the newest token, so it lies within the last few; some tokens are parts of a
 # character and add no text of their own.
@@ -22,16 +22,24 @@ _STOP_MARGIN = 8
 class _Row:
     """A completion in the making."""
 
-    __slots__ = ("ended", "limit", "logprobs", "noise", "prompt", "spans", "tokens")
+    __slots__ = ("begun", "ended", "limit", "logprobs", "noise", "prompt", "spans", "tokens")
 
-    def __init__(self, prompt: list[int], noise: torch.Generator, limit: int) -> None:
+    def __init__(
+        self, prompt: list[int], noise: torch.Generator, limit: int, begun: Completion
+    ) -> None:
         self.prompt = prompt
         self.noise = noise
         self.limit = limit  # most tokens that it may get
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.spans: list[tuple[int, int, int]] = []
-        self.ended = ""  # finish reason, empty while it goes on
+        self.begun = begun
+        self.tokens = list(begun.tokens)
+        self.logprobs = list(begun.logprobs)
+        self.spans = list(begun.spans)
+        self.ended = begun.finish_reason if begun.ended else ""  # empty while it goes on
+
+    @property
+    def drawn(self) -> int:
+        """Tokens that were drawn here."""
+        return len(self.tokens) - len(self.begun.tokens)
 
     def add(self, token: int, logprob: float, version: int) -> None:
         place = len(self.tokens)
@@ -43,11 +51,13 @@ class _Row:
             self.spans.append((version, place, place + 1))
 
     def completion(self) -> Completion:
+        """As it stands."""
         return Completion(
-            tokens=self.tokens,
-            logprobs=self.logprobs,
-            spans=self.spans,
-            finish_reason=self.ended,
+            tokens=list(self.tokens),
+            logprobs=list(self.logprobs),
+            spans=list(self.spans),
+            finish_reason=self.ended or UNFINISHED,
+            digest="" if self.drawn else self.begun.digest,
         )
 
 
@@ -63,6 +73,7 @@ class Decoding:
         sampling: Sampling,
         ends: Sequence[int],  # tokens that end a completion
         max_model_len: int,
+        begun: Sequence[Completion],  # what each completion has already
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -74,10 +85,12 @@ class Decoding:
                 prompts[number // sampling.n],
                 torch.Generator().manual_seed(_entropy() if seed is None else seed),
                 min(sampling.max_new_tokens, max_model_len - len(prompts[number // sampling.n])),
+                begun[number],
             )
             for number, seed in enumerate(seeds)
         ]
-        self._active = list(self.rows)  # rows of the cache, ended ones among them
+        # Rows of the cache, those that end on the way among them.
+        self._active = [row for row in self.rows if not row.ended]
         self._cache: DynamicCache | None = None
         self._mask = torch.empty(0)
         self._next = torch.empty(0)
@@ -90,7 +103,7 @@ class Decoding:
     @property
     def tokens(self) -> int:
         """Tokens drawn so far."""
-        return sum(len(row.tokens) for row in self.rows)
+        return sum(row.drawn for row in self.rows)
 
     def forget_cache(self) -> None:
         """Have keys and values computed again, by the weights that the model has then."""

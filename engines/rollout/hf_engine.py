@@ -32,9 +32,21 @@ from storage.runs.weights import WeightsRef
 class _Shard:
     """A shard in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, out_key: str, begun: list[Completion]) -> None:
+        self.out_key = out_key
+        self.completions = begun  # of all its rows; those being decoded are in `decoding`
+        self.first = 0  # row of the first one that is being decoded
         self.decoding: Decoding | None = None
         self.ended: Exception | None = None  # why it must end
+
+    def so_far(self) -> list[Completion]:
+        """All its completions as they stand."""
+        rows = [] if self.decoding is None else [row.completion() for row in self.decoding.rows]
+        return [
+            *self.completions[: self.first],
+            *rows,
+            *self.completions[self.first + len(rows) :],
+        ]
 
 
 class HFEngine(RolloutEngine):
@@ -137,22 +149,30 @@ class HFEngine(RolloutEngine):
         if self._closed:
             raise EngineDead(f"{self._label} is closed")
 
-    def _sample(self, prompts: PromptTokens, request: RolloutRequest) -> list[Completion]:
+    def _sample(
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+    ) -> list[Completion]:
         """All completions of a shard, as many sequences at once as the settings allow."""
-        with self._in_flight() as shard:
-            return self._sample_in_turns(shard, prompts, request)
+        with self._in_flight(_Shard(request.out_key, begun)) as shard:
+            self._sample_in_turns(shard, prompts, request)
+            return shard.completions
 
     def _sample_in_turns(
         self, shard: _Shard, prompts: PromptTokens, request: RolloutRequest
-    ) -> list[Completion]:
+    ) -> None:
         sampling = request.sampling
         at_once = max(1, self._spec.rollout.max_sequences // sampling.n)
-        completions: list[Completion] = []
         for first in range(0, len(prompts.tokens), at_once):
+            if shard.out_key in self._cut:
+                return
             some = prompts.tokens[first : first + at_once]
+            begun = shard.completions[first * sampling.n :][: len(some) * sampling.n]
             seeds = [
                 sample_seed(
-                    sampling.seed, request.step, prompts.sample_id(first + row, k, sampling.n)
+                    sampling.seed,
+                    request.step,
+                    prompts.sample_id(first + row, k, sampling.n),
+                    len(begun[row * sampling.n + k].tokens),
                 )
                 for row in range(len(some))
                 for k in range(sampling.n)
@@ -165,21 +185,20 @@ class HFEngine(RolloutEngine):
                 sampling,
                 self._ends,
                 self._spec.max_model_len,
+                begun,
             )
-            shard.decoding = decoding
-            while decoding.running:
+            shard.first, shard.decoding = first * sampling.n, decoding
+            while decoding.running and shard.out_key not in self._cut:
                 with self._model_for_step(shard):
                     decoding.step(self._holding().version)
             with self._changed:
                 self._drawn += decoding.tokens
+                shard.completions = shard.so_far()
                 shard.decoding = None
-            completions.extend(row.completion() for row in decoding.rows)
-        return completions
 
     @contextmanager
-    def _in_flight(self) -> Iterator[_Shard]:
+    def _in_flight(self, shard: _Shard) -> Iterator[_Shard]:
         """A new shard; it is let in when no sync waits or runs."""
-        shard = _Shard()
         with self._changed:
             self._changed.wait_for(lambda: self._sync is None or self._closed)
             self._check_open()
@@ -233,6 +252,14 @@ class HFEngine(RolloutEngine):
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
+
+    def _cut_shards(self) -> None:
+        """Nothing to do: each shard looks before its next token."""
+
+    def _so_far(self, out_key: str) -> list[Completion] | None:
+        with self._model_for(lambda: not self._busy):  # between two tokens
+            found = [shard.so_far() for shard in self._shards if shard.out_key == out_key]
+        return found[0] if found else None
 
     def _end_shards(self, error: Exception) -> int:
         with self._changed:

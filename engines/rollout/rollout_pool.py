@@ -57,6 +57,8 @@ class RolloutPool(EnginePool):
         self.synced: dict[int, WeightsRef] = {}  # every version that was current, by number
         self._probe: Probe | None = None
         self._loaded: dict[str, str] = {}  # address -> digest of the weights it holds
+        self._sampling: dict[str, tuple[RolloutRequest, str]] = {}  # by out_key: with its address
+        self._cut: set[int] = set()  # steps whose shards end as they stand
 
     @property
     def weights(self) -> WeightsRef:
@@ -69,12 +71,42 @@ class RolloutPool(EnginePool):
         super().forget(address)
         self._loaded.pop(address, None)
 
-    def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult:
-        """Sample a shard on one of the engines."""
+    def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult | None:
+        """Sample a shard on one of the engines; None where it was cut before one took it."""
         call_id = self._call_id(request.step, f"generate-{request.shard}-{request.attempt}")
         with self.picked(assignment, (request.step, request.shard)) as (name, address):
-            named = dataclasses.replace(request, worker=name)
-            return self.submit(address, "generate", call_id, {"request": named})
+            with self._freed:
+                if self._is_cut(request):
+                    return None
+                self._sampling[request.out_key] = (request, address)
+            try:
+                named = dataclasses.replace(request, worker=name)
+                result: RolloutResult = self.submit(
+                    address, "generate", call_id, {"request": named}
+                )
+                return result
+            finally:
+                with self._freed:
+                    del self._sampling[request.out_key]
+
+    def cut(self, step: int) -> None:
+        """End the step's shards that may be cut as they stand, and those that come later.
+
+        Those on an engine return what they have, those that wait for one are not begun.
+        """
+        with self._freed:
+            self._cut.add(step)
+            on: dict[str, list[str]] = {}
+            for request, address in self._sampling.values():
+                if self._is_cut(request):
+                    on.setdefault(address, []).append(request.out_key)
+        for address, keys in on.items():
+            # One that is gone has no shard to end: it is tried again, and then not begun.
+            with contextlib.suppress(InfrastructureError, TimeoutError):
+                control(self.cluster, address, "rollout", "cut", out_keys=keys)
+
+    def _is_cut(self, request: RolloutRequest) -> bool:
+        return request.may_be_cut and request.step in self._cut
 
     def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, CheckedLoad]:
         """Load a version into every live engine; returns worker name -> report.

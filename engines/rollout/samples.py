@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
+UNFINISHED = "unfinished"  # finish reason of a completion that was cut and can go on
 # Columns that a sample shares with its prompt; they are referred to, not written again.
 PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row", "state_id")
 
@@ -33,22 +35,59 @@ class PromptTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled completion."""
+    """One sampled completion, or the beginning of one."""
 
     tokens: list[int]  # [T]
     logprobs: list[float]  # [T] of each token, in the distribution that it was drawn from
     spans: list[tuple[int, int, int]]  # policy version, start, stop; together [0, T)
-    finish_reason: str  # stop: an end token or stop string; length: the limit
+    finish_reason: str  # stop: an end token or stop string; length: the limit; unfinished
+    digest: str = ""  # of the last token's weights, where this engine did not draw it
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing to go on with."""
+        return self.finish_reason != UNFINISHED
+
+    def followed_by(self, more: Completion) -> Completion:
+        """This beginning and what was drawn after it, as one.
+
+        [(3, 0, 5)] followed by [(3, 0, 1), (4, 1, 2)] has the spans [(3, 0, 6), (4, 6, 7)].
+        """
+        if not more.tokens:
+            return Completion(
+                tokens=self.tokens,
+                logprobs=self.logprobs,
+                spans=self.spans,
+                finish_reason=more.finish_reason,
+                digest=self.digest,
+            )
+        spans, length = list(self.spans), len(self.tokens)
+        for version, start, stop in more.spans:
+            if spans and spans[-1][0] == version:
+                spans[-1] = (version, spans[-1][1], length + stop)
+            else:
+                spans.append((version, length + start, length + stop))
+        return Completion(
+            tokens=self.tokens + more.tokens,
+            logprobs=self.logprobs + more.logprobs,
+            spans=spans,
+            finish_reason=more.finish_reason,
+            digest=more.digest,
+        )
 
 
-def sample_seed(seed: int | None, step: int, sample_id: int) -> int | None:
+NOTHING = Completion(tokens=[], logprobs=[], spans=[], finish_reason=UNFINISHED)
+
+
+def sample_seed(seed: int | None, step: int, sample_id: int, begun: int = 0) -> int | None:
     """Seed of one sample, in [0, 2**63): the same wherever and beside whatever it is drawn.
 
+    `begun`: tokens that it has already, so that it does not meet the noise of its beginning again.
     None where the shard has none.
     """
     if seed is None:
         return None
-    text = f"{seed}/{step}/{sample_id}".encode()
+    text = f"{seed}/{step}/{sample_id}{f'/{begun}' if begun else ''}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
@@ -68,6 +107,35 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptT
     return PromptTokens(tokens=rows, groups=groups.tolist())
 
 
+def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completion]:
+    """[rows] what `write_samples` stored of them; nothing of each where `begun` is None."""
+    if begun is None:
+        return [NOTHING] * rows
+    if len(begun) != rows:
+        raise ValueError(f"{len(begun)} samples are begun, of a shard that has {rows}.")
+    ids, offsets = begun.fetch_numpy(store, "response_ids")
+    logprobs, _ = begun.fetch_numpy(store, "rollout_logprobs")
+    spans, span_offsets = begun.fetch_numpy(store, "weight_spans")
+    assert offsets is not None and span_offsets is not None
+    flat = spans.tolist()
+    triples = [
+        list(zip(flat[a:b:3], flat[a + 1 : b : 3], flat[a + 2 : b : 3], strict=True))
+        for a, b in pairwise(span_offsets.tolist())
+    ]
+    reasons = begun.fetch_list(store, "finish_reason")
+    digests = begun.fetch_list(store, "weights_digest")
+    return [
+        Completion(
+            tokens=ids[a:b].tolist(),
+            logprobs=logprobs[a:b].tolist(),
+            spans=triples[row],
+            finish_reason=str(reasons[row]),
+            digest=str(digests[row]),
+        )
+        for row, (a, b) in enumerate(pairwise(offsets.tolist()))
+    ]
+
+
 def write_samples(
     store: Store,
     request: RolloutRequest,
@@ -77,17 +145,24 @@ def write_samples(
     engine: str,
     digests: Mapping[int, str],
     started: float,
+    held: int,
+    begun: int = 0,
 ) -> RolloutResult:
     """Store a shard's completions (row i of prompt i // n) under `request.out_key`.
 
-    The ref has the written columns and those of the prompt. `digests` are those of the versions in
-    the spans; `started` is the reading of time.monotonic() when the shard began.
+    The ref has the written columns and those of the prompt. `digests` are those of the versions that
+    the engine has held; `held` is the one that it holds; `started` is the reading of
+    time.monotonic() when the shard began, with `begun` tokens of earlier attempts or steps.
     """
     n, rows = request.sampling.n, len(completions)
     worker = request.worker or engine
     lengths = np.array([len(c.tokens) for c in completions], np.int64)
-    last = [c.spans[-1][0] for c in completions]
+    last = [c.spans[-1][0] if c.spans else held for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
+    unfinished = [not c.ended for c in completions]
+    known = {**{v: c.digest for v, c in zip(last, completions, strict=True) if c.digest}, **digests}
+    status = np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64)
+    status[unfinished] = SampleStatus.UNFINISHED
     written = write_batch(
         store,
         request.out_key,
@@ -99,9 +174,9 @@ def write_samples(
             "sample_id": np.array(
                 [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
             ),
-            "status": np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64),
+            "status": status,
             "finish_reason": [c.finish_reason for c in completions],
-            "weights_digest": [digests[version] for version in last],
+            "weights_digest": [known[version] for version in last],
             "worker": [worker] * rows,
             "attempt": np.full(rows, request.attempt, np.int64),
         },
@@ -112,12 +187,14 @@ def write_samples(
     stats = ShardStats(
         rows=rows,
         prompt_tokens=sum(len(tokens) for tokens in prompts.tokens),
-        tokens=int(lengths.sum()),
+        tokens=int(lengths.sum()) - begun,
         truncated=sum(truncated),
         seconds=time.monotonic() - started,
         worker=worker,
         attempt=request.attempt,
         version=version,
-        digest=digests[version],
+        digest=known[version],
+        unfinished=sum(unfinished),
+        oldest=min((c.spans[0][0] for c in completions if c.spans), default=None),
     )
     return RolloutResult(ref=repeated.with_columns(written), stats=stats)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engines.rollout.contract import RolloutSpec, Sampling
-from engines.rollout.samples import Completion
+from engines.rollout.samples import NOTHING, UNFINISHED, Completion
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
 
 if TYPE_CHECKING:
@@ -65,13 +65,18 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
     )
 
 
-def sampling_params(sampling: Sampling, ends: Sequence[int], seed: int | None) -> SamplingParams:
-    """What one completion is drawn with; `ends` are the model's end-of-sequence tokens."""
+def sampling_params(
+    sampling: Sampling, ends: Sequence[int], seed: int | None, begun: int
+) -> SamplingParams:
+    """What one completion is drawn with.
+
+    ends: the model's end-of-sequence tokens. begun: tokens that it has already, in the prompt.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
+        max_tokens=sampling.max_new_tokens - begun,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -100,8 +105,10 @@ def scoring_params() -> SamplingParams:
 
 
 def completion(output: RequestOutput) -> Completion:
-    """The one completion of a finished request."""
+    """The one completion of a request that has finished, or was aborted: then it is unfinished."""
     (drawn,) = output.outputs
+    if not drawn.token_ids:
+        return NOTHING
     tokens = list(drawn.token_ids)
     places, spans, reason = drawn.logprobs, drawn.weight_versions, drawn.finish_reason
     assert places is not None, "log-probs were asked for"
@@ -112,7 +119,7 @@ def completion(output: RequestOutput) -> Completion:
         tokens=tokens,
         logprobs=drawn_at,
         spans=[(int(span.version), span.start, span.end) for span in spans],
-        finish_reason=reason,
+        finish_reason=UNFINISHED if reason == "abort" else reason,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine.output_processor import RequestState
 
 # mode -> (what becomes of running requests, whether cached keys and values are dropped)
 _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
@@ -32,6 +34,27 @@ _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
     "recompute": ("keep", True),
 }
 _FAILURES = {kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, StoreUnavailable)}
+
+
+class _Row:
+    """A completion in the making."""
+
+    def __init__(self, begun: Completion) -> None:
+        self.begun = begun
+        self.request = ""  # name of its request, while it has one
+
+    def so_far(self, states: Mapping[str, RequestState]) -> Completion:
+        """As it stands, by what vLLM's output side has; `states` by the name of the request."""
+        state = states.get(self.request)
+        if state is None:
+            return self.begun
+        from vllm.outputs import RequestOutput
+        from vllm.v1.engine import FinishReason
+
+        # What an abort would give out, without aborting.
+        output = state.make_request_output([], None, FinishReason.ABORT, None)
+        assert isinstance(output, RequestOutput)
+        return self.begun.followed_by(vllm_arguments.completion(output))
 
 
 class VllmEngine(RolloutEngine):
@@ -55,6 +78,7 @@ class VllmEngine(RolloutEngine):
         self._requests = 0
         # Shards in flight, each with the error that it must end with, if it must.
         self._shards: dict[asyncio.Task[list[Completion]], Exception | None] = {}
+        self._rows: dict[str, list[_Row]] = {}  # of the shards in flight, by out_key
         self._process = VllmProcess(
             spec.name, lambda: vllm_arguments.engine_arguments(spec, directory)
         )
@@ -79,8 +103,16 @@ class VllmEngine(RolloutEngine):
                 self.cancel()
             self._process.close()
 
-    def _sample(self, prompts: PromptTokens, request: RolloutRequest) -> list[Completion]:
-        return self._process.run(self._sample_shard(prompts, request))
+    def _sample(
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+    ) -> list[Completion]:
+        return self._process.run(self._sample_shard(prompts, request, begun))
+
+    def _cut_shards(self) -> None:
+        self._process.run(self._abort_cut())
+
+    def _so_far(self, out_key: str) -> list[Completion] | None:
+        return self._process.run(self._look_at(out_key))
 
     def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
         return self._process.run(self._sync(weights, mode))
@@ -118,10 +150,10 @@ class VllmEngine(RolloutEngine):
         )
 
     async def _sample_shard(
-        self, prompts: PromptTokens, request: RolloutRequest
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
     ) -> list[Completion]:
         """All completions of a shard, row i of prompt i // n; may be ended by _cancel_tasks."""
-        task = asyncio.create_task(self._sample_all(prompts, request))
+        task = asyncio.create_task(self._sample_all(prompts, request, begun))
         self._shards[task] = None
         try:
             return await task
@@ -134,38 +166,73 @@ class VllmEngine(RolloutEngine):
         finally:
             del self._shards[task]
 
-    async def _sample_all(self, prompts: PromptTokens, request: RolloutRequest) -> list[Completion]:
+    async def _sample_all(
+        self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
+    ) -> list[Completion]:
         # While a sync runs nothing is admitted, so that a request's salt is the version whose keys
         # and values it may share with others.
         await self._admitted.wait()
         salt = f"v{self._holding().version}"
+        if request.out_key in self._cut:
+            return begun
         n = request.sampling.n
-        rows = [
+        rows = self._rows[request.out_key] = [_Row(one) for one in begun]
+        tasks = [
             asyncio.create_task(
-                self._sample_row(tokens, salt, request, prompts.sample_id(row, k, n))
+                self._sample_row(
+                    row, prompts.tokens[i // n], salt, request, prompts.sample_id(i // n, i % n, n)
+                )
             )
-            for row, tokens in enumerate(prompts.tokens)
-            for k in range(n)
+            for i, row in enumerate(rows)
         ]
         try:
-            return await asyncio.gather(*rows)
+            return await asyncio.gather(*tasks)
         finally:
-            for task in rows:
+            self._rows.pop(request.out_key, None)
+            for task in tasks:
                 task.cancel()
 
     async def _sample_row(
-        self, tokens: list[int], salt: str, request: RolloutRequest, sample_id: int
+        self, row: _Row, tokens: list[int], salt: str, request: RolloutRequest, sample_id: int
     ) -> Completion:
-        seed = sample_seed(request.sampling.seed, request.step, sample_id)
-        params = vllm_arguments.sampling_params(request.sampling, self._ends, seed)
-        prompt: TokensPrompt = {"prompt_token_ids": tokens, "cache_salt": salt}
-        drawn = vllm_arguments.completion(await self._answer(prompt, params))
+        begun = row.begun
+        if begun.ended:
+            return begun
+        seed = sample_seed(request.sampling.seed, request.step, sample_id, len(begun.tokens))
+        params = vllm_arguments.sampling_params(
+            request.sampling, self._ends, seed, len(begun.tokens)
+        )
+        prompt: TokensPrompt = {"prompt_token_ids": tokens + begun.tokens, "cache_salt": salt}
+        row.request = self._new_request()
+        drawn = vllm_arguments.completion(await self._answer(prompt, params, row.request))
+        row.begun, row.request = begun.followed_by(drawn), ""
         self._drawn += len(drawn.tokens)
-        return drawn
+        return row.begun
 
-    async def _answer(self, prompt: TokensPrompt, params: SamplingParams) -> RequestOutput:
+    async def _abort_cut(self) -> None:
+        """Abort the requests of the shards in `_cut`, those that are just being added too."""
+        while left := [
+            row.request
+            for key, rows in self._rows.items()
+            if key in self._cut
+            for row in rows
+            if row.request
+        ]:
+            await self._process.llm.abort(left)
+            await asyncio.sleep(0.02)
+
+    async def _look_at(self, out_key: str) -> list[Completion] | None:
+        states = {state.external_req_id: state for state in self._process.requests.values()}
+        rows = self._rows.get(out_key)
+        return None if rows is None else [row.so_far(states) for row in rows]
+
+    def _new_request(self) -> str:
         self._requests += 1
-        name = f"{self._spec.name}-{self._requests}"
+        return f"{self._spec.name}-{self._requests}"
+
+    async def _answer(
+        self, prompt: TokensPrompt, params: SamplingParams, name: str
+    ) -> RequestOutput:
         async for output in self._process.llm.generate(prompt, params, name):
             if output.finished:
                 return output
@@ -175,7 +242,10 @@ class VllmEngine(RolloutEngine):
         await self._admitted.wait()
         params = vllm_arguments.scoring_params()
         answers = await asyncio.gather(
-            *(self._answer({"prompt_token_ids": tokens}, params) for tokens in token_ids)
+            *(
+                self._answer({"prompt_token_ids": tokens}, params, self._new_request())
+                for tokens in token_ids
+            )
         )
         return [
             vllm_arguments.scores(answer, start)

@@ -239,9 +239,10 @@ def control(
     method: str,
     *,
     timeout: float = 30.0,
+    **arguments: Any,
 ) -> Any:
     """Call a short engine method (status, pause) past the calls that fill the worker."""
-    result = _run_on(cluster, address, host.control, role, method, timeout=timeout)
+    result = _run_on(cluster, address, host.control, role, method, arguments, timeout=timeout)
     return value_of(result, f"by {role}.{method} on worker {cluster.name_of(address)}")
 
 

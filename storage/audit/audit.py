@@ -21,6 +21,7 @@ from storage.audit.audit_objects import (
     sources_of,
     state_folders,
 )
+from storage.batches.refs import BatchRef
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs.commit_log import (
@@ -98,14 +99,14 @@ def audit(run: RunStore) -> Audit:
     history = _chain(run, origin, found)
     kept: set[str] = set()
     gone_below = batches_below(run)
-    before = _ledger_before(run, origin, found)
+    before, handed_on = _ledger_before(run, origin, found), _carried_before(run, origin)
     cursor: Mapping[str, object] | None = _cursor_before(run, origin)
     for step, commit in history.items():
         there = _batches(run, commit, found, kept, gone_below)
         with found.noting("ledger", step):
-            totals = check_counts(run.store, commit, before, cursor, there)
+            totals = check_counts(run.store, commit, before, handed_on, cursor, there)
             found.steps.append(totals)
-        before, cursor = commit.ledger, commit.cursor
+        before, handed_on, cursor = commit.ledger, commit.refs.get("carried"), commit.cursor
         if there:
             with found.noting("sample", step):
                 check_samples(run, commit)
@@ -172,8 +173,16 @@ def _head(run: RunStore, last: int, digest: str | None, start: int) -> None:
 def _ledger_before(run: RunStore, origin: Origin | None, found: Audit) -> Ledger:
     if origin is not None and origin.fork:
         with found.noting("origin"):
-            return read_commit(parent_of(run, origin), origin.step).ledger.settled()
+            ledger = read_commit(parent_of(run, origin), origin.step).ledger
+            return ledger if origin.cursor else ledger.settled()
     return Ledger()
+
+
+def _carried_before(run: RunStore, origin: Origin | None) -> BatchRef | None:
+    """The prompts of the groups that are handed on to the run's first step."""
+    if origin is None or not (origin.fork and origin.cursor):
+        return None
+    return read_commit(parent_of(run, origin), origin.step).refs.get("carried")
 
 
 def _cursor_before(run: RunStore, origin: Origin | None) -> dict[str, object] | None:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, Ledger, read_commit
 from storage.runs.origins import committer, start_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from storage.batches.refs import BatchRef
     from storage.objects.store import Store
     from storage.runs.run_store import RunStore
 
@@ -34,16 +36,18 @@ def check_counts(
     store: Store,
     commit: Commit,
     before: Ledger,
+    handed_on: BatchRef | None,
     cursor: Mapping[str, object] | None,
     batches: bool,
 ) -> Totals:
     """Compare a commit's ledger with its batches and its data cursor; ValueError where they differ.
 
     `before`, `cursor`: as they stood at the commit before (cursor None: at the data's beginning).
-    `batches`: whether they are there to be counted.
+    `handed_on`: prompts of the groups that it carried on. `batches`: whether they are there to be
+    counted.
     """
     after = commit.ledger
-    drawn = (after.drawn - after.in_flight) - (before.drawn - before.in_flight)
+    drawn = after.drawn - before.drawn
     moved = _place(commit.cursor) - _place(cursor or {})
     if commit.cursor and moved != drawn:
         raise ValueError(
@@ -51,6 +55,7 @@ def check_counts(
         )
     if batches and {"prompts", "batch"} <= set(commit.refs):
         _recount(store, commit, before, drawn)
+        _check_members(store, commit, before, handed_on)
     return Totals(
         step=commit.step,
         drawn=after.drawn,
@@ -86,6 +91,40 @@ def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
             raise ValueError(
                 f"Step {commit.step} trained samples twice, or some that it did not draw."
             )
+
+
+def _check_members(
+    store: Store, commit: Commit, before: Ledger, handed_on: BatchRef | None
+) -> None:
+    """Each group that a step drew, or was handed, was sampled for its batch, dropped or handed on."""
+    samples, carried = commit.refs.get("samples"), commit.refs.get("carried")
+    if samples is None:
+        return
+    there = [ref for ref in (handed_on, commit.refs["prompts"]) if ref is not None]
+    try:
+        had = np.concatenate([ref.fetch_numpy(store, "group_id")[0] for ref in there])
+    except ObjectMissing:  # retention removed a prompt that was handed on and then dropped
+        return
+    members = np.unique(samples.fetch_numpy(store, "group_id")[0])
+    on = np.empty(0, np.int64) if carried is None else carried.fetch_numpy(store, "group_id")[0]
+    known = np.concatenate([members, on])
+    if len(np.unique(known)) != len(known) or not np.isin(known, had).all():
+        raise ValueError(
+            f"Step {commit.step} has groups in its batch, or hands groups on, that it neither drew "
+            "nor was handed, or does both with one."
+        )
+    if len(on) != commit.ledger.in_flight:
+        raise ValueError(
+            f"Step {commit.step} counts {commit.ledger.in_flight} prompts in flight, and hands "
+            f"{len(on)} on."
+        )
+    reasons = ("over_sampled", "overdue")  # dropped without being part of the batch
+    left = sum(commit.ledger.dropped.get(one, 0) - before.dropped.get(one, 0) for one in reasons)
+    if len(had) != len(known) + left:
+        raise ValueError(
+            f"Step {commit.step} had {len(had)} groups, of which {len(members)} are in its batch, "
+            f"{left} dropped and {len(on)} handed on."
+        )
 
 
 def _place(cursor: Mapping[str, object]) -> int:

@@ -20,6 +20,7 @@ class SampleStatus(enum.IntEnum):
     OK = 0
     TRUNCATED = 1  # ended by the limit of new tokens
     FAILED = 2  # sampling or scoring failed; `reward` is meaningless
+    UNFINISHED = 3  # to go on from its tokens: carried to a later step, or saved on the way
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Ledger(Record):
     trained: int = Field(default=0, ge=0)  # whose groups were part of an update
     filtered: int = Field(default=0, ge=0)  # left out on purpose, such as groups of equal rewards
     dropped: dict[str, int] = Field(default_factory=dict)  # left out after a failure, by reason
-    in_flight: int = Field(default=0, ge=0)  # drawn by steps that are not committed yet
+    in_flight: int = Field(default=0, ge=0)  # whose groups are carried to the next step
 
     @model_validator(mode="after")
     def _balances(self) -> Self:
@@ -61,7 +61,7 @@ class Ledger(Record):
         return self
 
     def settled(self) -> Ledger:
-        """Without what is in flight: for a run that goes on from here and draws that again."""
+        """Without what is in flight: for a run that begins here and does not take that over."""
         return self.model_copy(update={"drawn": self.drawn - self.in_flight, "in_flight": 0})
 
     def plus(self, other: Ledger) -> Ledger:
@@ -74,6 +74,14 @@ class Ledger(Record):
             dropped={r: self.dropped.get(r, 0) + other.dropped.get(r, 0) for r in reasons},
             in_flight=self.in_flight + other.in_flight,
         )
+
+
+class CarriedGroup(Record):
+    """A group that a step drew, or was handed, and hands on to the next one."""
+
+    since: int  # step that drew it
+    begun: bool  # whether there are tokens to go on from, in refs["begun"]
+    oldest: int | None = None  # policy version of its oldest token
 
 
 class Commit(Record):
@@ -89,6 +97,10 @@ class Commit(Record):
     cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
     rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
     ledger: Ledger = Field(default_factory=Ledger)
+    # Groups that go on in the next step. Their prompts are refs["carried"], in this order; the
+    # samples of those that are begun are refs["begun"], as many for each. refs["samples"] has the
+    # members of the step's own batch.
+    carried: list[CarriedGroup] = Field(default_factory=list)
     # Rows of the dataset that the step drew and could not use, by reason.
     dropped_rows: dict[str, list[int]] = Field(default_factory=dict)
     # What scored the samples, by the digest in their column reward_code: a record per function.

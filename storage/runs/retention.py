@@ -102,6 +102,8 @@ def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin])
         needed |= commits.read_commit(run, step).objects
     removed = []
     pinned = {step for pin in shared for step in range(pin.snapshot + 1, pin.step + 1)}
+    for step in pinned:  # a carried group's samples lie with the steps that began it
+        needed |= commits.read_commit(run, step).objects
     spared = not pinned.isdisjoint(old)
     for step in (step for step in old if step not in pinned):
         keys = run.store.list(run.step_key(step))

@@ -72,7 +72,8 @@ class RunTracker:
                 self._log(self._tracker, commit, metrics)
         self.registered = self._tracker.registered()
         newest = before[0]
-        due = self._run.snapshot_due(head, Cursor.from_json(newest.cursor))
+        cursor = Cursor.from_json(newest.cursor)
+        due = self._run.snapshot_due(head, cursor, len(newest.carried))
         if due and newest.version_out.version not in self.registered:
             self._register(self._tracker, newest)
 

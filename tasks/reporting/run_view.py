@@ -47,5 +47,5 @@ class RunView(Protocol):
     def cursor(self) -> Cursor:
         """Where the next step draws."""
 
-    def snapshot_due(self, step: int, cursor: Cursor) -> bool:
+    def snapshot_due(self, step: int, cursor: Cursor, carried: int) -> bool:
         """Whether the trainer's state is stored after a step that drew up to `cursor`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from storage.runs.orphans import clear
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_before, write_seen
+from tasks.results import Carried
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
 from tasks.run.preflight import installed
@@ -61,12 +62,19 @@ class Position:
     last: Commit | None  # of the step before the next one, which a fork inherits
     cursor: Cursor  # where the next step draws
     ledger: Ledger  # of all steps so far
+    carried: Carried = field(default_factory=Carried)  # groups that go on in the next step
 
     @classmethod
     def after(cls, commit: Commit) -> Position:
         """Where the run stands once a step is committed."""
         cursor = Cursor.from_json(commit.cursor)
-        return cls(head=commit.step, last=commit, cursor=cursor, ledger=commit.ledger)
+        return cls(
+            head=commit.step,
+            last=commit,
+            cursor=cursor,
+            ledger=commit.ledger,
+            carried=Carried.of(commit),
+        )
 
 
 def open_run(
@@ -153,8 +161,14 @@ def _inherited(opened: OpenedRun) -> Position:
     if origin is None or not origin.fork:
         return Position(head=opened.start, last=None, cursor=opened.first, ledger=Ledger())
     last = read_commit(parent_of(opened.files, origin), origin.step)
-    settled = last.ledger.settled()
-    return Position(head=opened.start, last=last, cursor=opened.first, ledger=settled)
+    goes_on = origin.cursor  # with the same data, and so with the groups that the parent had begun
+    return Position(
+        head=opened.start,
+        last=last,
+        cursor=opened.first,
+        ledger=last.ledger if goes_on else last.ledger.settled(),
+        carried=Carried.of(last) if goes_on else Carried(),
+    )
 
 
 def begin(opened: OpenedRun, position: Position) -> None:

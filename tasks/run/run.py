@@ -21,6 +21,7 @@ from storage.runs.run_lease import RunLease
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
+from tasks.results import Carried, LeftOver
 from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
@@ -38,9 +39,9 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "config", "drawn", "engines", "epoch",
-        "files", "flow", "fresh", "gate", "lease", "name", "origin", "position", "progress", "source",
-        "start", "stopped", "store", "terminal", "tracker",
+        "_probe", "attempts", "background", "cancelled", "carried", "config", "drawn", "engines",
+        "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "name", "origin",
+        "position", "progress", "source", "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -54,10 +55,12 @@ class Run:
         self.position = position
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
-        self.gate = Gate(position.head, opened.config.max_staleness, _patience(opened.config))
+        self.gate = Gate(position.head, opened.config.versions_ahead, _patience(opened.config))
         self.cancelled = self.gate.cancelled  # ends every wait
         self.drawn: dict[int, Cursor] = {}  # step -> where it began to draw, from the head on
         self.drawn[position.head + 1] = position.cursor
+        self.carried = {position.head + 1: position.carried}  # step -> groups handed on to it
+        self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts: list[Attempt] = []  # of steps that are not committed
         self.terminal = terminal
@@ -94,29 +97,37 @@ class Run:
         """
         for step in range(self.head + 1, self.config.steps + 1):
             self.gate.wait_to_begin(step)
-            if self.data_over(self.drawn[step]):
+            if self.data_over(self.drawn[step], len(self.carried[step])):
                 return
             yield step
 
-    def has_drawn(self, step: int, cursor: Cursor) -> None:
-        """A step has drawn its prompts, up to `cursor`: the next one may."""
-        self.drawn[step + 1] = cursor
+    def has_drawn(self, step: int, cursor: Cursor, carried: Carried) -> None:
+        """A step has drawn its prompts, up to `cursor`, and hands groups on: the next one may."""
+        self.drawn[step + 1], self.carried[step + 1] = cursor, carried
         self.gate.drawn(step)
 
-    def data_over(self, cursor: Cursor) -> bool:
-        """Whether data.epochs leave too little for a step after `cursor`."""
+    def leave(self, step: int, cursor: Cursor, left_over: LeftOver) -> None:
+        """A step, which drew up to `cursor`, does not wait for these groups."""
+        self.left_over[step] = left_over
+        self.has_drawn(step, cursor, left_over.carried)
+
+    def data_over(self, cursor: Cursor, carried: int) -> bool:
+        """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""
         left = cursor.remaining(self.config.data.epochs)
-        return left is not None and left < self.config.fewest_prompts
+        return left is not None and left + carried < self.config.fewest_prompts
 
     def first_group(self, step: int) -> int:
         """Number of a step's first group of prompts; no two steps of a run or fork share one."""
         before = 0 if self.origin is None else self.origin.first_group
-        return before + (step - 1 - self.start) * self.config.prompts_per_step
+        return before + (step - 1 - self.start) * self.config.groups_at_once
 
-    def snapshot_due(self, step: int, cursor: Cursor) -> bool:
-        """Whether the trainer's state is stored after a step that drew up to `cursor`."""
+    def snapshot_due(self, step: int, cursor: Cursor, carried: int) -> bool:
+        """Whether the trainer's state is stored after a step that drew up to `cursor`.
+
+        carried: groups that it hands on.
+        """
         every, last = self.config.store.snapshot_every, self.config.steps
-        return step % every == 0 or step == last or self.data_over(cursor)
+        return step % every == 0 or step == last or self.data_over(cursor, carried)
 
     @property
     def after(self) -> int:
@@ -203,7 +214,9 @@ class Run:
         """A step is committed: the next one draws and trains from here."""
         self.position = Position.after(record)
         self.drawn[record.step + 1] = self.position.cursor
-        self.drawn.pop(record.step, None)
+        self.carried[record.step + 1] = self.position.carried
+        for before in (self.drawn, self.carried, self.left_over):
+            before.pop(record.step, None)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]

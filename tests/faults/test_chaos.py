@@ -1,4 +1,4 @@
-"""Twenty kills at random in a run of thirty steps change nothing but its duration."""
+"""Kills at random in a run of thirty steps change nothing but its duration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.flows.conftest import ROOT
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", [0])
-def test_twenty_kills(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("kills", "how"), [(20, []), (30, ["--overlapping"])])
+def test_kills_at_random(tmp_path: Path, kills: int, how: list[str]) -> None:
     out = tmp_path / "report.json"
-    command = ["-m", "benchmarks.chaos", "--kills", "20", "--seed", str(seed), "--out", str(out)]
+    command = ["-m", "benchmarks.chaos", "--kills", str(kills), "--out", str(out), *how]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -32,4 +32,4 @@ def test_twenty_kills(tmp_path: Path, seed: int) -> None:
     report = json.loads(out.read_text())
     assert report["equal"]
     assert report["left"] == []
-    assert len(report["kills"]) == 20
+    assert len(report["kills"]) == kills

@@ -16,7 +16,9 @@ from tasks import commit
 def committed() -> SimpleNamespace:
     source = type("Rows", (), {"digest": "d", "__len__": lambda self: 8})()
     cursor = Cursor.start(DataConfig(source=ReasoningGymSource(task="chain_sum")), source)
-    return SimpleNamespace(step=4, metrics={"reward/mean": 1.0}, cursor=cursor.to_json())
+    return SimpleNamespace(
+        step=4, metrics={"reward/mean": 1.0}, cursor=cursor.to_json(), carried=[]
+    )
 
 
 @pytest.mark.parametrize("breaks", ["show_step", "tidy"])

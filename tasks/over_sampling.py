@@ -1,0 +1,178 @@
+"""Steps that have more groups under way than they train on, and do not wait for the longest answers.
+
+A step has its samples once prompts_per_step groups are finished. The others are dropped, or carried:
+the next step goes on from their tokens (rollout.partial_rollout). A carried group counts once, in the
+step that trains it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
+
+import numpy as np
+from prefect.futures import PrefectFuture, as_completed
+
+from configs.grpo import GRPOConfig
+from storage.batches.columns import SampleStatus
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.digests import key_of
+from storage.runs.commit_log import CarriedGroup
+from tasks.results import Carried, LeftOver, Prompts, Sampled, Unsampled
+from tasks.run.flow_options import result_of
+from tasks.run.run import Run
+
+OVERDUE = "overdue"  # reasons for which groups are dropped, in the ledger
+OVER_SAMPLED = "over_sampled"
+CUT = "cut"  # finish reason of an answer that ended as it was
+
+
+def finished_groups(
+    run: Run, step: int, prompts: Prompts, shards: Sequence[PrefectFuture[Sampled | Unsampled]]
+) -> list[Sampled]:
+    """The groups that the step trains on, once they are finished; the others are settled.
+
+    shards: one for each group of `prompts`. Raises what the first one raised that failed.
+    """
+    config = run.config
+    wanted = min(config.prompts_per_step, len(shards))
+    due = overdue_groups(config, step, prompts.carried)
+    awaited = due if config.rollout.overdue == "wait" else frozenset[int]()
+    numbers = {future.task_run_id: number for number, future in enumerate(shards)}
+    done: set[int] = set()
+    for future in as_completed(list(shards)):
+        result_of(future)
+        done.add(numbers[future.task_run_id])
+        if len(done) >= wanted and awaited <= done:
+            break
+    if len(done) < len(shards):
+        run.engines.rollouts.cut(step)
+    found = [result_of(shard) for shard in shards]
+    if config.rollout.overdue == "cut":
+        found = [
+            ended(run, step, number, shard) if number in due else shard
+            for number, shard in enumerate(found)
+        ]
+    finished = {number: shard for number, shard in enumerate(found) if is_finished(shard)}
+    ages = {number: shard.stats.oldest or 0 for number, shard in finished.items()}
+    chosen = choose(ages, due, wanted)
+    run.leave(step, prompts.cursor, settled(run, step, prompts, found, chosen, due))
+    return [finished[number] for number in chosen]
+
+
+def overdue_groups(config: GRPOConfig, step: int, carried: Carried) -> frozenset[int]:
+    """Numbers of the carried groups that the step after this one could not train.
+
+    Step k + 1 trains version k, and so no token of a version before k - max_staleness.
+    """
+    most = config.rollout.max_carried_steps
+    return frozenset(
+        number
+        for number, group in enumerate(carried.groups)
+        if (group.oldest is not None and step - group.oldest > config.max_staleness)
+        or (most is not None and step - group.since >= most)
+    )
+
+
+def choose(ages: Mapping[int, int], due: frozenset[int], wanted: int) -> list[int]:
+    """Numbers of the finished groups to train on, ascending: those that are due, then the oldest.
+
+    ages: policy version of the oldest token of each finished group, by its number.
+    """
+    ready = sorted(ages, key=lambda number: (number not in due, ages[number], number))
+    return sorted(ready[:wanted])
+
+
+def is_finished(shard: Sampled | Unsampled) -> TypeGuard[Sampled]:
+    """Whether every answer of a group is there."""
+    return isinstance(shard, Sampled) and shard.stats.unfinished == 0
+
+
+def ended(run: Run, step: int, number: int, shard: Sampled | Unsampled) -> Sampled | Unsampled:
+    """A group whose answers end as they are, truncated; as it is where one of them has no token."""
+    if isinstance(shard, Unsampled) or is_finished(shard):
+        return shard
+    if not shard.ref.lengths(run.store, "response_ids").all():
+        return shard
+    status = shard.ref.fetch_numpy(run.store, "status")[0]
+    reasons = shard.ref.fetch_list(run.store, "finish_reason")
+    cut = status == SampleStatus.UNFINISHED
+    columns: dict[str, object] = {
+        "status": np.where(cut, np.int64(SampleStatus.TRUNCATED), status),
+        "finish_reason": [CUT if now else reason for now, reason in zip(cut, reasons, strict=True)],
+    }
+    key = run.files.stage_key(step, "rollout", f"{number + 1}-cut", key_of(shard.ref.to_json()))
+    count = int(cut.sum())
+    return dataclasses.replace(
+        shard,
+        ref=shard.ref.with_columns(write_batch(run.store, key, columns)),
+        stats=dataclasses.replace(
+            shard.stats, unfinished=0, truncated=shard.stats.truncated + count
+        ),
+    )
+
+
+def settled(
+    run: Run,
+    step: int,
+    prompts: Prompts,
+    shards: Sequence[Sampled | Unsampled],
+    chosen: Sequence[int],
+    due: frozenset[int],
+) -> LeftOver:
+    """What becomes of the groups that the step does not train on."""
+    rest = [number for number in range(len(shards)) if number not in chosen]
+    late = [number for number in rest if number in due]
+    others = [number for number in rest if number not in due]
+    carried = others if run.config.carries else []
+    dropped = {OVERDUE: len(late), OVER_SAMPLED: len(others) - len(carried)}
+    left_out = [samples_of(shards[number]) for number in rest if number not in carried]
+    there = [ref for ref in left_out if ref is not None]
+    return LeftOver(
+        carried=_carried(run, step, prompts, shards, carried),
+        dropped={reason: count for reason, count in dropped.items() if count},
+        samples=BatchRef.concat(there) if there else None,
+    )
+
+
+def _carried(
+    run: Run,
+    step: int,
+    prompts: Prompts,
+    shards: Sequence[Sampled | Unsampled],
+    numbers: Sequence[int],
+) -> Carried:
+    if not numbers:
+        return Carried()
+    before = prompts.carried.groups
+    oldest = {number: _oldest(run, shards[number]) for number in numbers}
+    begun = [samples_of(shards[number]) for number in numbers if oldest[number] is not None]
+    return Carried(
+        prompts=prompts.ref.take(numbers),
+        begun=BatchRef.concat([ref for ref in begun if ref is not None]) if begun else None,
+        groups=tuple(
+            CarriedGroup(
+                since=before[number].since if number < len(before) else step,
+                begun=oldest[number] is not None,
+                oldest=oldest[number],
+            )
+            for number in numbers
+        ),
+    )
+
+
+def samples_of(shard: Sampled | Unsampled) -> BatchRef | None:
+    """The samples of a group, as far as they came."""
+    return shard.ref if isinstance(shard, Sampled) else shard.begun
+
+
+def _oldest(run: Run, shard: Sampled | Unsampled) -> int | None:
+    """Policy version of a group's oldest token; None without a token."""
+    if isinstance(shard, Sampled):
+        return shard.stats.oldest
+    if shard.begun is None:
+        return None
+    spans, _ = shard.begun.fetch_numpy(run.store, "weight_spans")
+    return int(spans[0::3].min()) if len(spans) else None

@@ -1,0 +1,176 @@
+"""Which groups a step trains on, drops and hands on: the decisions, and random schedules of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.recipe import load_recipe
+from storage.prompts.cursor import Cursor
+from storage.runs.commit_log import CarriedGroup, Ledger
+from tasks.commit import ledger_after
+from tasks.draw import new_groups
+from tasks.over_sampling import OVER_SAMPLED, OVERDUE, choose, overdue_groups
+from tasks.results import Carried, LeftOver, Prompts, TrainBatch
+
+
+def config_of(*words: str) -> GRPOConfig:
+    given = [
+        "max_staleness=2",
+        "algorithm.correction=[{kind: truncate}]",
+        "rollout.shards=4",
+        "rollout.over_sampling=1.5",
+        "rollout.partial_rollout=carry",
+        *words,
+    ]
+    return load_recipe(GRPOConfig, "tiny", given)
+
+
+def carried(*oldest: int | None, since: int = 1) -> Carried:
+    groups = [CarriedGroup(since=since, begun=one is not None, oldest=one) for one in oldest]
+    return Carried(groups=tuple(groups))
+
+
+def test_a_group_is_overdue_when_the_next_step_could_not_train_it() -> None:
+    # Step 6 trains version 5, under the bound 2 no token of a version below 3.
+    assert overdue_groups(config_of(), 5, carried(2, 3, None, 4)) == {0}
+    assert overdue_groups(config_of(), 5, carried(3, None, since=4)) == frozenset()
+    most = config_of("rollout.max_carried_steps=1")
+    assert overdue_groups(most, 5, carried(4, None, since=4)) == {0, 1}
+
+
+def test_due_groups_come_first_then_the_oldest() -> None:
+    assert choose({0: 4, 2: 1, 3: 4, 5: 2}, frozenset({3}), 3) == [2, 3, 5]
+    assert choose({4: 1, 1: 1}, frozenset(), 1) == [1]
+    assert choose({}, frozenset(), 3) == []
+
+
+def place(position: int, size: int = 100) -> Cursor:
+    return Cursor(epoch=0, position=position, seed=0, shuffle=True, size=size, digest="d")
+
+
+def test_a_step_draws_what_is_missing_and_the_last_one_leaves_nothing() -> None:
+    config = config_of("steps=9", "data.epochs=1")
+    assert new_groups(config, 1, place(0), 0) == 6  # 4 to train, 2 to hand on
+    assert new_groups(config, 2, place(6), 2) == 4
+    assert new_groups(config, 9, place(38), 2) == 2
+    # The data's last step: 5 rows and 2 carried make one step of 4, and 3 rows are too few for more.
+    assert new_groups(config, 5, place(95), 2) == 2
+    assert new_groups(config, 5, place(90), 2) == 4
+    plain = load_recipe(GRPOConfig, "tiny", ["rollout.over_sampling=1.5", "rollout.shards=4"])
+    assert new_groups(plain, 9, place(38), 0) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.shards=2"], "Set rollout.shards = 4"),
+        (["max_staleness=0"], "Set max_staleness = 1 or more"),
+        (
+            ["rollout.partial_rollout=off", "rollout.overdue=wait", "rollout.max_carried_steps=1"],
+            "is about carried groups",
+        ),
+        (["rollout.over_sampling=1", "rollout.max_carried_steps=2"], "is about carried groups"),
+        (["rollout.over_sampling=3"], "rollout.over_sampling = 3"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_of(*words)
+
+
+STEPS = 8
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    staleness=st.integers(1, 4),
+    factor=st.sampled_from(["1.25", "1.5", "2"]),
+    overdue=st.sampled_from(["wait", "drop_and_refill", "cut"]),
+    most=st.sampled_from(["null", "1", "2"]),
+    data=st.data(),
+)
+def test_whatever_finishes_when(
+    staleness: int, factor: str, overdue: str, most: str, data: st.DataObject
+) -> None:
+    """No sample is staler than the bound, every prompt is accounted for, and each one that is
+    dropped is replaced once."""
+    config = config_of(
+        f"max_staleness={staleness}",
+        f"steps={STEPS}",
+        f"rollout.over_sampling={factor}",
+        f"rollout.overdue={overdue}",
+        f"rollout.max_carried_steps={most}",
+    )
+    ledger, position, handed_on = Ledger(), 0, list[tuple[int, CarriedGroup]]()
+    fates: dict[int, list[str]] = {}
+    for step in range(1, STEPS + 1):
+        new = new_groups(config, step, place(position, 10_000), len(handed_on))
+        expected = config.prompts_per_step if step == STEPS else config.groups_at_once
+        assert len(handed_on) + new == expected
+        rows = [row for row, _ in handed_on] + list(range(position, position + new))
+        position += new
+        given = Carried(groups=tuple(group for _, group in handed_on))
+        due = overdue_groups(config, step, given)
+        # The engines hold some version that the gate allows, and draw a token for some groups.
+        held = data.draw(st.integers(max(0, step - 1 - config.versions_ahead), step - 1))
+        drawn = [data.draw(st.booleans()) for _ in rows]
+        before = [group.oldest for group in given.groups] + [None] * new
+        oldest = [
+            held if was is None and now else was for was, now in zip(before, drawn, strict=True)
+        ]
+        awaited = due if overdue == "wait" else frozenset[int]()
+        order = data.draw(st.permutations(range(len(rows))))
+        finished: set[int] = set()
+        for number in order:
+            finished.add(number)
+            if len(finished) >= config.prompts_per_step and awaited <= finished:
+                break
+        finished |= {n for n in order if data.draw(st.integers(0, 9)) == 0}  # while it was cut
+        if overdue == "cut":
+            finished |= {n for n in due if oldest[n] is not None}
+        oldest = [held if n in finished and o is None else o for n, o in enumerate(oldest)]
+        ages = {n: cast("int", oldest[n]) for n in finished}
+        chosen = choose(ages, due, config.prompts_per_step)
+        assert len(chosen) == config.prompts_per_step
+        for number in chosen:
+            assert step - 1 - ages[number] <= staleness
+            fates.setdefault(rows[number], []).append("trained")
+        rest = [n for n in range(len(rows)) if n not in chosen]
+        late = [n for n in rest if n in due]
+        assert overdue != "wait" or not late
+        for number in late:
+            fates.setdefault(rows[number], []).append("dropped")
+        since = [group.since for group in given.groups] + [step] * new
+        handed_on = [
+            (
+                rows[n],
+                CarriedGroup(since=since[n], begun=oldest[n] is not None, oldest=oldest[n]),
+            )
+            for n in rest
+            if n not in late
+        ]
+        if most != "null":
+            assert all(step - group.since < int(most) for _, group in handed_on)
+        ledger = ledger_after(
+            ledger,
+            cast("Prompts", SimpleNamespace(drawn=new, dropped={})),
+            cast("TrainBatch", SimpleNamespace(trained=len(chosen), filtered=0, dropped={})),
+            LeftOver(
+                carried=Carried(groups=tuple(group for _, group in handed_on)),
+                dropped={OVERDUE: len(late)} if late else {},
+            ),
+        )
+    assert handed_on == []
+    assert ledger.drawn == position == len(fates)
+    assert all(len(fate) == 1 for fate in fates.values())
+    dropped: dict[str, Any] = ledger.dropped
+    assert ledger.trained == STEPS * config.prompts_per_step
+    assert dropped.get(OVERDUE, 0) == ledger.drawn - ledger.trained
+    assert OVER_SAMPLED not in dropped
