@@ -11,16 +11,16 @@ import time
 
 from engines.rollout.contract import RolloutRequest
 from engines.rollout.hf_engine import HFEngine, _Shard
-from engines.rollout.samples import Completion, PromptTokens
+from engines.rollout.samples import UNFINISHED, Completion, PromptTokens
 
 VARIABLE = "REFRAIN_BENCHMARK_DRAW"  # NAME:SECONDS, the distribution and its mean
 LOGPROB = -4.0  # nats, of every made-up token
 
 
-def seconds(draw: str, step: int, shard: int) -> float:
-    """How long a shard of a step takes."""
+def seconds(draw: str, group: int) -> float:
+    """How long a group, which is a shard, takes from its first token to its last."""
     name, mean = draw.split(":")
-    chance = random.Random(f"{name}/{step}/{shard}")
+    chance = random.Random(f"{name}/{group}")
     if name == "equal":
         return float(mean)
     if name == "uniform":
@@ -33,29 +33,39 @@ def seconds(draw: str, step: int, shard: int) -> float:
 
 
 class SleepingEngine(HFEngine):
-    """Takes as long as drawn for a shard, whatever its prompts."""
+    """Takes as long as drawn for a shard, whatever its prompts; goes on where it was cut."""
 
     def _sample(
         self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
     ) -> list[Completion]:
-        until = time.monotonic() + seconds(os.environ[VARIABLE], request.step, request.shard)
-        began = self._holding().version
+        whole, drawn = request.sampling.max_new_tokens, len(begun[0].tokens)
+        if begun[0].ended:
+            return begun
+        each = seconds(os.environ[VARIABLE], prompts.groups[0]) / whole  # of a token
+        start, first = time.monotonic(), self._holding().version
         with self._in_flight(_Shard(request.out_key, begun)) as shard, self._changed:
-            while (left := until - time.monotonic()) > 0 and shard.ended is None:
+            while (
+                (left := start + (whole - drawn) * each - time.monotonic()) > 0
+                and shard.ended is None
+                and request.out_key not in self._cut
+            ):
                 self._changed.wait(left)
             if shard.ended is not None:
                 raise shard.ended
-        ended = self._holding().version
-        half = request.sampling.max_new_tokens // 2
-        whole = request.sampling.max_new_tokens
-        spans = [(began, 0, half), (ended, half, whole)] if ended != began else [(began, 0, whole)]
-        chance = random.Random(f"{request.step}/{request.shard}")
-        return [
-            Completion(
-                tokens=[chance.randrange(10, 90) for _ in range(whole)],
-                logprobs=[LOGPROB] * whole,
-                spans=spans,
-                finish_reason="length",
-            )
-            for _ in range(len(prompts.tokens) * request.sampling.n)
-        ]
+        last = self._holding().version
+        new = min(whole - drawn, int((time.monotonic() - start) / each))
+        reason = "length" if drawn + new == whole else UNFINISHED
+        half = new // 2 if last != first else 0
+        spans = [(first, 0, half), (last, half, new)]
+        chance = random.Random(f"{prompts.groups[0]}/{drawn}")
+        more = Completion(
+            tokens=[chance.randrange(10, 90) for _ in range(new)],
+            logprobs=[LOGPROB] * new,
+            spans=[span for span in spans if span[2] > span[1]],
+            finish_reason=reason,
+        )
+        return [one.followed_by(more) for one in begun]
+
+    def _cut_shards(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

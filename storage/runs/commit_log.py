@@ -64,17 +64,6 @@ class Ledger(Record):
         """Without what is in flight: for a run that begins here and does not take that over."""
         return self.model_copy(update={"drawn": self.drawn - self.in_flight, "in_flight": 0})
 
-    def plus(self, other: Ledger) -> Ledger:
-        """The sums; for the ledger of one step added to that of all before."""
-        reasons = {**self.dropped, **other.dropped}
-        return Ledger(
-            drawn=self.drawn + other.drawn,
-            trained=self.trained + other.trained,
-            filtered=self.filtered + other.filtered,
-            dropped={r: self.dropped.get(r, 0) + other.dropped.get(r, 0) for r in reasons},
-            in_flight=self.in_flight + other.in_flight,
-        )
-
 
 class CarriedGroup(Record):
     """A group that a step drew, or was handed, and hands on to the next one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -52,11 +53,14 @@ def take(
     advantages = [np.full(2, row, np.float32) for row in range(len(batch))]
     batch = batch.with_columns(write_batch(run.store, key, {"advantages": advantages}))
     drawn = PROMPTS + sum(map(len, dropped.values()))
+    earlier = before.ledger if before else Ledger()
+    lost = Counter(earlier.dropped)
+    lost.update({reason: len(rows) for reason, rows in dropped.items()})
     ledger = Ledger(
-        drawn=drawn,
-        trained=PROMPTS - filtered,
-        filtered=int(filtered),
-        dropped={reason: len(rows) for reason, rows in dropped.items()},
+        drawn=earlier.drawn + drawn,
+        trained=earlier.trained + PROMPTS - filtered,
+        filtered=earlier.filtered + int(filtered),
+        dropped=dict(lost),
     )
     position = int(str(before.cursor["position"])) if before else 0
     fields: dict[str, object] = {
@@ -66,7 +70,7 @@ def take(
         "version_in": weights,
         "version_out": publish_version(run, step),
         "cursor": {"epoch": 0, "size": 100, "position": position + drawn},
-        "ledger": (before.ledger if before else Ledger()).plus(ledger),
+        "ledger": ledger,
         "dropped_rows": dropped,
         "reward_code": {"c0de": [CODE]},
     }

@@ -148,10 +148,7 @@ def test_damaged_commits(run: RunStore) -> None:
 
 
 def test_a_ledger_balances() -> None:
-    ledger = Ledger(drawn=8, trained=4, filtered=2, dropped={"timeout": 1}, in_flight=1)
-    more = ledger.plus(Ledger(drawn=2, dropped={"timeout": 1, "crash": 1}))
-    assert more.dropped == {"timeout": 2, "crash": 1}
-    assert more.drawn == 10
+    Ledger(drawn=8, trained=4, filtered=2, dropped={"timeout": 1}, in_flight=1)
     with pytest.raises(ValueError, match="does not balance: 8 prompts drawn, but 4 trained"):
         Ledger(drawn=8, trained=4)
     with pytest.raises(ValueError, match="does not balance"):
