@@ -146,6 +146,33 @@ class GRPOConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _proximal_logprobs_are_between_versions(self) -> Self:
+        if self.algorithm.proximal == "recompute":
+            return self
+        train, chosen = self.train, "algorithm.proximal = loglinear"
+        if self.max_staleness == 0:
+            raise ValueError(
+                f"{chosen} interpolates between policy versions, and with max_staleness = 0 every "
+                "token is of the version before the update, so it would be the behaviour policy "
+                "itself. Set max_staleness higher, algorithm.proximal = recompute, or "
+                "algorithm.ratio_against = rollout_logprobs."
+            )
+        if train.recompute_old_logprobs is True:
+            raise ValueError(
+                f"{chosen} takes the place of the log-prob pass that train.recompute_old_logprobs = "
+                "true asks for. Set train.recompute_old_logprobs = auto, or algorithm.proximal = "
+                "recompute."
+            )
+        if train.epochs * train.mini_batches == 1:
+            raise ValueError(
+                f"{chosen} spares the log-prob pass before an update of several optimizer steps; "
+                "with train.epochs x train.mini_batches = 1 there is none, since the update's first "
+                "pass has the exact log-probs. Set algorithm.proximal = recompute, or "
+                "train.mini_batches higher."
+            )
+        return self
+
     def check_mini_batches(self, role: Role, group: str) -> None:
         """ValueError unless a step's samples fill the role's mini-batches; group: its settings."""
         parts = self.train_of(role).mini_batches

@@ -176,6 +176,7 @@ class Run:
         train = self.config.train
         if train.recompute_old_logprobs == "auto":
             several = train.epochs * train.mini_batches > 1
+            several = several and self.config.algorithm.proximal == "recompute"
             return several or self.config.algorithm.needs_stored_logprobs
         return train.recompute_old_logprobs
 

@@ -11,6 +11,9 @@ from configs.ppo import PPOConfig
 from configs.recipe import load_recipe, recipe_names
 from configs.settings_help import fields
 
+OVERLAP = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
+INTERPOLATED = (*OVERLAP, "algorithm.proximal=loglinear", "train.mini_batches=2")
+
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_loads(name: str) -> None:
@@ -41,6 +44,9 @@ def test_the_named_recipes_are_there() -> None:
         (["store.uri=memory://x"], "lives in one process"),
         (["rewards.functions=[{kind: reasoning_gym}]", "data.source={kind: file, path: a.jsonl}"],
          "scores only reasoning-gym problems"),
+        ([*INTERPOLATED, "max_staleness=0"], "Set max_staleness higher, algorithm.proximal = recompute"),
+        ([*INTERPOLATED, "train.mini_batches=1"], "the update's first pass has the exact log-probs"),
+        ([*INTERPOLATED, "train.recompute_old_logprobs=true"], "Set train.recompute_old_logprobs = auto"),
         (["nonsense"], "nonsense is no setting"),
         (["steps.deep=1"], "steps is a single value, not a group"),
     ],

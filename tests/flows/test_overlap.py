@@ -157,6 +157,35 @@ def test_samples_that_nothing_corrects_are_refused(launch: Launch) -> None:
 
 
 @pytest.mark.slow
+def test_an_interpolated_proximal_policy_is_replayed_to_the_bit(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """No pass before the update, and what it needs of each token is a column of the batch."""
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [SLOW])
+    recipe = ["algorithm.proximal=loglinear", "algorithm.loss.kind=decoupled"]
+    words = ["tiny", "steps=5", "max_staleness=2", *recipe, "train.mini_batches=2"]
+    run = launch(*words, "rollout.max_new_tokens=60", environment=faults.environment)
+    code, out = run.end()
+    assert (code, faults.missed) == (0, []), out
+    commits = run.commits()
+    stale = []
+    for commit in commits:
+        batch = commit.refs["batch"]
+        assert "old_logprobs" not in batch.names
+        assert all(attempt["stage"] != "logprob" for attempt in commit.attempts)
+        found, offsets = batch.fetch_numpy(run.files.store, "staleness")
+        assert offsets is not None
+        oldest = [found[a:b].max() for a, b in itertools.pairwise(offsets) if b > a]
+        assert oldest == lags(commit, run).tolist()
+        stale += found.tolist()
+        assert 0 < commit.metrics["train/rollout_effective_sample_size"] <= 1
+    assert set(stale) <= {0, 1, 2} and len(set(stale)) > 1
+    command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
+
+
+@pytest.mark.slow
 def test_a_critics_steps_overlap_too(launch: Launch) -> None:
     run = launch("tiny", "steps=5", *ASYNC, module="flows.ppo")
     code, out = run.end()
