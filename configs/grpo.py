@@ -18,6 +18,7 @@ from configs.retraining import (
 )
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
+from configs.staleness_guard import StalenessGuardConfig
 from configs.storage import StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
@@ -41,6 +42,9 @@ class GRPOConfig(Settings):
         ge=0,
         description="Policy versions by which a sample's oldest token may lag behind the version "
         "that trains on it. With n, n + 1 steps are under way at once; 0 is synchronous.",
+    )
+    staleness_guard: StalenessGuardConfig | None = Field(
+        None, description="What is done where samples get too far off the policy that trains."
     )
     model: Model = Field(description="The language model that is trained.")
     data: DataConfig = Field(description="Prompts.")
@@ -170,6 +174,23 @@ class GRPOConfig(Settings):
                 "with train.epochs x train.mini_batches = 1 there is none, since the update's first "
                 "pass has the exact log-probs. Set algorithm.proximal = recompute, or "
                 "train.mini_batches higher."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _guard_has_its_metric(self) -> Self:
+        guard = self.staleness_guard
+        if guard is None:
+            return self
+        if self.max_staleness == 0:
+            raise ValueError(
+                f"staleness_guard.metric = {guard.metric} guards steps that overlap, and with "
+                "max_staleness = 0 none do. Set max_staleness higher, or staleness_guard = null."
+            )
+        if "correction" in guard.metric and not self.algorithm.correction:
+            raise ValueError(
+                f"staleness_guard.metric = {guard.metric} is of algorithm.correction, which is "
+                "empty. Set staleness_guard.metric = train/rollout_effective_sample_size."
             )
         return self
 

@@ -28,6 +28,7 @@ from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
 from tasks.run.staleness_gate import Gate
+from tasks.run.staleness_guard import bound_in_force
 
 
 class Run:
@@ -54,7 +55,8 @@ class Run:
         self.position = position
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
-        self.gate = Gate(position.head, opened.config.max_staleness, _patience(opened.config))
+        bound = bound_in_force(opened.config, position.last if position.head > self.start else None)
+        self.gate = Gate(position.head, bound, _patience(opened.config))
         self.cancelled = self.gate.cancelled  # ends every wait
         self.drawn: dict[int, Cursor] = {}  # step -> where it began to draw, from the head on
         self.drawn[position.head + 1] = position.cursor
