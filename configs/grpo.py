@@ -19,6 +19,7 @@ from configs.retraining import (
 )
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
+from configs.staleness_guard import StalenessGuardConfig
 from configs.storage import StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
@@ -42,6 +43,9 @@ class GRPOConfig(Settings):
         ge=0,
         description="Policy versions by which a sample's oldest token may lag behind the version "
         "that trains on it. With n, n + 1 steps are under way at once; 0 is synchronous.",
+    )
+    staleness_guard: StalenessGuardConfig | None = Field(
+        None, description="What is done where samples get too far off the policy that trains."
     )
     model: Model = Field(description="The language model that is trained.")
     data: DataConfig = Field(description="Prompts.")
@@ -108,12 +112,12 @@ class GRPOConfig(Settings):
         return self.rollout.save_every if self.rollout.partial_rollout == "carry" else None
 
     @property
-    def versions_ahead(self) -> int:
-        """By how many versions that which begins to sample for a step may lag behind the trained one.
+    def reserved_versions(self) -> int:
+        """Versions of max_staleness in which no step begins to sample.
 
-        Where groups are carried, one less than max_staleness: each may be carried once at least.
+        One where groups are carried: each may then be carried once at least.
         """
-        return self.max_staleness - 1 if self.carries else self.max_staleness
+        return 1 if self.carries else 0
 
     @property
     def fewest_prompts(self) -> int:
@@ -200,6 +204,50 @@ class GRPOConfig(Settings):
                 "train.recompute_old_logprobs = false, but the token baselines, a KL in the reward "
                 "and normalised corrections need the policy's log-probs before the update. "
                 "Set train.recompute_old_logprobs = auto."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _proximal_logprobs_are_between_versions(self) -> Self:
+        if self.algorithm.proximal == "recompute":
+            return self
+        train, chosen = self.train, "algorithm.proximal = loglinear"
+        if self.max_staleness == 0:
+            raise ValueError(
+                f"{chosen} interpolates between policy versions, and with max_staleness = 0 every "
+                "token is of the version before the update, so it would be the behaviour policy "
+                "itself. Set max_staleness higher, algorithm.proximal = recompute, or "
+                "algorithm.ratio_against = rollout_logprobs."
+            )
+        if train.recompute_old_logprobs is True:
+            raise ValueError(
+                f"{chosen} takes the place of the log-prob pass that train.recompute_old_logprobs = "
+                "true asks for. Set train.recompute_old_logprobs = auto, or algorithm.proximal = "
+                "recompute."
+            )
+        if train.epochs * train.mini_batches == 1:
+            raise ValueError(
+                f"{chosen} spares the log-prob pass before an update of several optimizer steps; "
+                "with train.epochs x train.mini_batches = 1 there is none, since the update's first "
+                "pass has the exact log-probs. Set algorithm.proximal = recompute, or "
+                "train.mini_batches higher."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _guard_has_its_metric(self) -> Self:
+        guard = self.staleness_guard
+        if guard is None:
+            return self
+        if self.max_staleness == 0:
+            raise ValueError(
+                f"staleness_guard.metric = {guard.metric} guards steps that overlap, and with "
+                "max_staleness = 0 none do. Set max_staleness higher, or staleness_guard = null."
+            )
+        if "correction" in guard.metric and not self.algorithm.correction:
+            raise ValueError(
+                f"staleness_guard.metric = {guard.metric} is of algorithm.correction, which is "
+                "empty. Set staleness_guard.metric = train/rollout_effective_sample_size."
             )
         return self
 

@@ -35,6 +35,7 @@ from tasks.run.flow_options import result_of
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.run.staleness_guard import carry_out, recorded, verdict_on
 from tasks.weight_sync import weight_sync
 
 
@@ -92,6 +93,9 @@ def commit(
     metrics |= critic.metrics if critic is not None else {}
     metrics |= logged_metrics(scored, metrics)
     left_over = run.left_over.get(step, LeftOver())
+    last = run.last if run.head > run.start else None  # a fork has its own bound
+    verdict = verdict_on(run.config, run.gate.max_staleness, last, metrics)
+    metrics |= recorded(run.config, verdict)
     refs = {
         "prompts": prompts.new,
         "samples": samples_of(run, step, scored),
@@ -120,6 +124,7 @@ def commit(
     )
     record = write_commit(run.files, record, run.lease)
     attempts = run.attempts_of(step)
+    carry_out(run, run.gate, step, verdict, metrics)
     run.advance(record)
     run.progress.step_done(step, metrics)
     run.background.add(lambda: show(run, record, scored, attempts))

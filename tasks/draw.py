@@ -27,7 +27,7 @@ def draw(run: Run, step: int) -> Prompts:
     config = run.config
     cursor, carried, drawn = run.drawn[step], going_on(run, step), 0
     group = first = run.first_group(step)
-    last = group + new_groups(config, step, cursor, len(carried))
+    last = group + new_groups(config, step, cursor, len(carried), run.carries)
     parts: list[BatchRef] = [] if carried.prompts is None else [carried.prompts]
     dropped: dict[str, list[int]] = {}
     made_by = config.data.model_dump(mode="json", exclude={"last_step"})
@@ -61,15 +61,15 @@ def draw(run: Run, step: int) -> Prompts:
     )
 
 
-def new_groups(config: GRPOConfig, step: int, cursor: Cursor, carried: int) -> int:
+def new_groups(config: GRPOConfig, step: int, cursor: Cursor, carried: int, carries: bool) -> int:
     """How many groups a step draws, to which so many are carried.
 
-    As many as make up groups_at_once. The last step, of the run or of the data's epochs, draws as
-    many as it trains on, so that nothing is left over.
+    As many as make up groups_at_once. Where groups are carried, the last step, of the run or of the
+    data's epochs, draws as many as it trains on, and so does one that may hand none on (`carries`).
     """
     wanted, left = config.prompts_per_step, cursor.remaining(config.data.epochs)
     over = left is not None and carried + left - wanted < config.fewest_prompts
-    if config.carries and (over or step == config.steps):
+    if config.carries and (over or step == config.steps or not carries):
         return max(0, wanted - carried)
     return max(0, config.groups_at_once - carried)
 

@@ -123,7 +123,8 @@ def usable_weights(run: Run, step: int) -> list[WeightsRef]:
     """
     pool = run.engines.rollouts
     current, synced = pool.weights, pool.synced
-    oldest = max(step - 1 - run.config.versions_ahead, run.start)
+    ahead = run.config.max_staleness - run.config.reserved_versions
+    oldest = max(step - 1 - ahead, run.start)
     return [current] + [
         synced[version] if version in synced else version_weights(run.files, version)
         for version in range(current.version - 1, oldest - 1, -1)

@@ -85,6 +85,7 @@ def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
     run.progress.step(step, run.config.shards_at_once)
     with tags(f"step {step}"):
         step_flow(run, step)
+    run.gate.check_end(step)
 
 
 def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:

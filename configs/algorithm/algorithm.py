@@ -103,6 +103,12 @@ class AlgorithmConfig(Settings):
         description="Policy in the ratio's denominator: the trainer's at the start of the step, or "
         "the rollout engine's (bypass: the ratio itself corrects, weights are not applied).",
     )
+    proximal: Literal["recompute", "loglinear"] = Field(
+        "recompute",
+        description="Log-probs of the policy before the update: its own (when they are computed: "
+        "train.recompute_old_logprobs), or interpolated between those of the policy that sampled a "
+        "token and the one in training, by their versions, without a pass (needs max_staleness > 0).",
+    )
     kl: KLConfig = Field(KLConfig(), description="KL to the reference policy.")
     entropy: EntropyConfig = Field(EntropyConfig(), description="Entropy bonus.")
     critic: CriticConfig = Field(CriticConfig(), description="Loss of the critic, where one is.")
@@ -161,6 +167,24 @@ class AlgorithmConfig(Settings):
                 "algorithm.correction with normalize = true needs weights that are known before the "
                 "update, but with algorithm.ratio_against = rollout_logprobs they change with every "
                 "optimizer step. Set normalize = false, or ratio_against = old_logprobs."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _proximal_is_needed(self) -> "AlgorithmConfig":
+        if self.proximal == "recompute":
+            return self
+        if self.ratio_against == "rollout_logprobs":
+            raise ValueError(
+                "algorithm.proximal = loglinear interpolates the proximal policy, which "
+                "algorithm.ratio_against = rollout_logprobs does not use. Set proximal = recompute, "
+                "or ratio_against = old_logprobs."
+            )
+        if self.needs_stored_logprobs:
+            raise ValueError(
+                "algorithm.proximal = loglinear spares the log-probs before the update, but the "
+                "token baselines, a KL in the reward and normalised corrections need them, and then "
+                "the exact ones are there. Set algorithm.proximal = recompute."
             )
         return self
 

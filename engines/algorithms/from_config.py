@@ -34,6 +34,7 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective:
         params=algorithm.loss.arguments(),
         aggregation=method.aggregation or algorithm.aggregation,
         against_rollout=algorithm.ratio_against == "rollout_logprobs",
+        interpolated=algorithm.proximal == "loglinear",
         corrections=corrections_of(algorithm),
         kl=KL_ESTIMATORS[algorithm.kl.estimator] if in_loss else None,
         kl_coefficient=algorithm.kl.coefficient,

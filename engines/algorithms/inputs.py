@@ -112,6 +112,7 @@ class PolicyBatch:
     advantages: Tensor  # [T]
     old_logprobs: Tensor | None = None  # [T] proximal policy; None: equal to logprobs, detached
     rollout_logprobs: Tensor | None = None  # [T] behaviour policy, from the rollout engine
+    staleness: Tensor | None = None  # [T] versions between the behaviour and the proximal policy
     ref_logprobs: Tensor | None = None  # [T] frozen reference
     entropy: Tensor | None = None  # [T] of the policy that trains, nats
     weights: Tensor | None = None  # [T] factors on the loss; None: the objective's correction

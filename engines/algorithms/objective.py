@@ -19,6 +19,7 @@ from engines.algorithms.aggregation import MetricSums, Normaliser, aggregate, me
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.kl import KLPenalty
 from engines.algorithms.losses import PolicyLoss
+from engines.algorithms.proximal import loglinear
 from engines.algorithms.rollout_correction import Mismatch, Step, correct
 from engines.algorithms.rollout_correction_metrics import correction_sums, gap_sums
 
@@ -31,6 +32,7 @@ class Objective:
     params: Mapping[str, Any]  # keyword arguments of the method's functions
     aggregation: str  # a mode of `aggregate`
     against_rollout: bool  # the ratio's denominator is the rollout policy
+    interpolated: bool  # the proximal policy's log-probs are those of `loglinear`
     corrections: tuple[Step, ...]  # applied here unless the batch brings its weights
     kl: KLPenalty | None  # in the loss; None: not there
     kl_coefficient: float  # per nat
@@ -46,6 +48,7 @@ class Objective:
         needs |= {"ref_logprobs"} if self.kl is not None else set()
         needs |= {"entropy"} if self.entropy_gradient or self.entropy_top_share < 1 else set()
         needs |= {"rollout_logprobs"} if self.against_rollout or self.corrections else set()
+        needs |= {"rollout_logprobs", "staleness"} if self.interpolated else set()
         # A mean over the batch is not that of a micro-batch, so it is taken before the update.
         normalized = any(params.get("normalize") for _, params in self.corrections)
         needs |= {"correction_weights"} if normalized else set()
@@ -99,9 +102,16 @@ class Objective:
         return loss, metrics + MetricSums(sums={"loss": loss.detach() / normaliser.ranks})
 
     def _against(self, batch: PolicyBatch) -> PolicyBatch:
-        if not self.against_rollout:
+        """The batch with the log-probs that stand below the ratio as its old_logprobs."""
+        if self.against_rollout:
+            return dataclasses.replace(batch, old_logprobs=batch.rollout_logprobs)
+        if not self.interpolated:
             return batch
-        return dataclasses.replace(batch, old_logprobs=batch.rollout_logprobs)
+        rollout, staleness = batch.rollout_logprobs, batch.staleness
+        assert rollout is not None and staleness is not None, "see `needs`"
+        return dataclasses.replace(
+            batch, old_logprobs=loglinear(batch.logprobs, rollout, staleness)
+        )
 
     def _corrected(self, batch: PolicyBatch) -> tuple[PolicyBatch, MetricSums]:
         """The batch with weights and without the tokens that the corrections leave out."""
@@ -115,7 +125,9 @@ class Objective:
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
         )
-        metrics = gap_sums(mismatch)
+        # An interpolated policy is nearer to the rollout engine's than any that was trained.
+        policy = batch.logprobs.detach() if self.interpolated else mismatch.logprobs
+        metrics = gap_sums(dataclasses.replace(mismatch, logprobs=policy))
         weights, kept = batch.weights, batch.kept
         if weights is None and self.corrections:
             weights, kept = correct(mismatch, self.corrections)

@@ -225,17 +225,21 @@ def _deviation(values: Tensor) -> Tensor:
 def gap_sums(mismatch: Mismatch) -> MetricSums:
     """The gap of the two policies in a micro-batch, log rho within 20 nats.
 
-    Means over the tokens with mask 1: kl_rollout_k1 and kl_rollout_k3, KL(rollout, train) in nats.
+    Means over the tokens with mask 1: kl_rollout_k1 and kl_rollout_k3, KL(rollout, train) in nats;
+    rollout_ratio, rho, and rollout_ratio_squared, from which `sample_sizes` are made.
     Means over the rows that have such tokens: log_ppl_gap, the training policy's log perplexity less
     the rollout policy's, and ppl_ratio, exp of that.
     """
     log_ratio = mismatch.log_ratio()
+    ratio = log_ratio.exp()
     gap = -mismatch.rows.masked_mean(log_ratio, mismatch.mask)
     filled = mismatch.rows.tokens(mismatch.mask) > 0
     return MetricSums(
         means={
             "kl_rollout_k1": mean_over(k1(log_ratio), mismatch.mask),
             "kl_rollout_k3": mean_over(k3(log_ratio), mismatch.mask),
+            "rollout_ratio": mean_over(ratio, mismatch.mask),
+            "rollout_ratio_squared": mean_over(ratio.square(), mismatch.mask),
             "log_ppl_gap": mean_over(gap, filled),
             "ppl_ratio": mean_over(gap.exp(), filled),
         }
@@ -257,7 +261,7 @@ def correction_sums(
         Means over the tokens with mask 1. correction_weight: the weight; correction_left_out: share
         without a part in the loss; correction_clipped_high, _low: shares whose ratio is beyond a
         bound of `truncate` or `band`; correction_factor (weight, 0 where left out) and
-        correction_factor_squared, from which `correction_sample_size` is made.
+        correction_factor_squared, from which `sample_sizes` are made.
     """
     mask = mismatch.mask
     kept = mask if kept is None else mask & kept
@@ -288,18 +292,25 @@ def _beyond(mismatch: Mismatch, params: Mapping[str, object]) -> tuple[Tensor, T
     return above, below
 
 
-def correction_sample_size(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The effective sample size of the correction's factor over tokens; {} without a correction.
+def sample_sizes(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Effective sample sizes over the tokens of an update, each a share in [0, 1].
 
-    metrics: values of `correction_sums`, added up over the update.
+    rollout_effective_sample_size: of rho, as it is before any correction;
+    correction_effective_sample_size: of the correction's factor. Each is left out where `metrics`
+    have not what it is made of, and the first where there is no token.
+
+    metrics: values of `gap_sums` and `correction_sums`, added up over the update.
     """
-    mean, square = (metrics.get(f"correction_factor{end}") for end in ("", "_squared"))
-    if mean is None or square is None:
-        return {}
-    size = effective_sample_size(
-        torch.tensor(mean, dtype=torch.float64), torch.tensor(square, dtype=torch.float64)
-    )
-    return {"correction_effective_sample_size": float(size)}
+    found = {}
+    for name, weight in (("rollout", "rollout_ratio"), ("correction", "correction_factor")):
+        mean, square = (metrics.get(f"{weight}{end}") for end in ("", "_squared"))
+        if mean is None or square is None or (weight == "rollout_ratio" and not square):
+            continue
+        size = effective_sample_size(
+            torch.tensor(mean, dtype=torch.float64), torch.tensor(square, dtype=torch.float64)
+        )
+        found[f"{name}_effective_sample_size"] = float(size)
+    return found
 
 
 def effective_sample_size(mean: Tensor, mean_square: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from engines.algorithms.inputs import AdvantageBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import correction_metrics
+from engines.data.staleness import token_staleness
 from storage.batches.columns import SCORE
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
@@ -43,9 +44,12 @@ class Chosen:
 
 
 def write_advantages(
-    store: Store, chosen: Chosen, algorithm: AlgorithmConfig, out_key: str
+    store: Store, chosen: Chosen, algorithm: AlgorithmConfig, out_key: str, version: int
 ) -> tuple[BatchRef, dict[str, float]]:
-    """The samples with advantages, mask, and what else the update needs; the method's metrics."""
+    """The samples with advantages, mask, and what else the update needs; the method's metrics.
+
+    version: the policy version that trains on them.
+    """
     samples = chosen.samples
     offsets = jagged(store, samples, "response_mask")[1]
     rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
@@ -72,6 +76,9 @@ def write_advantages(
     }
     if chosen.baselines is not None:
         stored["baseline_reward"] = chosen.baselines.float().numpy()
+    if algorithm.proximal == "loglinear":
+        spans = jagged(store, samples, "weight_spans")
+        stored["staleness"] = Jagged(token_staleness(*spans, offsets, version), offsets)
     written = write_batch(store, out_key, stored)
     return samples.drop(["response_mask"]).with_columns(written), metrics
 

@@ -25,6 +25,7 @@ from engines.data.advantage_columns import (
 )
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import sample_metrics
+from engines.data.staleness import staleness_metrics
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -84,7 +85,7 @@ def training_batch(
         components={name: part[selected.keep] for name, part in shaped.components.items()},
         baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
     )
-    ref, advantages = write_advantages(store, chosen, algorithm, out_key)
+    ref, advantages = write_advantages(store, chosen, algorithm, out_key, version)
     trained = len(np.unique(groups[index]))
     filtered = len(np.unique(groups[whole])) - trained
     return AdvantagesResult(
@@ -225,22 +226,6 @@ def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:
         "selection/groups_left_out": float(filtered),
         **{f"selection/{name}": count for name, count in selected.metrics.items()},
     }
-
-
-def staleness_metrics(store: Store, samples: BatchRef, version: int) -> dict[str, float]:
-    """By how many versions the samples' oldest tokens lag behind the version that trains.
-
-    Samples without a token, or whose versions are not known, are left out.
-    """
-    if "weight_spans" not in samples.names:
-        return {}
-    spans, offsets = samples.fetch_numpy(store, "weight_spans")
-    assert offsets is not None
-    first = np.asarray(offsets[:-1])[np.diff(offsets) > 0]  # of a sample's spans, in order
-    if not len(first):
-        return {}
-    lags = version - np.asarray(spans)[first]
-    return {"staleness/mean": float(lags.mean()), "staleness/max": float(lags.max())}
 
 
 def dropped_by_length(

@@ -25,6 +25,7 @@ PER_TOKEN = (
     "advantages",
     "old_logprobs",
     "rollout_logprobs",
+    "staleness",
     "ref_logprobs",
     "correction_weights",
     "correction_kept",

@@ -22,7 +22,7 @@ from configs.train import TrainConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, mean_over
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.objective import Objective
-from engines.algorithms.rollout_correction_metrics import correction_sample_size
+from engines.algorithms.rollout_correction_metrics import sample_sizes
 from engines.train.mfu import CostModel, utilisation
 from engines.train.micro_batch import (
     PER_TOKEN,
@@ -223,7 +223,7 @@ class Updater(ABC):
         dist.all_reduce(added, group=self._meeting.group)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self._meeting.group)
         metrics = self._tally.sums.restored(added, peaks).values()
-        return metrics | correction_sample_size(metrics)
+        return metrics | sample_sizes(metrics)
 
     def _rates(self, seconds: float) -> dict[str, float]:
         """Tokens and FLOPs of all ranks, in all and by the second; MFU where it is known."""
@@ -256,7 +256,7 @@ class PolicyUpdater(Updater):
     def _columns(self, batch: BatchRef) -> list[str]:
         steps = self._config.epochs * self._config.mini_batches
         needed = {"advantages", *self._objective.needs} - {"entropy"}
-        if steps > 1:
+        if steps > 1 and not self._objective.interpolated:
             needed.add("old_logprobs")
         missing = sorted(needed - set(batch.names))
         if missing:
@@ -281,6 +281,7 @@ class PolicyUpdater(Updater):
             advantages=micro.columns["advantages"],
             old_logprobs=micro.columns.get("old_logprobs"),
             rollout_logprobs=micro.columns.get("rollout_logprobs"),
+            staleness=micro.columns.get("staleness"),
             ref_logprobs=micro.columns.get("ref_logprobs"),
             weights=micro.columns.get("correction_weights"),
             kept=None if kept is None else kept.bool(),
@@ -312,6 +313,7 @@ class PolicyUpdater(Updater):
                 advantages=whole.columns["advantages"],
                 old_logprobs=whole.columns.get("old_logprobs"),
                 rollout_logprobs=whole.columns.get("rollout_logprobs"),
+                staleness=whole.columns.get("staleness"),
                 ref_logprobs=whole.columns.get("ref_logprobs"),
             )
         )

@@ -49,6 +49,9 @@ COLUMNS: dict[str, Declared] = {
     "returns": Declared("jagged", "F32", "return of each response token"),
     "values": Declared("jagged", "F32", "critic's value of each response token"),
     "old_logprobs": Declared("jagged", "F32", "proximal policy's log-prob of each response token"),
+    "staleness": Declared(
+        "jagged", "I32", "versions by which the one that trains is ahead of each token's own"
+    ),
     "ref_logprobs": Declared("jagged", "F32", "reference's log-prob of each response token"),
     "sum_pi_squared": Declared(
         "jagged", "F32", "sum over the vocabulary of the proximal policy's squared probabilities"

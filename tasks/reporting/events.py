@@ -13,6 +13,7 @@ STEP_COMMITTED = "refrain.step.committed"
 ATTEMPT_FAILED = "refrain.attempt.failed"
 NOT_FINITE = "refrain.guard.not-finite"  # an update was left out
 SCORING_FAILED = "refrain.guard.scoring-failed"  # samples without a reward
+STALENESS_GUARD = "refrain.guard.staleness"  # samples were too far off the policy
 PROMOTED = "refrain.policy.promoted"
 NOT_PROMOTED = "refrain.policy.not-promoted"
 

@@ -26,6 +26,7 @@ MAY_CHANGE = (
     "store.keep_snapshots",
     "store.cache_mib",
     "store.uri",
+    "staleness_guard",
     "rollout.deadline",
     "rollout.max_sequences",
     "rollout.kv_cache_gib",

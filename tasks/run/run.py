@@ -29,6 +29,7 @@ from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
 from tasks.run.staleness_gate import Gate
+from tasks.run.staleness_guard import bound_in_force
 
 
 class Run:
@@ -55,7 +56,10 @@ class Run:
         self.position = position
         # The unseen rows that come first, in their order in the data.
         self.fresh = fresh_rows(position.cursor, opened.source, opened.seen)
-        self.gate = Gate(position.head, opened.config.versions_ahead, _patience(opened.config))
+        bound = bound_in_force(opened.config, position.last if position.head > self.start else None)
+        self.gate = Gate(
+            position.head, bound, _patience(opened.config), opened.config.reserved_versions
+        )
         self.cancelled = self.gate.cancelled  # ends every wait
         self.drawn: dict[int, Cursor] = {}  # step -> where it began to draw, from the head on
         self.drawn[position.head + 1] = position.cursor
@@ -110,6 +114,11 @@ class Run:
         """A step, which drew up to `cursor`, does not wait for these groups."""
         self.left_over[step] = left_over
         self.has_drawn(step, cursor, left_over.carried)
+
+    @property
+    def carries(self) -> bool:
+        """Whether steps that draw now hand groups on; not once a guard made the run synchronous."""
+        return self.config.carries and self.gate.max_staleness > 0
 
     def data_over(self, cursor: Cursor, carried: int) -> bool:
         """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""
@@ -187,6 +196,7 @@ class Run:
         train = self.config.train
         if train.recompute_old_logprobs == "auto":
             several = train.epochs * train.mini_batches > 1
+            several = several and self.config.algorithm.proximal == "recompute"
             return several or self.config.algorithm.needs_stored_logprobs
         return train.recompute_old_logprobs
 

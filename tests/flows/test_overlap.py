@@ -25,6 +25,11 @@ ASYNC = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
 # Answers take their time, so that new weights arrive in the middle of them.
 SLOW = Fault(id="slow", target="engines.rollout.hf_decoding:Decoding.step", action="delay")
 
+# Kills the flow once its fifth step is committed, before MLflow is told.
+AFTER_STEP_5 = Fault(
+    id="told", target="storage.tracking.tracker:Tracker.log_step", action="kill", nth=5
+)
+
 
 def rows_trained(commits: list[Commit], run: Launched) -> list[list[int]]:
     """The rows of the data that each step trained on, in order."""
@@ -149,11 +154,84 @@ def test_the_end_of_the_data_is_its_end(launch: Launch, tmp_path: Path) -> None:
     assert audited(run)[-1]["recounted"]
 
 
+def test_beyond_the_guards_bound_the_run_is_synchronous(launch: Launch, tmp_path: Path) -> None:
+    """Its first step crosses it. What is under way is finished, after a kill and a resume too."""
+    slow = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [SLOW, AFTER_STEP_5])
+    guard = "staleness_guard={metric: train/rollout_mismatch, bound: 1.0e-9, patience: 1}"
+    broken = launch("tiny", "steps=8", *ASYNC, guard, environment=slow.environment)
+    code, out = broken.end()
+    assert (code, slow.missed) == (-9, []), out
+    assert out.count("from now on max_staleness is 0") == 1, out
+    resumed = launch("--resume", broken.files.run, environment={**slow.environment})
+    code, out = resumed.end()
+    assert code == 0, out
+    assert "from now on" not in out, "it is already"
+    commits = resumed.commits()
+    assert [commit.step for commit in commits] == list(range(1, 9))
+    assert [commit.metrics["staleness/bound"] for commit in commits] == [0.0] * 8
+    stale = [commit.metrics["staleness/max"] for commit in commits]
+    assert max(stale[:3]) > 0, "steps 2 and 3 were under way"
+    assert stale[3:] == [0.0] * 5
+    assert all("train/rollout_effective_sample_size" in commit.metrics for commit in commits)
+    assert audited(resumed)[-1]["recounted"]
+
+
+def test_beyond_the_guards_bound_the_run_stops(launch: Launch, tmp_path: Path) -> None:
+    guard = (
+        "staleness_guard={metric: train/rollout_mismatch, bound: 1.0e-9, patience: 2, action: stop}"
+    )
+    run = launch("tiny", "steps=8", *ASYNC, guard)
+    code, out = run.end()
+    assert code == 1, out
+    assert re.findall(r"^step (\d)/8", out, re.MULTILINE) == ["1", "2"]
+    assert re.search(
+        r"StalenessGuardStopped: train/rollout_mismatch of step 2 was \S+, above "
+        r"staleness_guard.bound = 1e-09 for 2 steps in a row by now. Resume with",
+        out,
+    )
+    assert "Traceback" not in out
+    assert f"To go on from the last step: python -m flows.grpo --resume {run.files.run}" in out
+    assert len(run.commits()) == 2
+    assert run.children() == []
+    code, out = launch("--resume", run.files.run, "steps=4", "staleness_guard=null").end()
+    assert code == 0, out
+    assert [commit.metrics["staleness/bound"] for commit in run.commits()] == [2.0] * 4
+
+
 def test_samples_that_nothing_corrects_are_refused(launch: Launch) -> None:
     code, out = launch("tiny", "max_staleness=1").end()
     assert code == 2
     assert out.startswith("max_staleness = 1 trains on samples of older policies, and ")
     assert "Set algorithm.correction = [{kind: truncate}]" in out
+
+
+@pytest.mark.slow
+def test_an_interpolated_proximal_policy_is_replayed_to_the_bit(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """No pass before the update, and what it needs of each token is a column of the batch."""
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [SLOW])
+    recipe = ["algorithm.proximal=loglinear", "algorithm.loss.kind=decoupled"]
+    words = ["tiny", "steps=5", "max_staleness=2", *recipe, "train.mini_batches=2"]
+    run = launch(*words, "rollout.max_new_tokens=60", environment=faults.environment)
+    code, out = run.end()
+    assert (code, faults.missed) == (0, []), out
+    commits = run.commits()
+    stale = []
+    for commit in commits:
+        batch = commit.refs["batch"]
+        assert "old_logprobs" not in batch.names
+        assert all(attempt["stage"] != "logprob" for attempt in commit.attempts)
+        found, offsets = batch.fetch_numpy(run.files.store, "staleness")
+        assert offsets is not None
+        oldest = [found[a:b].max() for a, b in itertools.pairwise(offsets) if b > a]
+        assert oldest == lags(commit, run).tolist()
+        stale += found.tolist()
+        assert 0 < commit.metrics["train/rollout_effective_sample_size"] <= 1
+    assert set(stale) <= {0, 1, 2} and len(set(stale)) > 1
+    command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 
 @pytest.mark.slow

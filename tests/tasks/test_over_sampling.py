@@ -57,14 +57,15 @@ def place(position: int, size: int = 100) -> Cursor:
 
 def test_a_step_draws_what_is_missing_and_the_last_one_leaves_nothing() -> None:
     config = config_of("steps=9", "data.epochs=1")
-    assert new_groups(config, 1, place(0), 0) == 6  # 4 to train, 2 to hand on
-    assert new_groups(config, 2, place(6), 2) == 4
-    assert new_groups(config, 9, place(38), 2) == 2
+    assert new_groups(config, 1, place(0), 0, True) == 6  # 4 to train, 2 to hand on
+    assert new_groups(config, 2, place(6), 2, True) == 4
+    assert new_groups(config, 9, place(38), 2, True) == 2
     # The data's last step: 5 rows and 2 carried make one step of 4, and 3 rows are too few for more.
-    assert new_groups(config, 5, place(95), 2) == 2
-    assert new_groups(config, 5, place(90), 2) == 4
+    assert new_groups(config, 5, place(95), 2, True) == 2
+    assert new_groups(config, 5, place(90), 2, True) == 4
+    assert new_groups(config, 5, place(20), 2, False) == 2  # a guard made the run synchronous
     plain = load_recipe(GRPOConfig, "tiny", ["rollout.over_sampling=1.5", "rollout.shards=4"])
-    assert new_groups(plain, 9, place(38), 0) == 6
+    assert new_groups(plain, 9, place(38), 0, False) == 6
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_whatever_finishes_when(
     ledger, position, handed_on = Ledger(), 0, list[tuple[int, CarriedGroup]]()
     fates: dict[int, list[str]] = {}
     for step in range(1, STEPS + 1):
-        new = new_groups(config, step, place(position, 10_000), len(handed_on))
+        new = new_groups(config, step, place(position, 10_000), len(handed_on), True)
         expected = config.prompts_per_step if step == STEPS else config.groups_at_once
         assert len(handed_on) + new == expected
         rows = [row for row, _ in handed_on] + list(range(position, position + new))
@@ -119,7 +120,7 @@ def test_whatever_finishes_when(
         given = Carried(groups=tuple(group for _, group in handed_on))
         due = overdue_groups(config, step, given)
         # The engines hold some version that the gate allows, and draw a token for some groups.
-        held = data.draw(st.integers(max(0, step - 1 - config.versions_ahead), step - 1))
+        held = data.draw(st.integers(max(0, step - staleness), step - 1))
         drawn = [data.draw(st.booleans()) for _ in rows]
         before = [group.oldest for group in given.groups] + [None] * new
         oldest = [

@@ -17,6 +17,7 @@ TOKEN_FIELDS = (
     "advantages",
     "old_logprobs",
     "rollout_logprobs",
+    "staleness",
     "ref_logprobs",
     "entropy",
     "weights",

@@ -28,9 +28,9 @@ from engines.algorithms.losses import value_loss
 from engines.algorithms.objective import Objective
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import (
-    correction_sample_size,
     correction_sums,
     gap_sums,
+    sample_sizes,
 )
 from engines.algorithms.sample_selection import select
 from tests.engines.algorithms.batches import (
@@ -270,10 +270,10 @@ def test_diagnostics_add_up_and_say_what_was_done() -> None:
     assert whole["correction_clipped_high"] == pytest.approx(share) and share > 0
     assert whole["correction_clipped_low"] == pytest.approx(float((ratio < 0.8).double().mean()))
     factor = torch.where(kept, weights, 0.0)[batch.mask]
-    size = correction_sample_size(whole)["correction_effective_sample_size"]
+    size = sample_sizes(whole)["correction_effective_sample_size"]
     want = float(factor.mean().square() / factor.square().mean())
     assert size == pytest.approx(want, rel=1e-6) and 0 < size < 1
-    assert correction_sample_size({}) == {}
+    assert sample_sizes({}) == {}
 
 
 def test_weights_made_before_the_update_are_used_as_they_are() -> None:

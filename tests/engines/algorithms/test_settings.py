@@ -97,6 +97,22 @@ def test_estimators_of_the_recipe_are_those_of_the_table():
             {"advantage": {"kind": "gdpo"}, "kl": {"placement": "reward", "coefficient": 0.1}},
             "Set algorithm.kl.placement = loss",
         ),
+        (
+            {"proximal": "loglinear", "ratio_against": "rollout_logprobs"},
+            "does not use. Set proximal = recompute",
+        ),
+        (
+            {"proximal": "loglinear", "correction": [{"kind": "truncate", "normalize": True}]},
+            "the exact ones are there. Set algorithm.proximal = recompute",
+        ),
+        (
+            {"proximal": "loglinear", "advantage": {"kind": "optimal_token_baseline"}},
+            "Set algorithm.proximal = recompute",
+        ),
+        (
+            {"proximal": "loglinear", "kl": {"coefficient": 0.1, "placement": "reward"}},
+            "Set algorithm.proximal = recompute",
+        ),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_the_remedy(recipe, message):

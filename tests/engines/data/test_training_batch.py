@@ -12,7 +12,7 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.training_batch import resolve_failures, staleness_metrics, training_batch
+from engines.data.training_batch import resolve_failures, training_batch
 from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -279,10 +279,17 @@ def test_groups_of_one_and_none_at_all(policy: str) -> None:
     assert none.groups_dropped == 0
 
 
-def test_staleness_goes_by_the_oldest_token(store: Store) -> None:
-    spans = [[3, 0, 4], [5, 0, 2, 6, 2, 9], [], [4, 0, 1, 6, 1, 2]]
-    made = write_batch(
-        store, "run/spans.safetensors", {"weight_spans": [np.array(one, np.int64) for one in spans]}
-    )
-    assert staleness_metrics(store, made, 6) == {"staleness/mean": 2.0, "staleness/max": 3.0}
-    assert staleness_metrics(store, made.take(np.array([2])), 6) == {}
+def test_an_interpolated_proximal_policy_finds_the_staleness_of_each_token(store: Store) -> None:
+    """Version 7 trains; with selection, only the rows that are left are looked at."""
+    spans = [np.array([4, 0, 1, 7, 1, length], np.int64)[: 6 * bool(length)] for length in LENGTHS]
+    ref = samples(store, weight_spans=spans)
+    assert "staleness" not in trained(store, ref).ref.names
+    recipe: dict[str, Any] = {
+        "proximal": "loglinear",
+        "selection": [{"kind": "best_of", "best": 1}],
+    }
+    batch = trained(store, ref, name="interpolated", **recipe)
+    assert len(batch.ref) == 4
+    assert column(store, batch, "staleness") == [
+        [3] + [0] * (len(row) - 1) for row in column(store, batch, "response_ids")
+    ]

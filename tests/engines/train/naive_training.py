@@ -24,6 +24,8 @@ class Sample:
     advantages: np.ndarray
     old: np.ndarray | None = None
     ref: np.ndarray | None = None
+    rollout: np.ndarray | None = None
+    staleness: np.ndarray | None = None
 
 
 def load(directory: str) -> PreTrainedModel:
@@ -68,6 +70,9 @@ def grpo_step(
         mask = torch.from_numpy(sample.mask).bool()
         advantage = torch.from_numpy(sample.advantages)
         old = new.detach() if sample.old is None else torch.from_numpy(sample.old)
+        if sample.rollout is not None and sample.staleness is not None:
+            stale = torch.from_numpy(sample.staleness).float()
+            old = (torch.from_numpy(sample.rollout) + stale * new.detach()) / (1 + stale)
         ratio = (new - old).exp()
         loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage)
         loss = torch.where(advantage < 0, loss.clamp(max=-dual_clip * advantage), loss)

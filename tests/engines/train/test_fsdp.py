@@ -33,6 +33,7 @@ from tests.engines.train.train_ranks import (
 Make = Callable[..., FSDPEngine]
 PLAIN = AlgorithmConfig()
 KL = AlgorithmConfig.model_validate({"kl": {"coefficient": 0.3}})
+INTERPOLATED = AlgorithmConfig.model_validate({"proximal": "loglinear"})
 
 
 @pytest.fixture
@@ -180,6 +181,37 @@ def test_mini_batches_and_epochs_equal_the_naive_loop(make: Make, tmp_path: Path
 def test_several_steps_on_a_batch_need_old_logprobs(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs the columns old_logprobs"):
         update(make(epochs=2), stored(tmp_path, samples()))
+
+
+def test_an_interpolated_proximal_policy_needs_no_pass_before(make: Make, tmp_path: Path) -> None:
+    """Two optimizer steps on samples of several versions, without old_logprobs: as the naive loop."""
+    random = np.random.default_rng(5)
+    rows = [
+        replace(
+            row,
+            rollout=np.float32(random.normal(-4.5, 0.3, len(row.response))),
+            staleness=random.integers(0, 4, len(row.response)).astype(np.int32),
+        )
+        for row in samples(5)
+    ]
+    engine = make(mini_batches=2, micro_batch_tokens=60)
+    metrics = update(engine, stored(tmp_path, rows), algorithm=INTERPOLATED)
+    model = naive_model(tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0)
+    losses = [
+        naive.grpo_step(model, optimizer, half, temperature=TEMPERATURE, max_grad_norm=1.0)[0]
+        for half in (rows[:6], rows[6:])
+    ]
+    assert metrics["train/loss"] == pytest.approx(np.mean(losses), abs=1e-4)
+    assert 0 < metrics["train/rollout_effective_sample_size"] < 1
+    assert_same_weights(weights(tmp_path, engine.export_weights(1, "float32")), model, 2e-4)
+
+
+def test_an_interpolated_proximal_policy_needs_the_tokens_staleness(
+    make: Make, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="needs the columns rollout_logprobs, staleness"):
+        update(make(epochs=2), stored(tmp_path, samples()), algorithm=INTERPOLATED)
 
 
 def test_the_same_inputs_give_the_same_bits(make: Make, tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def stored(folder: Path, rows: list[Sample], name: str = "batch") -> BatchRef:
     for column, values in (
         ("old_logprobs", [row.old for row in rows]),
         ("ref_logprobs", [row.ref for row in rows]),
+        ("rollout_logprobs", [row.rollout for row in rows]),
+        ("staleness", [row.staleness for row in rows]),
     ):
         if all(value is not None for value in values):
             columns[column] = values

@@ -102,6 +102,43 @@ def test_steps_do_overlap() -> None:
     assert not waits.is_alive()
 
 
+def test_a_lower_bound_holds_for_steps_that_have_not_begun() -> None:
+    """Of a step that waits already, too; those under way train and are committed."""
+    gate = Gate(0, 2, deadline=30)
+    for step in (1, 2, 3):
+        gate.wait_to_begin(step)
+        gate.drawn(step)
+    waits = threading.Thread(target=gate.wait_to_begin, args=(4,))
+    waits.start()
+    gate.lower(0)
+    for step in (1, 2, 3):
+        gate.wait_to_train(step)
+        waits.join(0.1)
+        assert waits.is_alive(), "until the step before it is committed"
+        gate.committed(step)
+    waits.join(10)
+    assert not waits.is_alive()
+    gate.lower(1)
+    assert gate.max_staleness == 0, "a bound is never raised"
+
+
+def test_after_the_step_that_ends_a_run_none_is_made() -> None:
+    """Neither by a step that waits, nor by one that might go on when it is committed."""
+    gate = Gate(0, 1, deadline=30)
+    for step in (1, 2):
+        gate.wait_to_begin(step)
+        gate.drawn(step)
+    gate.end_after(1, RuntimeError("too far off"))
+    gate.committed(1)
+    for wait, step in ((gate.wait_to_train, 2), (gate.wait_to_begin, 3)):
+        with pytest.raises(StepGivenUp, match="since the run ends after step 1"):
+            wait(step)
+    gate.wait_to_train(1)
+    gate.check_end(2)
+    with pytest.raises(RuntimeError, match="too far off"):
+        gate.check_end(1)
+
+
 def test_prompts_are_drawn_in_order() -> None:
     gate = Gate(0, 2, deadline=0.2)
     gate.wait_to_begin(1)
