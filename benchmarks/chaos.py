@@ -52,8 +52,9 @@ RECIPE = (
     "algorithm.kl.coefficient=0.01",
     "store.snapshot_every=5",
 )
+MAX_STALENESS = 2  # where steps overlap
 OVERLAPPING = (
-    "max_staleness=2",
+    f"max_staleness={MAX_STALENESS}",
     "algorithm.correction=[{kind: truncate}]",
     "rollout.shards=4",
     "rollout.over_sampling=1.5",
@@ -219,7 +220,7 @@ def strike(subject: Subject, dice: random.Random) -> str | None:
 def trained_rows(files: RunStore) -> list[int]:
     """Rows of the data whose groups were part of a batch, ascending; one for each time."""
     rows = []
-    for commit in committed(files):
+    for commit in committed(files, MAX_STALENESS):
         samples = commit.refs["samples"][["group_id", "prompt_row"]]
         groups, _ = samples.fetch_numpy(files.store, "group_id")
         _, first = np.unique(groups, return_index=True)

@@ -11,7 +11,7 @@ from storage.runs.run_store import RunStore
 from storage.runs.weights import stream
 
 
-def committed(files: RunStore) -> list[Commit]:
+def committed(files: RunStore, max_staleness: int = 0) -> list[Commit]:
     """Every commit, oldest first, after the checks that any run must pass.
 
     The chain is whole, the ledger balances, each ref and each version reads back as it was written,
@@ -28,7 +28,9 @@ def committed(files: RunStore) -> list[Commit]:
             ref.verify(files.store)
         if before is not None:
             assert commit.step == before.step + 1
-            assert commit.version_in == before.version_out
+            behind = before.version_out.version - commit.version_in.version
+            assert 0 <= behind <= max_staleness
+            assert behind or commit.version_in == before.version_out
     last = commits[-1]
     for _ in stream(files.store, last.version_out):
         pass
