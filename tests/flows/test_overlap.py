@@ -119,6 +119,7 @@ def shards(run: Launched, step: int) -> list[str]:
     return sorted({name for name in found if store.exists(name)})
 
 
+@pytest.mark.slow
 def test_a_failure_lets_the_steps_before_it_end(launch: Launch, tmp_path: Path) -> None:
     fault = Fault(id="draw", target="tasks.draw:draw_rows", action="raise", nth=4)
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [fault])
@@ -143,6 +144,7 @@ def test_a_persons_stop_is_no_failure(launch: Launch) -> None:
     assert "Traceback" not in out, out
 
 
+@pytest.mark.slow
 def test_the_end_of_the_data_is_its_end(launch: Launch, tmp_path: Path) -> None:
     """Rows for two steps and a half; nobody knows before the third draw, since some are too long."""
     run = launch(*words(tmp_path, rows=9, long=3), *ASYNC)
@@ -154,6 +156,7 @@ def test_the_end_of_the_data_is_its_end(launch: Launch, tmp_path: Path) -> None:
     assert audited(run)[-1]["recounted"]
 
 
+@pytest.mark.slow
 def test_beyond_the_guards_bound_the_run_is_synchronous(launch: Launch, tmp_path: Path) -> None:
     """Its first step crosses it. What is under way is finished, after a kill and a resume too."""
     slow = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [SLOW, AFTER_STEP_5])
@@ -176,6 +179,7 @@ def test_beyond_the_guards_bound_the_run_is_synchronous(launch: Launch, tmp_path
     assert audited(resumed)[-1]["recounted"]
 
 
+@pytest.mark.slow
 def test_beyond_the_guards_bound_the_run_stops(launch: Launch, tmp_path: Path) -> None:
     guard = (
         "staleness_guard={metric: train/rollout_mismatch, bound: 1.0e-9, patience: 2, action: stop}"

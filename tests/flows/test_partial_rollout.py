@@ -57,6 +57,7 @@ def replayed(run: Launched, step: int) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_groups_go_on_in_the_next_step(launch: Launch, tmp_path: Path) -> None:
     faults = faults_of(tmp_path)
     run = launch("tiny", "steps=6", *CARRY, environment=faults.environment)
