@@ -3,10 +3,10 @@
     python -m benchmarks.asynchrony [--draws bimodal …] [--units 64 …] [--staleness 0 2 …]
                                     [--carry 1.25]
 
-16 rollout workers with one slot each; a step has so many units (groups), which take drawn times. With
-a hard bound and nothing dropped no schedule is faster than
+16 rollout workers (--workers) with one slot each; a step has so many units (groups), which take drawn
+times. With a hard bound and nothing dropped no schedule is faster than
 
-    u[k+1] = max(u[k], u[k-n] + longest_k) + train,    nor than all work / 16 engines,
+    u[k+1] = max(u[k], u[k-n] + longest_k) + train,    nor than all work / workers,
 
 where u[k] is when step k is committed, longest_k its longest unit, and train what a step takes
 from its last reward to its commit, the run's median. Printed: seconds a step, the larger of the two
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -34,41 +35,51 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
 
-WORKERS = 16
 DRAWS = ("equal", "uniform", "lognormal1.0", "lognormal1.5", "bimodal")
 
 
-def words(units: int, staleness: int, steps: int, carry: float) -> list[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is run."""
+
+    units: int  # groups a step
+    staleness: int  # max_staleness
+    steps: int
+    carry: float  # rollout.over_sampling where staleness is above 0; 1 waits for every group
+    workers: int  # rollout engines
+
+
+def words(setting: Setting) -> list[str]:
     """A tiny model, so that what is measured is waiting."""
-    carried = ["rollout.partial_rollout=carry"] if carry > 1 and staleness else []
+    carried = setting.carry > 1 and setting.staleness > 0
     return [
-        *carried,
-        f"rollout.over_sampling={carry if carried else 1}",
         "tiny",
-        f"steps={steps}",
-        f"prompts_per_step={units}",
-        f"rollout.shards={units}",
-        f"max_staleness={staleness}",
+        f"steps={setting.steps}",
+        f"prompts_per_step={setting.units}",
+        f"rollout.shards={setting.units}",
+        f"rollout.over_sampling={setting.carry if carried else 1}",
+        f"rollout.partial_rollout={'carry' if carried else 'off'}",
+        f"max_staleness={setting.staleness}",
         "algorithm.correction=[{kind: truncate}]",
         "group_size=2",
         "data.source.size=4096",
         "rollout.max_new_tokens=16",
-        f"cluster.pools.rollout={{workers: {WORKERS}, threads: 1, slots: 1}}",
+        f"cluster.pools.rollout={{workers: {setting.workers}, threads: 1, slots: 1}}",
         "store.snapshot_every=100",
     ]
 
 
-def run_one(units: int, staleness: int, steps: int, carry: float) -> int:
+def run_one(setting: Setting) -> int:
     """The flow, in this process, with engines that sleep."""
     import tasks.run.engines as made
     from configs.grpo import GRPOConfig
     from tasks.launch.command_line import main
 
     made.engine_class = lambda config: "benchmarks.sleeping_engine:SleepingEngine"
-    return main("flows.grpo:grpo", GRPOConfig, words(units, staleness, steps, carry))
+    return main("flows.grpo:grpo", GRPOConfig, words(setting))
 
 
-def measured(folder: Path, draw: str, units: int, staleness: int) -> dict[str, float]:
+def measured(folder: Path, draw: str, setting: Setting) -> dict[str, float]:
     """Seconds a step of the run in a folder, and the bounds."""
     store = Store(f"file://{folder}/.refrain/store")
     (name,) = store.children()
@@ -82,13 +93,13 @@ def measured(folder: Path, draw: str, units: int, staleness: int) -> dict[str, f
         trains.append(commit.committed_at - max(before, *scored))
     train = statistics.median(trains)
     lengths = [
-        [seconds(draw, group) for group in range(step * units, (step + 1) * units)]
+        [seconds(draw, step * setting.units + unit) for unit in range(setting.units)]
         for step in range(len(commits))
     ]
     done = [0.0]  # u[0], u[1], …
     for step, units_of in enumerate(lengths):
-        done.append(max(done[-1], done[max(0, step - staleness)] + max(units_of)) + train)
-    work = sum(map(sum, lengths)) / WORKERS + train
+        done.append(max(done[-1], done[max(0, step - setting.staleness)] + max(units_of)) + train)
+    work = sum(map(sum, lengths)) / setting.workers + train
     steps = len(commits)
     return {
         "step": (ends[-1] - first) / steps,
@@ -102,19 +113,20 @@ def end(attempt: Mapping[str, JsonValue]) -> float:
     return float(str(attempt["started"])) + float(str(attempt["seconds"]))
 
 
-def flow_run(draw: str, units: int, staleness: int, steps: int, carry: float) -> dict[str, float]:
+def flow_run(draw: str, setting: Setting) -> dict[str, float]:
     """One run in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="asynchrony-") as folder:
         command = [sys.executable, "-m", "benchmarks.asynchrony", "--one"]
-        command += ["--units", str(units), "--staleness", str(staleness), "--steps", str(steps)]
-        command += ["--carry", str(carry)]
+        command += ["--units", str(setting.units), "--staleness", str(setting.staleness)]
+        command += ["--steps", str(setting.steps), "--carry", str(setting.carry)]
+        command += ["--workers", str(setting.workers)]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), VARIABLE: draw}
         log = Path(folder, "log")
         with log.open("w") as out:
             done = subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=out)
         if done.returncode != 0:
             raise SystemExit(log.read_text())
-        return measured(Path(folder), draw, units, staleness)
+        return measured(Path(folder), draw, setting)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,28 +138,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="mean of a unit")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--carry", type=float, default=1.0, help="rollout.over_sampling, n > 0")
+    parser.add_argument("--workers", type=int, default=16, help="rollout workers, of one slot each")
     parser.add_argument("--json", type=Path, help="file to which every figure is written")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    settings = [
+        Setting(
+            units=units,
+            staleness=staleness,
+            steps=options.steps,
+            carry=options.carry,
+            workers=options.workers,
+        )
+        for units in options.units
+        for staleness in options.staleness
+    ]
     if options.one:
-        return run_one(options.units[0], options.staleness[0], options.steps, options.carry)
+        return run_one(settings[0])
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before", flush=True)
     rows = []
     for name in options.draws:
-        for units in options.units:
-            synchronous = 0.0
-            for staleness in options.staleness:
-                draw = f"{name}:{options.seconds}"
-                found = flow_run(draw, units, staleness, options.steps, options.carry)
-                synchronous = synchronous or found["step"]
-                rows.append({"draw": name, "units": units, "staleness": staleness, **found})
-                print(
-                    f"{name:<13} {units:3} units  n = {staleness}  {found['step']:6.2f} s a step  "
-                    f"bound {found['bound']:6.2f} s ({found['bound'] / found['step']:4.0%})  "
-                    f"train {found['train']:4.2f} s  {synchronous / found['step']:4.2f} x of n = "
-                    f"{options.staleness[0]}",
-                    flush=True,
-                )
+        first: dict[int, float] = {}  # units -> seconds a step with the first staleness
+        for setting in settings:
+            found = flow_run(f"{name}:{options.seconds}", setting)
+            synchronous = first.setdefault(setting.units, found["step"])
+            rows.append({"draw": name, **asdict(setting), **found})
+            print(
+                f"{name:<13} {setting.units:3} units  n = {setting.staleness}  "
+                f"{found['step']:6.2f} s a step  bound {found['bound']:6.2f} s "
+                f"({found['bound'] / found['step']:4.0%})  train {found['train']:4.2f} s  "
+                f"{synchronous / found['step']:4.2f} x of n = {options.staleness[0]}",
+                flush=True,
+            )
     with contextlib.suppress(AttributeError):
         options.json.write_text(json.dumps(rows, indent=1))
     print(f"load {os.getloadavg()[0]:.1f} after")

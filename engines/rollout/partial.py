@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import cast
 
+from engines.failures import InfrastructureError
 from storage.batches.refs import BatchRef
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing, StoreError
@@ -64,7 +65,10 @@ class PartialSamples:
 
 @contextlib.contextmanager
 def saving(every: float | None, save: Callable[[], None]) -> Iterator[None]:
-    """During the body, save every so many seconds; a store that is away is tried again later."""
+    """During the body, save every so many seconds.
+
+    A store that is away is tried again later; an engine that has died ends the body itself.
+    """
     if every is None:
         yield
         return
@@ -74,7 +78,7 @@ def saving(every: float | None, save: Callable[[], None]) -> Iterator[None]:
         while not ended.wait(every):
             try:
                 save()
-            except StoreError as error:
+            except (StoreError, InfrastructureError) as error:
                 log.warning("The tokens so far could not be saved, the next save comes: %s", error)
 
     thread = threading.Thread(target=keep, name="save-tokens", daemon=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from storage.runs.commit_log import Commit, history
 from tests.faults.planted import Fault, Faults
@@ -236,6 +237,26 @@ def test_an_interpolated_proximal_policy_is_replayed_to_the_bit(
     command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
     done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
+
+
+@pytest.mark.slow
+def test_an_evaluation_measures_one_version(launch: Launch, tmp_path: Path) -> None:
+    """From its first prompt to its last, though other steps overlapped until then."""
+    rows = [{"question": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(30, 38)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = ["evaluation.source.kind=file", "evaluation.source.path=rows.jsonl"]
+    run = launch("tiny", "steps=4", *ASYNC, *source)
+    code, out = run.end()
+    assert code == 0, out
+    store = run.files.store
+    keys = [
+        key
+        for key in store.list(f"{run.files.step_key(4)}/evaluate")
+        if key.endswith(".safetensors")
+    ]
+    spans = [load(store.read(key))["weight_spans"].reshape(-1, 3) for key in keys]
+    assert {int(version) for part in spans for version in part[:, 0]} == {4}
+    assert sum(map(len, spans)) == len(rows)
 
 
 @pytest.mark.slow
