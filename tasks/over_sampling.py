@@ -2,14 +2,15 @@
 
 A step has its samples once prompts_per_step groups are finished. The others are dropped, or carried:
 the next step goes on from their tokens (rollout.partial_rollout). A carried group counts once, in the
-step that trains it.
+step that trains it. Where a step must wait for groups that can be carried no longer, the others are
+handed on before that, so that the engines are busy meanwhile.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import numpy as np
 from prefect.futures import PrefectFuture, as_completed
@@ -21,7 +22,6 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.runs.commit_log import CarriedGroup
 from tasks.results import Carried, LeftOver, Prompts, Sampled, Unsampled
-from tasks.run.flow_options import result_of
 from tasks.run.run import Run
 
 OVERDUE = "overdue"  # reasons for which groups are dropped, in the ledger
@@ -31,35 +31,46 @@ CUT = "cut"  # finish reason of an answer that ended as it was
 
 def finished_groups(
     run: Run, step: int, prompts: Prompts, shards: Sequence[PrefectFuture[Sampled | Unsampled]]
-) -> list[Sampled]:
-    """The groups that the step trains on, once they are finished; the others are settled.
+) -> list[Sampled | PrefectFuture[Sampled]]:
+    """The groups that the step trains on, once it is known which; the others are settled.
 
-    shards: one for each group of `prompts`. Raises what the first one raised that failed.
+    shards: one for each group of `prompts`. Groups that the step waits for, since they are due, come
+    as futures: the next step may begin meanwhile. Raises what the first shard raised that failed.
     """
     config = run.config
     wanted = min(config.prompts_per_step, len(shards))
     due = overdue_groups(config, step, prompts.carried)
     awaited = due if config.rollout.overdue == "wait" else frozenset[int]()
-    numbers = {future.task_run_id: number for number, future in enumerate(shards)}
-    done: set[int] = set()
-    for future in as_completed(list(shards)):
-        result_of(future)
-        done.add(numbers[future.task_run_id])
-        if len(done) >= wanted and awaited <= done:
-            break
-    if len(done) < len(shards):
-        run.engines.rollouts.cut(step)
-    found = [result_of(shard) for shard in shards]
+    _wait_for(shards, wanted - len(awaited), awaited)
+    if len(shards) > wanted:
+        run.engines.rollouts.cut(step, keep=[number + 1 for number in awaited])
+    found = {number: shard.result() for number, shard in enumerate(shards) if number not in awaited}
     if config.rollout.overdue == "cut":
-        found = [
-            ended(run, step, number, shard) if number in due else shard
-            for number, shard in enumerate(found)
-        ]
-    finished = {number: shard for number, shard in enumerate(found) if is_finished(shard)}
+        found |= {number: ended(run, step, number, found[number]) for number in due}
+    finished = {number: shard for number, shard in found.items() if is_finished(shard)}
     ages = {number: shard.stats.oldest or 0 for number, shard in finished.items()}
-    chosen = choose(ages, due, wanted)
-    run.leave(step, prompts.cursor, settled(run, step, prompts, found, chosen, due))
-    return [finished[number] for number in chosen]
+    chosen = choose(ages, due, wanted - len(awaited))
+    rest = {number: shard for number, shard in found.items() if number not in chosen}
+    run.leave(step, prompts.cursor, settled(run, step, prompts, rest, due))
+    members = sorted([*chosen, *awaited])
+    # One that is awaited is not cut, so it comes whole.
+    whole = cast("Sequence[PrefectFuture[Sampled]]", shards)
+    return [finished[number] if number in finished else whole[number] for number in members]
+
+
+def _wait_for(
+    shards: Sequence[PrefectFuture[Sampled | Unsampled]], enough: int, awaited: frozenset[int]
+) -> None:
+    """Return when so many shards have ended besides those that are awaited anyway."""
+    if enough <= 0:
+        return
+    others = {shard for number, shard in enumerate(shards) if number not in awaited}
+    ended_shards = 0
+    for shard in as_completed(list(shards)):
+        shard.result()  # not result_of, which waits for every task of the step
+        ended_shards += shard in others
+        if ended_shards >= enough:
+            return
 
 
 def overdue_groups(config: GRPOConfig, step: int, carried: Carried) -> frozenset[int]:
@@ -118,39 +129,33 @@ def settled(
     run: Run,
     step: int,
     prompts: Prompts,
-    shards: Sequence[Sampled | Unsampled],
-    chosen: Sequence[int],
+    rest: Mapping[int, Sampled | Unsampled],
     due: frozenset[int],
 ) -> LeftOver:
-    """What becomes of the groups that the step does not train on."""
-    rest = [number for number in range(len(shards)) if number not in chosen]
+    """What becomes of the groups, by number, that the step does not train on."""
     late = [number for number in rest if number in due]
     others = [number for number in rest if number not in due]
     carried = others if run.config.carries else []
     dropped = {OVERDUE: len(late), OVER_SAMPLED: len(others) - len(carried)}
-    left_out = [samples_of(shards[number]) for number in rest if number not in carried]
+    left_out = [samples_of(rest[number]) for number in rest if number not in carried]
     there = [ref for ref in left_out if ref is not None]
     return LeftOver(
-        carried=_carried(run, step, prompts, shards, carried),
+        carried=_carried(run, step, prompts, {number: rest[number] for number in carried}),
         dropped={reason: count for reason, count in dropped.items() if count},
         samples=BatchRef.concat(there) if there else None,
     )
 
 
 def _carried(
-    run: Run,
-    step: int,
-    prompts: Prompts,
-    shards: Sequence[Sampled | Unsampled],
-    numbers: Sequence[int],
+    run: Run, step: int, prompts: Prompts, shards: Mapping[int, Sampled | Unsampled]
 ) -> Carried:
-    if not numbers:
+    if not shards:
         return Carried()
     before = prompts.carried.groups
-    oldest = {number: _oldest(run, shards[number]) for number in numbers}
-    begun = [samples_of(shards[number]) for number in numbers if oldest[number] is not None]
+    oldest = {number: _oldest(run, shard) for number, shard in shards.items()}
+    begun = [samples_of(shard) for number, shard in shards.items() if oldest[number] is not None]
     return Carried(
-        prompts=prompts.ref.take(numbers),
+        prompts=prompts.ref.take(list(shards)),
         begun=BatchRef.concat([ref for ref in begun if ref is not None]) if begun else None,
         groups=tuple(
             CarriedGroup(
@@ -158,7 +163,7 @@ def _carried(
                 begun=oldest[number] is not None,
                 oldest=oldest[number],
             )
-            for number in numbers
+            for number in shards
         ),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from engines.failures import InfrastructureError
@@ -58,7 +59,9 @@ class RolloutPool(EnginePool):
         self._probe: Probe | None = None
         self._loaded: dict[str, str] = {}  # address -> digest of the weights it holds
         self._sampling: dict[str, tuple[RolloutRequest, str]] = {}  # by out_key: with its address
-        self._cut: set[int] = set()  # steps whose shards end as they stand
+        self._cut: dict[
+            int, frozenset[int]
+        ] = {}  # step -> its shards that do not end as they stand
 
     @property
     def weights(self) -> WeightsRef:
@@ -89,13 +92,13 @@ class RolloutPool(EnginePool):
                 with self._freed:
                     del self._sampling[request.out_key]
 
-    def cut(self, step: int) -> None:
-        """End the step's shards that may be cut as they stand, and those that come later.
+    def cut(self, step: int, keep: Collection[int] = ()) -> None:
+        """End a step's shards as they stand, those that come later too, but not the shards `keep`.
 
         Those on an engine return what they have, those that wait for one are not begun.
         """
         with self._freed:
-            self._cut.add(step)
+            self._cut[step] = frozenset(keep)
             on: dict[str, list[str]] = {}
             for request, address in self._sampling.values():
                 if self._is_cut(request):
@@ -106,7 +109,8 @@ class RolloutPool(EnginePool):
                 control(self.cluster, address, "rollout", "cut", out_keys=keys)
 
     def _is_cut(self, request: RolloutRequest) -> bool:
-        return request.may_be_cut and request.step in self._cut
+        kept = self._cut.get(request.step)
+        return request.may_be_cut and kept is not None and request.shard not in kept
 
     def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, CheckedLoad]:
         """Load a version into every live engine; returns worker name -> report.

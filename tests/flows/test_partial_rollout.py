@@ -46,6 +46,9 @@ def check_carried(run: Launched, commits: list[Commit]) -> None:
         status = commit.refs["samples"].fetch_numpy(run.files.store, "status")[0]
         assert SampleStatus.UNFINISHED not in status.tolist()
         assert lags(commit, run).max() <= 2
+    begun = [commit.refs["begun"] for commit in commits if "begun" in commit.refs]
+    left = {n for ref in begun for n in ref.fetch_numpy(run.files.store, "status")[0].tolist()}
+    assert (SampleStatus.UNFINISHED in left) == bool(begun), "answers were cut on their way"
     assert [commit.ledger.trained + commit.ledger.filtered for commit in commits] == [
         4 * commit.step for commit in commits
     ]

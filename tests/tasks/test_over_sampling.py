@@ -130,15 +130,18 @@ def test_whatever_finishes_when(
         order = data.draw(st.permutations(range(len(rows))))
         finished: set[int] = set()
         for number in order:
-            finished.add(number)
-            if len(finished) >= config.prompts_per_step and awaited <= finished:
+            if len(finished - awaited) >= config.prompts_per_step - len(awaited):
                 break
+            finished.add(number)
         finished |= {n for n in order if data.draw(st.integers(0, 9)) == 0}  # while it was cut
         if overdue == "cut":
             finished |= {n for n in due if oldest[n] is not None}
-        oldest = [held if n in finished and o is None else o for n, o in enumerate(oldest)]
-        ages = {n: cast("int", oldest[n]) for n in finished}
-        chosen = choose(ages, due, config.prompts_per_step)
+        oldest = [
+            held if n in finished | awaited and o is None else o for n, o in enumerate(oldest)
+        ]
+        ages = {n: cast("int", oldest[n]) for n in finished | awaited}
+        others = {n: age for n, age in ages.items() if n not in awaited}
+        chosen = [*awaited, *choose(others, due, config.prompts_per_step - len(awaited))]
         assert len(chosen) == config.prompts_per_step
         for number in chosen:
             assert step - 1 - ages[number] <= staleness
