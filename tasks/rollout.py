@@ -109,7 +109,7 @@ def sample_or_leave(
         )
         result = run.engines.rollouts.generate(request, attempt.assignment)
     if result is None:  # the step did not wait for it
-        partial = PartialSamples(run.store, out_key).read()
+        partial = PartialSamples(run.store, out_key).take()
         return Unsampled(begun=partial or begun)
     done = run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
     return sampled(prompts, weights, done)

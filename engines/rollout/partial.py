@@ -41,6 +41,13 @@ class PartialSamples:
             return None
         return BatchRef.from_json(body["ref"])
 
+    def take(self) -> BatchRef | None:
+        """The newest save, which stays for whoever refers to it from now on; the marker goes."""
+        found = self.read()
+        if found is not None:
+            self._store.delete([self._marker])
+        return found
+
     def write(self, ref: BatchRef, written: str) -> None:
         """Make a batch the newest save, whose own object is `written`; the one before goes."""
         before = self._written()
