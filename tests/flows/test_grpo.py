@@ -134,7 +134,7 @@ def test_nothing_is_left_after_an_interrupt(launch: Launch, number: signal.Signa
     wait_for_step(run, 1)
     assert len(run.children()) >= 4
     run.process.send_signal(number)
-    assert gone(run, 5), run.children()
+    assert gone(run, 30), run.children()
     code, out = run.end(timeout=20)
     if number is not signal.SIGKILL:
         assert code == 130, out

@@ -138,7 +138,7 @@ def test_a_persons_stop_is_no_failure(launch: Launch) -> None:
     run = launch("tiny", "steps=1000", *ASYNC)
     wait_for_step(run, 2)
     run.process.send_signal(signal.SIGINT)
-    assert gone(run, 5), run.children()
+    assert gone(run, 30), run.children()
     code, out = run.end(timeout=20)
     assert code == 130, out
     assert f"Stopped. To go on: python -m flows.grpo --resume {run.files.run}" in out
