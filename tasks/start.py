@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import task
 from prefect.settings import PREFECT_API_URL
 
+from engines.processes.process_setup import seldom_collected
 from storage.runs.live import Live, write_live
 from tasks.reporting.flow_run import flow_run_id
 from tasks.results import Synced
@@ -59,4 +60,5 @@ def start_engines(run: Run) -> Synced:
     synced = first_sync.submit(run, run.head, started)
     first = result_of(synced)
     run.tracker.start()
+    seldom_collected()
     return first

@@ -52,6 +52,7 @@ class RolloutEngine(Engine, ABC):
         "generate",
         "sync",
         "score",
+        "sync_and_score",
         "pause",
         "resume",
         "cancel",
@@ -134,6 +135,16 @@ class RolloutEngine(Engine, ABC):
             seconds=time.monotonic() - started,
             load_seconds=loaded.seconds,
         )
+
+    def sync_and_score(
+        self,
+        weights: WeightsRef,
+        mode: SyncMode,
+        token_ids: list[list[int]],
+        prompt_lengths: list[int],
+    ) -> tuple[SyncReport, list[list[float]]]:
+        """`sync`, then `score`: one call, for a flow with many engines."""
+        return self.sync(weights, mode), self.score(token_ids, prompt_lengths)
 
     @abstractmethod
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:

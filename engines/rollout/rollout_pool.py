@@ -22,6 +22,9 @@ from engines.workers.messages import CallId
 from engines.workers.pool import Assignment, EnginePool
 from storage.runs.weights import WeightsRef
 
+CUT_AT_ONCE = 32  # engines that are told at a time to end a step's shards
+LOOKED_AT = 8  # engines that are asked at a time how far they are
+
 
 class RolloutPool(EnginePool):
     """Engines that sample, each at the current policy version before it gets a shard."""
@@ -59,9 +62,10 @@ class RolloutPool(EnginePool):
         self._probe: Probe | None = None
         self._loaded: dict[str, str] = {}  # address -> digest of the weights it holds
         self._sampling: dict[str, tuple[RolloutRequest, str]] = {}  # by out_key: with its address
-        self._cut: dict[
-            int, frozenset[int]
-        ] = {}  # step -> its shards that do not end as they stand
+        # Step -> its shards that do not end as they stand.
+        self._cut: dict[int, frozenset[int]] = {}
+        self._drawn: dict[str, int] = {}  # worker -> tokens, at the last look at it
+        self._looks = 0
 
     @property
     def weights(self) -> WeightsRef:
@@ -77,8 +81,12 @@ class RolloutPool(EnginePool):
     def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult | None:
         """Sample a shard on one of the engines; None where it was cut before one took it."""
         call_id = self._call_id(request.step, f"generate-{request.shard}-{request.attempt}")
-        with self.picked(assignment, (request.step, request.shard)) as (name, address):
-            with self._freed:
+        turn = (request.step, request.shard)
+        with self.next_free(assignment, turn, lambda: self._is_cut(request)) as worker:
+            if worker is None:
+                return None
+            name, address = worker
+            with self._lock:
                 if self._is_cut(request):
                     return None
                 self._sampling[request.out_key] = (request, address)
@@ -89,7 +97,7 @@ class RolloutPool(EnginePool):
                 )
                 return result
             finally:
-                with self._freed:
+                with self._lock:
                     del self._sampling[request.out_key]
 
     def cut(self, step: int, keep: Collection[int] = ()) -> None:
@@ -97,16 +105,21 @@ class RolloutPool(EnginePool):
 
         Those on an engine return what they have, those that wait for one are not begun.
         """
-        with self._freed:
+        with self._lock:
             self._cut[step] = frozenset(keep)
             on: dict[str, list[str]] = {}
             for request, address in self._sampling.values():
                 if self._is_cut(request):
                     on.setdefault(address, []).append(request.out_key)
-        for address, keys in on.items():
+        self._slots.wake()
+
+        def end(address: str, keys: list[str]) -> None:
             # One that is gone has no shard to end: it is tried again, and then not begun.
             with contextlib.suppress(InfrastructureError, TimeoutError):
                 control(self.cluster, address, "rollout", "cut", out_keys=keys)
+
+        with ThreadPoolExecutor(CUT_AT_ONCE) as threads:
+            list(threads.map(end, on.keys(), on.values()))
 
     def _is_cut(self, request: RolloutRequest) -> bool:
         kept = self._cut.get(request.step)
@@ -148,35 +161,37 @@ class RolloutPool(EnginePool):
     def tokens(self, timeout: float = 1.0) -> dict[str, int]:
         """Worker -> tokens that its engine has drawn since it was built, those in flight among them.
 
-        For a look from outside: a worker that does not answer within `timeout` seconds is left out.
+        For a look from outside: asks at most LOOKED_AT workers, the others stay as they were at an
+        earlier look. A worker that does not answer within `timeout` seconds is left out.
         """
-        drawn = {}
-        for address, name in list(self._ready.items()):
+        ready = list(self._ready.items())
+        first = self._looks * LOOKED_AT % max(1, len(ready))
+        self._looks += 1
+        for address, name in (ready[first:] + ready[:first])[:LOOKED_AT]:
             with contextlib.suppress(InfrastructureError, TimeoutError):
-                drawn[name] = control(
+                self._drawn[name] = control(
                     self.cluster, address, "rollout", "status", timeout=timeout
                 ).tokens
-        return drawn
+        return dict(self._drawn)
 
     def _load(self, name: str, address: str) -> CheckedLoad:
         weights, probe = self.weights, self._probe
         assert probe is not None
         version = weights.version
-        report: SyncReport = self.submit(
+        report: SyncReport
+        report, scores = self.submit(
             address,
-            "sync",
+            "sync_and_score",
             self._call_id(version, "sync"),
-            {"weights": weights, "mode": self.mode},
+            {
+                "weights": weights,
+                "mode": self.mode,
+                "token_ids": probe.tokens,
+                "prompt_lengths": probe.prompt_lengths,
+            },
             slot=False,  # shards in flight may fill them all
         )
         check_report(name, report, weights)
-        scores = self.submit(
-            address,
-            "score",
-            self._call_id(version, "score"),
-            {"token_ids": probe.tokens, "prompt_lengths": probe.prompt_lengths},
-            slot=False,
-        )
         error = check_scores(name, version, scores, probe, self.tolerance)
         self._loaded[address] = weights.digest
         return CheckedLoad(report=report, logprob_error=error)

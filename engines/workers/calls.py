@@ -1,11 +1,12 @@
 """Calls on engines from the flow process: submit, wait, and turn what goes wrong into an error.
 
-Waiting is done in the calling thread, in slices, so that a cancel event, a lost worker, a deadline
-and a lost scheduler all end it.
+Waiting is done in the calling thread. A cancel event, a lost worker, a deadline and a lost scheduler
+all end it: engines/workers/call_watch.py looks for them.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -22,8 +23,6 @@ from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
 from engines.workers.messages import BuildReport, CallId, CallResult, HostStatus
 
-SLICE = 0.2  # seconds between looks at the cancel event
-LOOK = 1.0  # seconds between looks at whether the worker is still there
 GRACE = 30.0  # seconds after the deadline at which a worker without a flow process ends itself
 FETCH = 30.0  # seconds that fetching a finished call's result may take
 STATUS = 3.0  # seconds in which a healthy worker reports its status
@@ -59,8 +58,10 @@ class PendingCall:
         if pool is None:
             raise WorkerLost(self.worker, f"there is no worker at {address} any more")
         self.done = threading.Event()
-        self._look = self.began + LOOK
-        self._until = 0.0
+        self.attention = threading.Event()  # the call has ended, or must be looked at
+        self._cancel: threading.Event | None = None
+        self._until = math.inf  # when the watch has the deadline looked at
+        self._extended = 0.0  # since it had not begun, or queued
         self.future: Future = cluster.client.submit(
             function,
             *args,
@@ -78,30 +79,36 @@ class PendingCall:
 
         `deadline` (seconds) counts from when the worker begins the call, not while it queues.
         """
+        self._cancel, self._until = cancel, self.began + deadline
         try:
-            while not self.done.wait(SLICE):
-                raise_if_set(cancel)
-                self.ended(deadline)
+            with self.cluster.watch.over(self):
+                while not self.ended(deadline):
+                    raise_if_set(cancel)
+                    self.attention.wait()
+                    self.attention.clear()
             return self.result()
         finally:
             self.drop()
+
+    def overdue(self, now: float) -> bool:
+        """Whether its deadline is over, or it has been cancelled."""
+        return now >= self._until or (self._cancel is not None and self._cancel.is_set())
 
     def ended(self, deadline: float) -> bool:
         """Whether the call has ended; raises when it never will, or not in time."""
         if self.done.is_set():
             return True
         self.cluster.check()
+        if self.cluster.pool_of(self.address) is None and not self.done.is_set():
+            raise self._lost("its process ended or its host cannot be reached")
         now = time.monotonic()
-        if now >= self._look:
-            self._look = now + LOOK
-            if self.cluster.pool_of(self.address) is None and not self.done.is_set():
-                raise self._lost("its process ended or its host cannot be reached")
-        if now >= self.began + deadline and now >= self._until:
-            self._until = now + self._overtime(deadline)
+        if now >= max(self.began + deadline, self._extended):
+            self._extended = self._until = now + self._overtime(deadline)
         return False
 
     def _wake(self, wake: threading.Event | None) -> None:
         self.done.set()
+        self.attention.set()
         if wake is not None:
             wake.set()
 
@@ -129,13 +136,16 @@ class PendingCall:
     def result(self) -> Any:
         """What the function returned, once the call has ended."""
         try:
-            return self._fetch()
+            found = self._fetch()
         except KilledWorker:
             raise self._lost("its process ended (killed, out of memory, or crashed)") from None
         except NoValidWorkerError:
             raise self._lost("it left before the call began") from None
         except CancelledError:
             raise self.cluster.why_lost(f"the Dask scheduler dropped {self.label}") from None
+        if isinstance(found, CallResult):
+            self.cluster.used_store(found.process, found.usage)
+        return found
 
     def _fetch(self) -> Any:
         """The result from the worker that holds it; it may die with it."""
@@ -262,7 +272,7 @@ def _run_on(
     cluster: Cluster, address: str, function: Callable[..., Any], *args: Any, timeout: float
 ) -> Any:
     lost = WorkerLost(cluster.name_of(address), f"there is no worker at {address}")
-    if cluster.pool_of(address, max_age=0.0) is None:
+    if cluster.pool_of(address) is None:
         raise lost  # Dask would try to connect to it for half a minute
     try:
         answers = cluster.ask(

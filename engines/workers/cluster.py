@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -23,13 +23,21 @@ from configs.cluster.cluster import ClusterConfig
 from engines.failures import CallCancelled, ClusterLost, NoWorkers
 from engines.processes.certificates import Certificates
 from engines.processes.node_process import NodeProcess
-from engines.workers.membership import Member, by_name, kill_worker, list_workers
+from engines.workers.call_watch import CallWatch
+from engines.workers.membership import (
+    SCAN_AGE,
+    ListedWorker,
+    Member,
+    WorkerTable,
+    kill_worker,
+    list_workers,
+)
+from storage.objects.usage import Usage
 
 ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
 KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
 CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
 AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its sockets have closed
-SCAN_AGE = 1.0  # seconds for which a list of workers is good enough to see that one is gone
 
 
 class RemoteWorkers(Protocol):
@@ -70,9 +78,10 @@ class Cluster:
         self.logs = logs
         self._node = node
         self._remote = remote
-        self._scan_lock = threading.Lock()
-        self._scanned: tuple[float, dict[str, Member]] = (-SCAN_AGE, {})
-        self._names: dict[str, str] = {}  # of every address ever seen
+        self.table = WorkerTable(config.pools, self._list)
+        self.watch = CallWatch(self._look)
+        client.subscribe_topic("all", self.table.heard)
+        self.usage: dict[str, Usage] = {}  # of the store by worker process, as its last call told
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
         self._closing = threading.Lock()
@@ -103,47 +112,55 @@ class Cluster:
 
     # -- workers ---------------------------------------------------------------------------------
 
-    def members(self, pool: str | None = None, max_age: float = 0.0) -> dict[str, Member]:
+    def members(self, pool: str | None = None, max_age: float = 0.0) -> Mapping[str, Member]:
         """Live workers by name, in natural order; of one pool or of all.
 
         `max_age`: seconds for which an earlier look will do.
         """
-        if pool is not None and pool not in self.config.pools:
+        if pool is None:
+            return self.table.look(max_age).members
+        if pool not in self.config.pools:
             raise ValueError(f"{pool!r} is no pool. The pools are {sorted(self.config.pools)}.")
-        with self._scan_lock:
-            when, found = self._scanned
-            if time.monotonic() - when > max_age:
-                found = self._scan()
-                self._scanned = (time.monotonic(), found)
-        return {name: one for name, one in found.items() if pool in (None, one.pool)}
+        return self.table.look(max_age).pools[pool]
 
-    def _scan(self) -> dict[str, Member]:
+    def _list(self) -> list[ListedWorker]:
         try:
-            listed = self.ask(self.client.run_on_scheduler, list_workers, timeout=ASK_TIMEOUT)
+            found: list[ListedWorker] = self.ask(
+                self.client.run_on_scheduler, list_workers, timeout=ASK_TIMEOUT
+            )
         except TimeoutError:
             self._lost = (
                 f"the Dask scheduler has not answered for {ASK_TIMEOUT:g} s. "
                 "The run can be resumed."
             )
             raise ClusterLost(self._lost) from None
-        found = []
-        for one in listed:
-            pools = [pool for pool in self.config.pools if pool in one.pools]
-            if pools and one.ready:
-                found.append(Member(name=one.name, address=one.address, pool=pools[0]))
-            self._names[one.address] = one.name
-        return {one.name: one for one in sorted(found, key=by_name)}
+        return found
 
-    def workers(self, pool: str) -> dict[str, str]:
+    def _look(self) -> Mapping[str, str]:
+        """Pool of each live worker by its address; ClusterLost once the cluster has ended."""
+        self.check()
+        return self.table.look().at
+
+    def workers(self, pool: str, max_age: float = 0.0) -> dict[str, str]:
         """Addresses of a pool's live workers by name. Ask anew on every attempt: they change.
 
         Workers that are about to leave are among them only as long as others are missing.
+        `max_age` as in `members`.
         """
-        return {name: one.address for name, one in self.staying(pool).items()}
+        return {name: one.address for name, one in self.staying(pool, max_age).items()}
 
-    def staying(self, pool: str) -> dict[str, Member]:
+    def known_workers(self, pool: str) -> dict[str, str] | None:
+        """The same as far as it is known; None where the workers must be looked at anew."""
+        seen = self.table.known()
+        if seen is None:
+            return None
+        return {name: one.address for name, one in self._staying(pool, seen.pools[pool]).items()}
+
+    def staying(self, pool: str, max_age: float = 0.0) -> dict[str, Member]:
         """The pool's workers that get calls: those that stay, and until they are enough, others."""
-        members = self.members(pool)
+        return self._staying(pool, self.members(pool, max_age))
+
+    def _staying(self, pool: str, members: Mapping[str, Member]) -> dict[str, Member]:
         leaving = self._remote.leaving() if self._remote is not None else frozenset()
         spare = self.config.pools[pool].workers - len(members.keys() - leaving)
         kept = [name for name in members if name in leaving][: max(spare, 0)]
@@ -151,7 +168,12 @@ class Cluster:
 
     def name_of(self, address: str) -> str:
         """Name of the worker that has or had an address."""
-        return self._names.get(address, address)
+        return self.table.name_of(address)
+
+    def used_store(self, process: str, usage: Usage) -> None:
+        """Take a worker process's count of what it has asked of the store since it began."""
+        if usage.requests >= self.usage.get(process, usage).requests:  # calls end in any order
+            self.usage[process] = usage
 
     def log_hint(self, name: str) -> str:
         """Where a worker's output is, and its last line; empty where we do not know."""
@@ -167,11 +189,8 @@ class Cluster:
 
     def pool_of(self, address: str, max_age: float = SCAN_AGE) -> str | None:
         """Pool of a live worker; None when there is none at this address (any more)."""
-        for age in (max_age, 0.0):
-            for one in self.members(max_age=age).values():
-                if one.address == address:
-                    return one.pool
-        return None
+        found = self.table.look(max_age).at.get(address)
+        return found or self.table.look(0.0).at.get(address)
 
     def wait(
         self,
@@ -307,6 +326,7 @@ class Cluster:
                     stack.callback(self._node.end)
                 if self._remote is not None:
                     stack.callback(self._remote.close)
+                stack.callback(self.watch.close)
 
     def _close_client(self) -> None:
         with contextlib.suppress(TimeoutError, OSError):

@@ -24,7 +24,8 @@ from engines.failures import (
     WorkerLost,
 )
 from engines.workers import host
-from engines.workers.calls import SLICE, PendingCall, start, start_build, value_of
+from engines.workers.call_watch import SLICE
+from engines.workers.calls import PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
 from engines.workers.engine import EngineSpec
 from engines.workers.messages import BuildReport, CallId, CallResult

@@ -46,7 +46,7 @@ from engines.workers.messages import (
     WorkerInfo,
 )
 from engines.workers.placement import this_node
-from storage.objects.usage import COUNTER, Usage
+from storage.objects.usage import COUNTER
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
 RECORDS = 512  # results remembered per worker
@@ -297,10 +297,13 @@ def host_of(worker: Worker) -> EngineHost:
 
 def _recorded(run: Callable[[], Any]) -> CallResult:
     """The boundary where an engine's exception becomes a record that travels."""
+    value, failure = None, None
     try:
-        return CallResult(value=run())
+        value = run()
     except (Exception, SystemExit) as error:
-        return CallResult(failure=capture(error))
+        failure = capture(error)
+    process = f"{socket.gethostname()}:{os.getpid()}"
+    return CallResult(value=value, failure=failure, process=process, usage=COUNTER.total())
 
 
 def build(role: str, spec: EngineSpec) -> CallResult:
@@ -348,11 +351,6 @@ async def stop(role: str, dask_worker: Worker) -> CallResult:
 def status(dask_worker: Worker) -> HostStatus:
     """By client.run: `EngineHost.status`."""
     return host_of(dask_worker).status()
-
-
-def store_usage() -> Usage:
-    """By client.run: what this process has asked of the store since it began."""
-    return COUNTER.total()
 
 
 def examine(dask_worker: Worker) -> WorkerInfo:

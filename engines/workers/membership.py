@@ -1,16 +1,23 @@
-"""Who belongs to a cluster: the questions put to its scheduler and its nannies, and their answers.
+"""Who belongs to a cluster: a table of its live workers, and the questions that fill it.
 
-These functions run there, by `client.run` and `client.run_on_scheduler`.
+The functions run on the scheduler and on nannies, by `client.run_on_scheduler` and `client.run`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from distributed import Nanny, Scheduler
 
 from engines.processes.process_tree import kill_tree
+
+SCAN_AGE = 2.0  # seconds for which a look at the workers is good enough while nothing is heard
+JOINING = 3.0  # seconds that a worker may take from its first word to its first call
+JOINING_AGE = 0.2  # seconds for which a look is good enough meanwhile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,3 +73,84 @@ def kill_worker(dask_worker: Nanny) -> list[int]:
 def by_name(member: Member) -> list[tuple[int, str]]:
     """Sort key that puts worker-2 before worker-10."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", member.name)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """A look at the workers."""
+
+    when: float  # monotonic clock
+    changes: int  # heard of before it
+    members: Mapping[str, Member]  # by name, in natural order
+    pools: Mapping[str, Mapping[str, Member]] = field(default_factory=dict)  # the same by pool
+    at: Mapping[str, str] = field(default_factory=dict)  # address -> pool
+
+
+class WorkerTable:
+    """The live workers as they were last seen. The scheduler's word of a change makes it old.
+
+    Looking costs the scheduler and us time in proportion to the workers; so calls read the table,
+    and a look is taken only where it is old. Safe to use from several threads.
+    """
+
+    def __init__(self, pools: Collection[str], ask: Callable[[], list[ListedWorker]]) -> None:
+        """`pools`: the names of ours; `ask`: lists all workers of the scheduler."""
+        self._pools = tuple(pools)
+        self._ask = ask
+        self._looking = threading.Lock()
+        self._changes = 0
+        self._joining_until = -JOINING
+        self._names: dict[str, str] = {}  # of every address ever seen
+        self._seen = Seen(when=-SCAN_AGE, changes=-1, members={})
+
+    def heard(self, event: tuple[float, Mapping[str, object]]) -> None:
+        """Take the scheduler's word that something happened; what concerns no worker is nothing."""
+        match event[1].get("action"):
+            case "add-worker":  # it is not ready yet, and nobody says when it is
+                self._joining_until = time.monotonic() + JOINING
+                self.outdate()
+            case "remove-worker":
+                self.outdate()
+
+    def outdate(self) -> None:
+        """Have the next reader look anew."""
+        self._changes += 1
+
+    def known(self, max_age: float = SCAN_AGE) -> Seen | None:
+        """The last look, if it is good enough; asks nobody."""
+        seen, now = self._seen, time.monotonic()
+        age = JOINING_AGE if now < self._joining_until else SCAN_AGE
+        good = seen.changes == self._changes and now - seen.when <= min(age, max_age)
+        return seen if good else None
+
+    def look(self, max_age: float = SCAN_AGE) -> Seen:
+        """The last look, or a new one where that is older than `max_age` seconds, or outdated."""
+        if (seen := self.known(max_age)) is not None:
+            return seen
+        with self._looking:
+            if (seen := self.known(max_age)) is None:
+                seen = self._seen = self._new()
+        return seen
+
+    def _new(self) -> Seen:
+        changes, found = self._changes, []
+        for one in self._ask():
+            pools = [pool for pool in self._pools if pool in one.pools]
+            if pools and one.ready:
+                found.append(Member(name=one.name, address=one.address, pool=pools[0]))
+            self._names[one.address] = one.name
+        members = {member.name: member for member in sorted(found, key=by_name)}
+        by_pool: dict[str, dict[str, Member]] = {pool: {} for pool in self._pools}
+        for name, member in members.items():
+            by_pool[member.pool][name] = member
+        return Seen(
+            when=time.monotonic(),
+            changes=changes,
+            members=members,
+            pools=by_pool,
+            at={member.address: member.pool for member in found},
+        )
+
+    def name_of(self, address: str) -> str:
+        """Name of the worker that has or had an address."""
+        return self._names.get(address, address)

@@ -10,6 +10,8 @@ from engines.failures import Failure
 from engines.workers.placement import NodeResources
 from storage.objects.usage import Usage
 
+NONE = Usage()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallId:
@@ -48,6 +50,8 @@ class CallResult:
 
     value: Any = None  # what the engine method returned
     failure: Failure | None = None  # or what it raised
+    process: str = ""  # HOST:PID of the worker
+    usage: Usage = NONE  # what that process has asked of the store since it began
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

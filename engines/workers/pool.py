@@ -7,11 +7,8 @@ first reaches it, so nothing is told to anyone.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +17,9 @@ from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers.calls import build, stop, submit
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
+from engines.workers.membership import SCAN_AGE
 from engines.workers.messages import CallId
-
-LOOK = 0.5  # seconds between looks at which workers live
+from engines.workers.slot_queue import SlotQueue, Turn
 
 
 @dataclass(slots=True)
@@ -53,13 +50,11 @@ class EnginePool:
         self.deadline = deadline  # seconds a call may take
         self.start_timeout = start_timeout  # seconds an engine may take to start
         self.cancel = cancel  # ends every wait when it is set
-        self._calls: Counter[str] = Counter()  # calls in flight, by worker name
         self._ready: dict[str, str] = {}  # address -> name of workers whose engine is built
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._freed = threading.Condition()  # guards the calls and those that wait for a slot
-        self._waiting: list[tuple[tuple[int, ...], int]] = []  # a heap
-        self._tickets = itertools.count()
+        slots = cluster.config.pools[pool].slots
+        self._slots = SlotQueue(slots, self.live, self._known, self._check)
 
     def start(self) -> list[str]:
         """Build the engines of all live workers at once; returns the workers' names."""
@@ -70,14 +65,21 @@ class EnginePool:
 
     def live(self) -> dict[str, str]:
         """Name -> address of the pool's live workers; waits for one, then NoWorkers."""
-        workers = self.cluster.workers(self.pool)
+        workers = self.cluster.workers(self.pool, max_age=SCAN_AGE)
         return workers or self.cluster.wait(self.pool, 1, cancel=self.cancel)
+
+    def _known(self) -> dict[str, str] | None:
+        return self.cluster.known_workers(self.pool)
+
+    def _check(self) -> None:
+        raise_if_set(self.cancel)
+        self.cluster.check()
 
     def call(
         self, method: str, call_id: CallId, assignment: Assignment | None = None, **arguments: Any
     ) -> Any:
         """Call a method on one of the pool's engines and wait for its result."""
-        with self.picked(assignment) as (_, address):
+        with self._calling(self._slots.least_busy(), assignment) as (_, address):
             return self.submit(address, method, call_id, arguments)
 
     def submit(
@@ -113,8 +115,9 @@ class EnginePool:
             raise
 
     def forget(self, address: str) -> None:
-        """Take nothing for granted about a worker: its engine is looked at before the next call."""
+        """Take nothing for granted about a worker: it is looked at before the next call."""
         self._ready.pop(address, None)
+        self.cluster.table.outdate()
 
     def ready(self, name: str, address: str) -> None:
         """Build the worker's engine unless it is there."""
@@ -133,55 +136,33 @@ class EnginePool:
                 self._ready[address] = name
 
     @contextlib.contextmanager
-    def picked(
-        self, assignment: Assignment | None = None, turn: tuple[int, ...] | None = None
-    ) -> Iterator[tuple[str, str]]:
-        """Name and address of the worker with the fewest calls, its engine ready, for the body.
+    def next_free(
+        self, assignment: Assignment, turn: Turn, given_up: Callable[[], bool]
+    ) -> Iterator[tuple[str, str] | None]:
+        """Name and address of a worker with a free slot, its engine ready, for the body.
 
-        With `turn`, a call waits here until a worker has a free slot, so that work goes to whoever
-        is done first; of those that wait the lowest turn is next. Without, it queues on its worker.
+        A call waits here and not on a worker, so that work goes to whoever is done first; of those
+        that wait the lowest turn is next. None once it is `given_up` (see SlotQueue.wake).
         """
-        name, address = self._pick() if turn is None else self._next_free(turn)
+        name = self._slots.take(turn, given_up)
+        if name is None:
+            yield None
+            return
+        with self._calling(name, assignment) as found:
+            yield found
+
+    @contextlib.contextmanager
+    def _calling(
+        self, name: str, assignment: Assignment | None = None
+    ) -> Iterator[tuple[str, str]]:
+        """Hold a slot of a worker, and have its engine ready, for the body."""
         if assignment is not None:
             assignment.worker = name
         try:
+            address = self.live().get(name)
+            if address is None:
+                raise WorkerLost(name, "it left before the call began")
             self.ready(name, address)
             yield name, address
         finally:
-            with self._freed:
-                self._calls[name] -= 1
-                self._freed.notify_all()
-
-    def _pick(self) -> tuple[str, str]:
-        workers = self.live()
-        with self._freed:
-            name = self._least_busy(workers)
-            self._calls[name] += 1
-        return name, workers[name]
-
-    def _next_free(self, turn: tuple[int, ...]) -> tuple[str, str]:
-        slots = self.cluster.config.pools[self.pool].slots
-        ticket = (turn, next(self._tickets))
-        with self._freed:
-            heapq.heappush(self._waiting, ticket)
-        try:
-            while True:
-                raise_if_set(self.cancel)
-                with self._freed:
-                    if not self._freed.wait_for(lambda: self._waiting[0] == ticket, LOOK):
-                        continue
-                workers = self.live()
-                with self._freed:
-                    name = self._least_busy(workers)
-                    if self._waiting[0] == ticket and self._calls[name] < slots:
-                        self._calls[name] += 1
-                        return name, workers[name]
-                    self._freed.wait(LOOK)
-        finally:
-            with self._freed:
-                self._waiting.remove(ticket)
-                heapq.heapify(self._waiting)
-                self._freed.notify_all()
-
-    def _least_busy(self, workers: Mapping[str, str]) -> str:
-        return min(sorted(workers), key=lambda worker: self._calls[worker])
+            self._slots.free(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from configs.cluster.kinds import TemporaryTls
 from configs.grpo import GRPOConfig
 from engines.clusters.opening import open_cluster
 from engines.data.data_engine import DataSpec
-from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
@@ -22,7 +21,6 @@ from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
-from engines.workers.host import store_usage
 from engines.workers.pool import EnginePool
 from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 TrainRole = Literal["actor", "ref", "critic"]
 MODELS = Path(".refrain/models")
-TIMEOUT = 5.0  # seconds for the workers' answers; a metric is not worth more
 # What workers import before their first call, and vLLM's do not.
 ENGINE_MODULES = (
     "engines.train.fsdp_engine",
@@ -64,21 +61,16 @@ class Handles:
 class StoreUsage:
     """Requests and bytes that the flow and every worker asked of the store, since the last look.
 
-    What a worker that died counted after it is lost.
+    A worker tells its count with the result of each call. What one that died counted after its last
+    call is lost.
     """
 
     def __init__(self) -> None:
         self._before: dict[str, Usage] = {"": COUNTER.total()}
 
-    def since_last(self, cluster: Cluster) -> Metrics:
-        """Metrics of a step; empty when the workers do not answer in time."""
-        try:
-            found: dict[str, Usage] = cluster.ask(
-                cluster.client.run, store_usage, on_error="ignore", timeout=TIMEOUT
-            )
-        except (TimeoutError, ClusterLost):  # a commit does not fail for the want of a metric
-            return {}
-        now = {"": COUNTER.total(), **found}
+    def since_last(self, told: Mapping[str, Usage]) -> Metrics:
+        """Metrics of a step; `told`: what each worker process has asked since it began."""
+        now = {"": COUNTER.total(), **told}
         total = Usage()
         for process, count in now.items():
             total += count - self._before.get(process, Usage())
@@ -259,7 +251,7 @@ class Engines:
 
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""
-        return self._usage.since_last(self.cluster)
+        return self._usage.since_last(self.cluster.usage)
 
     @property
     def cluster(self) -> Cluster:

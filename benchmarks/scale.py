@@ -1,0 +1,289 @@
+"""What it costs to drive many rollout workers and shards, on the real flow with engines that sleep.
+
+    python -m benchmarks.scale [--workers 1 16 64 256] [--shards 64 256 1024] [--steps 5]
+
+Rollout workers are simulated, many in one process: each is a Dask worker with an engine host and an
+engine of its own, which loads weights as ever and then sleeps instead of decoding. The flow joins
+them (cluster.kind = address); the Dask scheduler and Prefect's server are processes of their own.
+Every shard takes `--seconds`, so the shortest sampling is ceil(shards / workers) times that.
+
+Printed, medians over the steps but the first: seconds a step; its sampling, from the first shard's
+start to the last one's end, beyond the shortest; the flow's own work for each shard in milliseconds
+of processor time, and those of the scheduler and of Prefect's server; the flow's memory at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.sleeping_engine import VARIABLE
+from storage.objects.store import Store
+from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.run_store import RunStore
+
+LIMIT = 3600.0  # seconds for one run
+LOOK_EVERY = 0.05  # seconds
+IN_A_PROCESS = 64  # simulated workers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is run."""
+
+    workers: int
+    shards: int
+    steps: int
+    seconds: float  # that each shard takes
+    group_size: int = 2
+
+    def words(self, scheduler: str) -> list[str]:
+        """A tiny model, and a prompt a shard."""
+        return [
+            "tiny",
+            f"steps={self.steps}",
+            f"prompts_per_step={self.shards}",
+            f"rollout.shards={self.shards}",
+            f"group_size={self.group_size}",
+            f"data.source.size={max(4096, self.shards)}",
+            "rollout.max_new_tokens=4",
+            f"cluster={{kind: address, address: '{scheduler}'}}",
+            f"cluster.pools.rollout={{workers: {self.workers}, threads: 1, slots: 1}}",
+            "store.snapshot_every=100000",
+            "train.micro_batch_tokens=16384",
+            f"store.uri=file://{Path.cwd()}/.refrain/store",
+        ]
+
+
+def run_one(setting: Setting, scheduler: str) -> int:
+    """The flow, in this process, with engines that sleep."""
+    import engines.clusters.opening as opening
+    import tasks.run.engines as made
+    from configs.grpo import GRPOConfig
+    from tasks.launch.command_line import main
+
+    made.engine_class = lambda config: "benchmarks.sleeping_engine:SleepingEngine"
+    opening.check_members = lambda cluster: None  # it wants a nanny for every worker
+    return main("flows.grpo:grpo", GRPOConfig, setting.words(scheduler))
+
+
+def host_workers(scheduler: str, names: Sequence[str], pool: str, slots: int) -> None:
+    """Be some Dask workers, all in this process, until the scheduler is gone."""
+    from engines.processes import dask_settings
+
+    dask_settings.apply()
+    from distributed import Worker
+
+    async def serve() -> None:
+        made = [
+            Worker(
+                scheduler,
+                name=name,
+                nthreads=slots,
+                resources={pool: slots},
+                memory_limit=0,
+                local_directory=f"scratch/{name}",
+                dashboard_address="127.0.0.1:0",
+                dashboard=False,
+            )
+            for name in names
+        ]
+        await asyncio.gather(*made)
+        await asyncio.gather(*(worker.finished() for worker in made))
+
+    asyncio.run(serve())
+
+
+@contextlib.contextmanager
+def cluster(setting: Setting, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Scheduler and workers in processes of their own: its address and its process."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        VARIABLE: f"equal:{setting.seconds}",
+        "OMP_NUM_THREADS": "1",
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    serve = ["-m", "engines.clusters.scheduler", "--host", "127.0.0.1", "--port", str(port)]
+    rollout = [f"rollout-{number}" for number in range(setting.workers)]
+    parts = [rollout[i : i + IN_A_PROCESS] for i in range(0, len(rollout), IN_A_PROCESS)]
+    wanted = [("rollout", 1, part) for part in parts]
+    wanted += [("train", 2, ["train-0"]), ("cpu", 4, ["cpu-0"])]
+    hosts = [
+        ["-m", "benchmarks.scale", "--host", address, pool, str(slots), *names]
+        for pool, slots, names in wanted
+    ]
+    started: list[subprocess.Popen[bytes]] = []
+    with (folder / "cluster.log").open("ab") as log:
+        try:
+            for words in [[*serve, "--no-dashboard"], *hosts]:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, *words],
+                        cwd=folder, env=environment, stdout=log, stderr=log,
+                    )
+                )  # fmt: skip
+            yield address, psutil.Process(started[0].pid)
+        finally:
+            for process in reversed(started):
+                process.kill()
+                process.wait()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Processor seconds so far, when a step was seen to be committed."""
+
+    when: float
+    flow: float
+    scheduler: float
+    server: float
+    memory: float  # MiB of the flow process
+
+
+def look(flow: psutil.Process, scheduler: psutil.Process) -> Look:
+    """At the processes; everything below the flow is Prefect's server."""
+    server = sum(spent(child) for child in flow.children(recursive=True))
+    return Look(
+        when=time.time(),
+        flow=spent(flow),
+        scheduler=spent(scheduler),
+        server=server,
+        memory=flow.memory_info().rss / 2**20,
+    )
+
+
+def spent(process: psutil.Process) -> float:
+    """Processor seconds of one process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        times = process.cpu_times()
+        return times.user + times.system
+    return 0.0
+
+
+def measured(setting: Setting) -> dict[str, float]:
+    """One run in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="scale-") as name:
+        folder = Path(name)
+        with cluster(setting, folder) as (scheduler, process):
+            command = [sys.executable, "-m", "benchmarks.scale", "--one", scheduler]
+            command += ["--workers", str(setting.workers), "--shards", str(setting.shards)]
+            command += ["--steps", str(setting.steps), "--seconds", str(setting.seconds)]
+            log = folder / "flow.log"
+            with log.open("wb") as out:
+                flow = subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+                    stdout=out,
+                    stderr=out,
+                )
+            try:
+                looks = watched(flow, process, folder, setting)
+                if flow.wait(LIMIT) != 0:
+                    raise SystemExit(log.read_text() + (folder / "cluster.log").read_text()[-3000:])
+            finally:
+                if flow.poll() is None:
+                    flow.kill()
+                    flow.wait()
+            return figures(setting, commits_of(folder), looks)
+
+
+def watched(
+    flow: subprocess.Popen[bytes], scheduler: psutil.Process, folder: Path, setting: Setting
+) -> list[Look]:
+    """A look at the processes after each commit."""
+    found: list[Look] = []
+    process, began = psutil.Process(flow.pid), time.monotonic()
+    while len(found) < setting.steps and flow.poll() is None:
+        if time.monotonic() - began > LIMIT:
+            raise SystemExit(f"No end in {LIMIT:g} s.")
+        if len(list(folder.glob(".refrain/store/*/steps/*/commit.json"))) > len(found):
+            found.append(look(process, scheduler))
+        time.sleep(LOOK_EVERY)
+    return found
+
+
+def commits_of(folder: Path) -> list[Commit]:
+    """The run's commits."""
+    store = Store(f"file://{folder}/.refrain/store")
+    (name,) = store.children()
+    files = RunStore(store, name)
+    return [read_commit(files, step) for step in range(1, (head(files) or 0) + 1)]
+
+
+def figures(setting: Setting, commits: Sequence[Commit], looks: Sequence[Look]) -> dict[str, float]:
+    """Medians over the steps but the first."""
+    sampling = []
+    for commit in commits[1:]:
+        shards = [one for one in commit.attempts if one["stage"] == "rollout"]
+        began = min(float(str(one["started"])) for one in shards)
+        ended = max(float(str(one["started"])) + float(str(one["seconds"])) for one in shards)
+        sampling.append(ended - began)
+    pairs = list(itertools.pairwise(looks))
+    each = 1000.0 / setting.shards
+    shortest = math.ceil(setting.shards / setting.workers) * setting.seconds
+    return {
+        "step": statistics.median(b.when - a.when for a, b in pairs),
+        "beyond": statistics.median(sampling) - shortest,
+        "flow": statistics.median(b.flow - a.flow for a, b in pairs) * each,
+        "scheduler": statistics.median(b.scheduler - a.scheduler for a, b in pairs) * each,
+        "server": statistics.median(b.server - a.server for a, b in pairs) * each,
+        "memory": looks[-1].memory,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--host"]:
+        host_workers(words[1], words[4:], words[2], int(words[3]))
+        return 0
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 16, 64, 256])
+    parser.add_argument("--shards", nargs="+", type=int, default=[64, 256, 1024])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="that each shard takes")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    settings = [
+        Setting(workers=workers, shards=shards, steps=options.steps, seconds=options.seconds)
+        for workers in options.workers
+        for shards in options.shards
+    ]
+    if options.one:
+        return run_one(settings[0], options.one)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before", flush=True)
+    print("workers shards  s a step  beyond  flow ms  scheduler ms  server ms  flow MiB")
+    for setting in settings:
+        found = measured(setting)
+        print(
+            f"{setting.workers:7} {setting.shards:6}  {found['step']:8.2f}  {found['beyond']:6.2f}  "
+            f"{found['flow']:7.1f}  {found['scheduler']:12.1f}  {found['server']:9.1f}  "
+            f"{found['memory']:8.0f}",
+            flush=True,
+        )
+    print(f"load {os.getloadavg()[0]:.1f} after")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
