@@ -109,7 +109,9 @@ def commit(
         step=step,
         parent=run.head,
         refs={name: ref for name, ref in refs.items() if ref is not None},
-        version_in=min((one.sampled.weights for one in scored), key=attrgetter("version")),
+        version_in=min(
+            (shard.weights for one in scored for shard in one.sampled), key=attrgetter("version")
+        ),
         version_out=synced.weights,
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},

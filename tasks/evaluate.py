@@ -23,6 +23,7 @@ from tasks.reward import trainer_state
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.run.shard_driver import Part, parts
 
 ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
 
@@ -53,11 +54,11 @@ def evaluate(run: Run) -> Evaluation:
     assert run.config.evaluation is not None
     shards = min(run.config.rollout.shards, run.config.evaluation.rows)
     prompts = held_out.submit(run, run.config.evaluation)
-    parts = [
-        evaluate_shard.submit(run, prompts, shard, shards)  # type: ignore[call-overload]
-        for shard in range(1, shards + 1)
+    evaluated = [
+        evaluate_shards.submit(run, prompts, part)  # type: ignore[call-overload]
+        for part in parts(1, shards, shards)
     ]
-    summed = summarize.submit(run, run.config.evaluation, parts)
+    summed = summarize.submit(run, run.config.evaluation, evaluated)
     return result_of(summed)
 
 
@@ -90,11 +91,20 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
     return Prompts(ref=made.ref, cursor=run.cursor, drawn=len(rows), dropped=dropped)
 
 
-@task(name="evaluate", task_run_name="evaluate {shard}/{shards}", **OPTIONS)
-def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> EvaluatedShard:
+@task(name="evaluate", task_run_name="evaluate {part}", **OPTIONS)
+def evaluate_shards(run: Run, prompts: Prompts, part: Part) -> list[EvaluatedShard]:
+    """Sample and score some shards of the held-out prompts."""
+    return run.shards.drive(
+        run.after,
+        "evaluate",
+        part,
+        lambda shard: evaluated_shard(run, prompts.ref.part(shard - 1, part.of), shard),
+    )
+
+
+def evaluated_shard(run: Run, part: BatchRef, shard: int) -> EvaluatedShard:
     """Sample and score a shard of the held-out prompts (counted from 1)."""
     assert run.config.evaluation is not None
-    part = prompts.ref.chunk(shards)[shard - 1]
     sampling = sampling_of(run, run.config.evaluation)
     weights = run.engines.rollouts.weights
     key = key_of("evaluate", part.to_json(), weights.digest, asdict(sampling))
@@ -124,10 +134,13 @@ def evaluate_shard(run: Run, prompts: Prompts, shard: int, shards: int) -> Evalu
 
 
 @task(name="evaluation", task_run_name="evaluation", **OPTIONS)
-def summarize(run: Run, evaluation: EvaluationConfig, parts: list[EvaluatedShard]) -> Evaluation:
+def summarize(
+    run: Run, evaluation: EvaluationConfig, evaluated: list[list[EvaluatedShard]]
+) -> Evaluation:
     """The mean held-out reward; also to MLflow, with what the reward functions log as eval/NAME."""
     store = run.files.store
-    samples = BatchRef.concat([part.ref[["reward", "finish_reason"]] for part in parts])
+    shards = [shard for part in evaluated for shard in part]
+    samples = BatchRef.concat([shard.ref[["reward", "finish_reason"]] for shard in shards])
     rewards, _ = samples.fetch_numpy(store, "reward")
     finish = samples.fetch_list(store, "finish_reason")
     good = rewards[~np.isnan(rewards)].astype(np.float64)
@@ -141,7 +154,7 @@ def summarize(run: Run, evaluation: EvaluationConfig, parts: list[EvaluatedShard
         truncated=sum(str(reason) == "length" for reason in finish),
         on=manner(run, evaluation),
     )
-    logged = pooled(part.metrics for part in parts)
+    logged = pooled(shard.metrics for shard in shards)
     metrics = {f"eval/{name}": metric.mean for name, metric in logged.items()}
     if len(good):
         metrics |= {"eval/reward": done.reward, "eval/error": done.error}

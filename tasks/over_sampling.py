@@ -9,11 +9,13 @@ handed on before that, so that the engines are busy meanwhile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeGuard, cast
 
 import numpy as np
-from prefect.futures import PrefectFuture, as_completed
+from prefect.futures import PrefectFuture
 
 from configs.grpo import GRPOConfig
 from storage.batches.columns import SampleStatus
@@ -21,8 +23,17 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.runs.commit_log import CarriedGroup
-from tasks.results import Carried, LeftOver, Prompts, Sampled, Unsampled
+from tasks.results import (
+    Carried,
+    LeftOver,
+    Prompts,
+    Sampled,
+    SampledPart,
+    Unsampled,
+    WholePart,
+)
 from tasks.run.run import Run
+from tasks.run.shard_driver import TASK_RUNS, Part, parts
 
 OVERDUE = "overdue"  # reasons for which groups are dropped, in the ledger
 OVER_SAMPLED = "over_sampled"
@@ -30,21 +41,33 @@ CUT = "cut"  # finish reason of an answer that ended as it was
 
 
 def finished_groups(
-    run: Run, step: int, prompts: Prompts, shards: Sequence[PrefectFuture[Sampled | Unsampled]]
-) -> list[Sampled | PrefectFuture[Sampled]]:
+    run: Run,
+    step: int,
+    prompts: Prompts,
+    submit: Callable[[Part], PrefectFuture[SampledPart]],
+) -> list[WholePart | PrefectFuture[WholePart]]:
     """The groups that the step trains on, once it is known which; the others are settled.
 
-    shards: one for each group of `prompts`. Groups that the step waits for, since they are due, come
-    as futures: the next step may begin meanwhile. Raises what the first shard raised that failed.
+    submit: starts a rollout task for some groups, each of which is a shard. Groups that the step
+    waits for, since they are due, come as futures: the next step may begin meanwhile. Raises what
+    the first task raised that failed.
     """
     config = run.config
-    wanted = min(config.prompts_per_step, len(shards))
+    count = len(prompts.ref)
+    wanted = min(config.prompts_per_step, count)
     due = overdue_groups(config, step, prompts.carried)
     awaited = due if config.rollout.overdue == "wait" else frozenset[int]()
-    _wait_for(shards, wanted - len(awaited), awaited)
-    if len(shards) > wanted:
+    tasks = {part: submit(part) for part in parts_apart(count, awaited)}
+    others = {part: task for part, task in tasks.items() if part.first - 1 not in awaited}
+    numbers = frozenset(number for part in others for number in part)
+    run.shards.wait_for(step, wanted - len(awaited), numbers, list(tasks.values()))
+    if count > wanted:
         run.engines.rollouts.cut(step, keep=[number + 1 for number in awaited])
-    found = {number: shard.result() for number, shard in enumerate(shards) if number not in awaited}
+    found = {
+        number - 1: shard
+        for part, task in others.items()
+        for number, shard in zip(part, task.result(), strict=True)
+    }
     if config.rollout.overdue == "cut":
         found |= {number: ended(run, step, number, found[number]) for number in due}
     finished = {number: shard for number, shard in found.items() if is_finished(shard)}
@@ -52,25 +75,26 @@ def finished_groups(
     chosen = choose(ages, due, wanted - len(awaited))
     rest = {number: shard for number, shard in found.items() if number not in chosen}
     run.leave(step, prompts.cursor, settled(run, step, prompts, rest, due))
-    members = sorted([*chosen, *awaited])
     # One that is awaited is not cut, so it comes whole.
-    whole = cast("Sequence[PrefectFuture[Sampled]]", shards)
-    return [finished[number] if number in finished else whole[number] for number in members]
+    members = {
+        part.first - 1: cast("PrefectFuture[WholePart]", task)
+        for part, task in tasks.items()
+        if part not in others
+    } | {
+        chosen[part.first - 1]: tuple(finished[chosen[place - 1]] for place in part)
+        for part in parts(1, len(chosen), len(chosen))
+    }
+    return [members[first] for first in sorted(members)]
 
 
-def _wait_for(
-    shards: Sequence[PrefectFuture[Sampled | Unsampled]], enough: int, awaited: frozenset[int]
-) -> None:
-    """Return when so many shards have ended besides those that are awaited anyway."""
-    if enough <= 0:
-        return
-    others = {shard for number, shard in enumerate(shards) if number not in awaited}
-    ended_shards = 0
-    for shard in as_completed(list(shards)):
-        shard.result()  # not result_of, which waits for every task of the step
-        ended_shards += shard in others
-        if ended_shards >= enough:
-            return
+def parts_apart(count: int, awaited: Collection[int]) -> list[Part]:
+    """So many groups, those that are awaited in tasks of their own: the others' are cut first."""
+    found: list[Part] = []
+    for _, run_of in itertools.groupby(range(count), lambda number: number in awaited):
+        numbers = list(run_of)
+        most = math.ceil(TASK_RUNS * len(numbers) / count)
+        found += parts(numbers[0] + 1, numbers[-1] + 1, count, max(1, most))
+    return found
 
 
 def overdue_groups(config: GRPOConfig, step: int, carried: Carried) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engines.rewards.failing_samples import LoggedMetric
@@ -85,11 +86,22 @@ class Unsampled:
     begun: BatchRef | None  # samples to go on with, where there are some from earlier
 
 
+# What a task run returns of the shards that it drove, in their order.
+SampledPart = tuple[Sampled | Unsampled, ...]
+WholePart = tuple[Sampled, ...]
+
+
+def samples_of_parts(parts: Iterable[WholePart]) -> BatchRef:
+    """The samples of all shards, in order."""
+    refs = [shard.ref for part in parts for shard in part]
+    return refs[0] if len(refs) == 1 else BatchRef.concat(refs)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """One shard, sampled and scored."""
+    """Some shards, sampled and scored."""
 
-    sampled: Sampled
+    sampled: WholePart
     ref: BatchRef  # the samples with reward, score/<function>, extra/<function>/<column>, status
     failures: int  # samples whose scoring failed
     code: tuple[RewardCode, ...]  # the functions that scored

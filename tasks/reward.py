@@ -16,57 +16,61 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor
-from tasks.results import Sampled, Scored
+from tasks.results import Scored, WholePart, samples_of_parts
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
 
-@task(name="reward", task_run_name="reward {shard}/{shards}", **OPTIONS)
-def reward(run: Run, step: int, sampled: Sampled, shard: int, shards: int) -> Scored:
-    """Score the completions of a shard (counted from 1).
+@task(name="reward", task_run_name="reward {number}/{count}", **OPTIONS)
+def reward(run: Run, step: int, sampled: WholePart, number: int, count: int) -> Scored:
+    """Score the completions of the shards that one rollout task sampled (tasks counted from 1).
 
     An exception, a time-out or a crash in a reward function is not retried and is not a reward: the
     sample is marked failed, and the function's traceback goes to this task's log. What the function
     logs as TRL's do goes with the scores: columns of log_extra into their batch, values of
     log_metric to the commit (tasks/run/metrics.py).
     """
-    return scored(run, step, sampled, shard)
+    return scored(run, step, sampled, number)
 
 
 def reward_shards(
-    run: Run, step: int, sampled: Sequence[PrefectFuture[Sampled]]
+    run: Run, step: int, sampled: Sequence[PrefectFuture[WholePart] | WholePart]
 ) -> list[PrefectFuture[Scored]]:
-    """A reward task for each shard that is sampled."""
+    """A reward task for what each rollout task sampled."""
     return [
-        reward.submit(run, step, shard, number, len(sampled))  # type: ignore[call-overload]
-        for number, shard in enumerate(sampled, 1)
+        reward.submit(run, step, part, number, len(sampled))  # type: ignore[arg-type]
+        for number, part in enumerate(sampled, 1)
     ]
 
 
-def scored(run: Run, step: int, sampled: Sampled, shard: int) -> Scored:
-    """A shard with its rewards; failures are logged."""
+def scored(run: Run, step: int, sampled: WholePart, number: int) -> Scored:
+    """Shards with their rewards; failures are logged. `number` tells the calls of a step apart."""
     state = trainer_state(run, step)
     rewards = run.config.rewards.model_dump(mode="json")
-    key = key_of("reward", sampled.ref.to_json(), rewards, asdict(state))
-    out_key = run.files.stage_key(step, "reward", shard, key)
-    with attempted(run, step, "reward", shard) as attempt:
+    samples = samples_of_parts([sampled])
+    prompts = sampled[0].prompts
+    if len(sampled) > 1:
+        prompts = BatchRef.concat([shard.prompts for shard in sampled])
+    key = key_of("reward", samples.to_json(), rewards, asdict(state))
+    out_key = run.files.stage_key(step, "reward", number, key)
+    with attempted(run, step, "reward", number) as attempt:
         result = run.engines.scorers.call(
             "score",
-            run.call_id(step, f"score-{shard}-{key}"),
+            run.call_id(step, f"score-{number}-{key}"),
             attempt.assignment,
-            prompts=sampled.prompts,
-            samples=sampled.ref,
+            prompts=prompts,
+            samples=samples,
             out_key=out_key,
             trainer_state=state,
         )
-    for (function, error), samples in by_cause(result.failures).items():
-        numbers = ", ".join(map(str, samples))
+    for (function, error), failed in by_cause(result.failures).items():
+        numbers = ", ".join(map(str, failed))
         trace = result.tracebacks.get(error, "")
         text = f"Scoring failed in {function} for sample {numbers}: {error}\n{trace}"
         get_run_logger().error("%s", text.rstrip())
     return Scored(
         sampled=sampled,
-        ref=sampled.ref.drop(["status"]).with_columns(result.ref),
+        ref=samples.drop(["status"]).with_columns(result.ref),
         failures=result.failed,
         code=result.code,
         seconds=result.seconds,

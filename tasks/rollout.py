@@ -16,41 +16,47 @@ from storage.objects.digests import key_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import WeightsRef
 from tasks.over_sampling import finished_groups
-from tasks.results import Prompts, Sampled, Unsampled
+from tasks.results import Prompts, Sampled, SampledPart, Unsampled, WholePart
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.run.shard_driver import Part, parts
 
 
-@task(name="rollout", task_run_name="rollout {shard}/{shards}", **OPTIONS)
-def rollout(run: Run, step: int, prompts: Prompts, shard: int, shards: int) -> Sampled | Unsampled:
-    """Sample `group_size` completions for each prompt of a shard (counted from 1).
+@task(name="rollout", task_run_name="rollout {part}", **OPTIONS)
+def rollout(run: Run, step: int, prompts: Prompts, part: Part) -> SampledPart:
+    """Sample `group_size` completions for each prompt of some shards.
 
     A shard that was finished before, under the same prompts, weights and sampling parameters, is
-    read from the store. An attempt goes to the rollout worker with the fewest shards in flight;
-    the worker's engine is brought to the current weights first if it lags (a restarted worker).
+    read from the store. An attempt goes to the rollout worker that is free first; the worker's
+    engine is brought to the current weights first if it lags (a restarted worker).
     """
-    part = prompts.ref.chunk(shards)[shard - 1]
-    begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
-    found = sample_or_leave(run, step, part, run.sampling, "rollout", shard, begun)
-    run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
-    return found
+
+    def one(shard: int) -> Sampled | Unsampled:
+        begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
+        rows = prompts.ref.part(shard - 1, part.of)
+        found = sample_or_leave(run, step, rows, run.sampling, "rollout", shard, begun)
+        run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
+        run.shards.ended(step, shard)
+        return found
+
+    return tuple(run.shards.drive(step, "rollout", part, one))
 
 
 def rollout_shards(
     run: Run, step: int, prompts: PrefectFuture[Prompts]
-) -> Sequence[PrefectFuture[Sampled] | Sampled]:
-    """A rollout task for each shard of a step's prompts; waits for those.
+) -> Sequence[PrefectFuture[WholePart] | WholePart]:
+    """Rollout tasks for the shards of a step's prompts; waits for those.
 
     With rollout.over_sampling, waits for the groups that the step trains on, and gives only those.
     """
-    shards = shards_of(run, prompts)
-    under_way = [
-        rollout.submit(run, step, prompts, shard, shards)  # type: ignore[call-overload]
-        for shard in range(1, shards + 1)
-    ]
-    if not run.config.over_samples and not prompts.result().carried:
-        return under_way
-    return finished_groups(run, step, prompts.result(), under_way)
+
+    def submit(part: Part) -> PrefectFuture[Any]:
+        return rollout.submit(run, step, prompts, part)  # type: ignore[call-overload]
+
+    drawn, shards = prompts.result(), shards_of(run, prompts)
+    if run.config.over_samples or drawn.carried:
+        return finished_groups(run, step, drawn, submit)
+    return [submit(part) for part in parts(1, shards, shards)]
 
 
 def shards_of(run: Run, prompts: PrefectFuture[Prompts]) -> int:

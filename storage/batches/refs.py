@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -177,9 +176,13 @@ class BatchRef:
         """
         if n < 1:
             raise ValueError(f"chunk() makes at least 1 batch, not {n}.")
-        sizes = [self.count // n + (k < self.count % n) for k in range(n)]
-        edges = np.concatenate([[0], np.cumsum(sizes)])
-        return [self.rows(a, b) for a, b in pairwise(edges.tolist())]
+        return [self.part(k, n) for k in range(n)]
+
+    def part(self, k: int, n: int) -> BatchRef:
+        """`chunk(n)[k]`, without making the others."""
+        size, longer = divmod(self.count, n)
+        first = k * size + min(k, longer)
+        return self.rows(first, first + size + (k < longer))
 
     def lengths(self, store: Store, name: str) -> NDArray[np.int64]:
         """[N]: elements of each row of a jagged column. Reads row indices, no values."""

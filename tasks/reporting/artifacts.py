@@ -43,7 +43,7 @@ def show_step(run: RunView, commit: Commit, scored: list[Scored], attempts: list
     """The step's table of shards and its lineage note."""
     create_table_artifact(
         key=key(run.name, "shards"),
-        table=[shard_row(number, shard) for number, shard in enumerate(scored, 1)],
+        table=shard_rows(scored),
         description=f"Shards of step {commit.step}: where each was sampled, and how.",
     )
     create_markdown_artifact(
@@ -53,22 +53,39 @@ def show_step(run: RunView, commit: Commit, scored: list[Scored], attempts: list
     )
 
 
-def shard_row(number: int, shard: Scored) -> dict[str, str | int | float]:
-    """One line of the table of shards."""
-    stats = shard.sampled.stats
-    return {
-        "shard": number,
-        "worker": stats.worker,
-        "attempt": stats.attempt,
-        "samples": stats.rows,
-        "tokens": stats.tokens,
-        "tokens/s": round(stats.tokens / max(stats.seconds, 1e-9), 1),
-        "seconds": round(stats.seconds, 2),
-        "truncated": stats.truncated,
-        "scoring failed": shard.failures,
-        "policy version": stats.version,
-        "weights held": stats.digest,
-    }
+def shard_rows(scored: list[Scored]) -> list[dict[str, str | int | float]]:
+    """The table of shards: a line for each or, of many, for those of a rollout task."""
+    rows, first = [], 1
+    for one in scored:
+        stats = [shard.stats for shard in one.sampled]
+        last = first + len(stats) - 1
+        tokens, seconds = sum(each.tokens for each in stats), max(each.seconds for each in stats)
+        rows.append(
+            {
+                "shard": first if first == last else f"{first}-{last}",
+                "worker": listed(each.worker for each in stats),
+                "attempt": max(each.attempt for each in stats),
+                "samples": sum(each.rows for each in stats),
+                "tokens": tokens,
+                "tokens/s": round(tokens / max(seconds, 1e-9), 1),
+                "seconds": round(seconds, 2),
+                "truncated": sum(each.truncated for each in stats),
+                "scoring failed": one.failures,
+                "policy version": listed(each.version for each in stats),
+                "weights held": listed(each.digest for each in stats),
+            }
+        )
+        first = last + 1
+    return rows
+
+
+def listed(values: Iterable[str | int]) -> str | int:
+    """One value as it is; of several the first ones, and how many there are."""
+    found = list(dict.fromkeys(values))
+    if len(found) == 1:
+        return found[0]
+    more = f", … {len(found)} in all" if len(found) > 4 else ""
+    return ", ".join(map(str, found[:4])) + more
 
 
 def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:

@@ -55,6 +55,7 @@ def close(run: Run, error: BaseException | None) -> None:
         stack.callback(run.tracker.finish, error)
         stack.callback(run.background.stop)
         stack.callback(run.engines.close)
+        stack.callback(run.shards.close)
         run.cancelled.set()
 
 

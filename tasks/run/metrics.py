@@ -39,7 +39,7 @@ def step_metrics(
     """Everything that MLflow and the commit record of a step; times in seconds."""
     attempts = run.attempts_of(step)
     stages = stage_seconds(attempts)
-    tokens = sum(shard.sampled.stats.tokens for shard in scored)
+    tokens = sum(shard.stats.tokens for one in scored for shard in one.sampled)
     metrics: Metrics = {
         **batch.metrics,
         **updated.metrics,

@@ -28,6 +28,7 @@ from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
+from tasks.run.shard_driver import TASK_RUNS, ShardDriver
 from tasks.run.staleness_gate import Gate
 from tasks.run.staleness_guard import bound_in_force
 
@@ -42,7 +43,8 @@ class Run:
     __slots__ = (
         "_probe", "attempts", "background", "cancelled", "carried", "config", "drawn", "engines",
         "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "name", "origin",
-        "position", "progress", "source", "start", "stopped", "store", "terminal", "tracker",
+        "position", "progress", "shards", "source", "start", "stopped", "store", "terminal",
+        "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +71,7 @@ class Run:
         self.attempts: list[Attempt] = []  # of steps that are not committed
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
+        self.shards = ShardDriver(_shards_at_once(opened.config))
         self.background = Background()
         self.tracker = RunTracker(self)
         self.engines = Engines(self)
@@ -230,7 +233,14 @@ class Run:
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
+        self.shards.committed(record.step)
         self.gate.committed(record.step)
+
+
+def _shards_at_once(config: GRPOConfig) -> int:
+    """As many as the rollout engines take, and some that wait for the next free one."""
+    pool = config.cluster.pools[config.cluster.roles.rollout]
+    return pool.workers * pool.slots + TASK_RUNS
 
 
 def _patience(config: GRPOConfig) -> float:

@@ -73,7 +73,7 @@ def test_groups_go_on_in_the_next_step(launch: Launch, tmp_path: Path) -> None:
     assert all(len(commit.carried) == commit.ledger.in_flight for commit in commits)
     went_on = [spans for commit in commits for spans in spans_of(commit, run) if len(spans) > 1]
     assert went_on, "answers went on in a later step"
-    rows = [row for step in rows_trained(commits, run) for row in step]
+    rows = [row for step in rows_trained(commits, run.files.store) for row in step]
     assert len(rows) <= 24
     assert audited(run)[-1]["recounted"]
     assert run.children() == []
@@ -85,7 +85,7 @@ KILLED = {
         id="kill", target="engines.rollout.rollout_pool:RolloutPool.generate", action="kill", nth=15
     ),
     "queued": Fault(
-        id="kill", target="engines.workers.pool:EnginePool._next_free", action="kill", nth=16
+        id="kill", target="engines.workers.slot_queue:SlotQueue.take", action="kill", nth=16
     ),
     "carried": Fault(id="kill", target="tasks.over_sampling:settled", action="kill", nth=3),
     "scored": Fault(id="kill", target="tasks.reward:scored", action="kill", nth=11),

@@ -1,0 +1,129 @@
+"""Task runs that drive several shards each, so that thousands of shards are a few dozen task runs.
+
+A task run costs the flow and Prefect's server many milliseconds, however small its shard. Above
+TASK_RUNS shards a stage, several share one: their calls go out at the same time, each has attempts
+of its own, and a retry repeats those alone that failed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from prefect.futures import PrefectFuture
+
+TASK_RUNS = 24  # of a stage in a step, at most
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The shards of one task run, `first` to `last` out of `of`, counted from 1."""
+
+    first: int
+    last: int
+    of: int
+
+    def __str__(self) -> str:
+        """For the task run's name: 3/8, or 5-8/64."""
+        span = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return f"{span}/{self.of}"
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last + 1))
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+
+def parts(first: int, last: int, of: int, most: int = TASK_RUNS) -> list[Part]:
+    """The shards `first` to `last`, of nearly equal numbers in at most so many parts."""
+    count = last - first + 1
+    number = min(most, count)
+    edges = [first + count * k // number for k in range(number + 1)] if number else [first]
+    return [Part(a, b - 1, of) for a, b in itertools.pairwise(edges)]
+
+
+class ShardDriver:
+    """The threads in which the shards of task runs are driven, and which shards have ended."""
+
+    def __init__(self, threads: int) -> None:
+        """`threads`: shards at once; as many as the engines take, and some that wait."""
+        self._first = ThreadPoolExecutor(threads, thread_name_prefix="shards")
+        # A shard that is tried again is due before those of later steps, which may be queued.
+        self._again = ThreadPoolExecutor(threads, thread_name_prefix="shards-again")
+        self._under_way: dict[tuple[int, str, int], Future[Any]] = {}
+        self._ended: dict[int, set[int]] = {}  # step -> its shards that have been sampled
+        self._changed = threading.Condition()
+
+    def drive(
+        self, step: int, stage: str, shards: Part, one: Callable[[int], Result]
+    ) -> list[Result]:
+        """What `one` returns for each shard, in their order; raises what one of them raised.
+
+        The others go on meanwhile, and a task run that is tried again finds them here.
+        """
+        if len(shards) == 1:
+            return [one(shard) for shard in shards]
+        keys = [(step, stage, shard) for shard in shards]
+        futures = [self._begun(key, one) for key in keys]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        for key in keys:
+            del self._under_way[key]
+        return [future.result() for future in futures]
+
+    def _begun(self, key: tuple[int, str, int], one: Callable[[int], Result]) -> Future[Result]:
+        before = self._under_way.get(key)
+        if before is not None and not (before.done() and before.exception() is not None):
+            return before
+        threads = self._first if before is None else self._again
+        # Prefect's context (task run, logger) is the thread's.
+        future = threads.submit(contextvars.copy_context().run, one, key[2])
+        self._under_way[key] = future
+        return future
+
+    def ended(self, step: int, shard: int) -> None:
+        """A shard of a step has been sampled, or left."""
+        with self._changed:
+            self._ended.setdefault(step, set()).add(shard)
+            self._changed.notify_all()
+
+    def wait_for(
+        self, step: int, enough: int, among: Collection[int], tasks: Sequence[PrefectFuture[Any]]
+    ) -> None:
+        """Return when so many of these shards have ended; raises what a task raised that failed."""
+        over: list[PrefectFuture[Any]] = []  # tasks whose result has not been looked at
+
+        def end(task: PrefectFuture[Any]) -> None:
+            with self._changed:
+                over.append(task)
+                self._changed.notify_all()
+
+        for task in tasks:
+            task.add_done_callback(end)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: over or self._count(step, among) >= enough)
+                found, over[:] = list(over), []
+            for task in found:
+                task.result()  # not result_of, which waits for every task of the step
+            if self._count(step, among) >= enough:
+                return
+
+    def _count(self, step: int, among: Collection[int]) -> int:
+        return len(self._ended.get(step, set()).intersection(among))
+
+    def committed(self, step: int) -> None:
+        """Nothing of a step is needed any more."""
+        self._ended.pop(step, None)
+
+    def close(self) -> None:
+        """Begin nothing more; what is under way ends with the engines."""
+        self._first.shutdown(wait=False, cancel_futures=True)
+        self._again.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,108 @@
+"""Task runs that drive several shards: which ones, a retry, and the wait for enough of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prefect.futures import PrefectConcurrentFuture
+
+from tasks.over_sampling import parts_apart
+from tasks.run.shard_driver import TASK_RUNS, Part, ShardDriver, parts
+
+
+@given(st.integers(1, 5000))
+def test_parts_cover_every_shard_once_in_order(count: int) -> None:
+    found = parts(1, count, count)
+    assert [shard for part in found for shard in part] == list(range(1, count + 1))
+    assert len(found) == min(count, TASK_RUNS)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@given(st.integers(1, 200), st.data())
+def test_groups_that_are_awaited_are_in_task_runs_of_their_own(
+    count: int, data: st.DataObject
+) -> None:
+    awaited = data.draw(st.sets(st.integers(0, count - 1)))
+    found = parts_apart(count, awaited)
+    assert [shard for part in found for shard in part] == list(range(1, count + 1))
+    for part in found:
+        assert len({shard - 1 in awaited for shard in part}) == 1
+
+
+def test_names_of_parts() -> None:
+    assert [str(part) for part in parts(1, 3, 3)] == ["1/3", "2/3", "3/3"]
+    assert str(Part(5, 8, 64)) == "5-8/64"
+
+
+@pytest.fixture
+def driver() -> ShardDriver:
+    return ShardDriver(8)
+
+
+def test_a_retry_repeats_the_shard_that_failed_and_finds_the_others(driver: ShardDriver) -> None:
+    begun: Counter[int] = Counter()
+    going_on = threading.Event()
+
+    def one(shard: int) -> str:
+        begun[shard] += 1
+        if shard == 2 and begun[shard] == 1:
+            raise OSError("the worker died")
+        if shard == 3:
+            assert going_on.wait(10)
+        return f"shard {shard}"
+
+    part = Part(1, 3, 3)
+    with pytest.raises(OSError, match="the worker died"):
+        driver.drive(7, "rollout", part, one)  # while shard 3 goes on
+    going_on.set()
+    assert driver.drive(7, "rollout", part, one) == ["shard 1", "shard 2", "shard 3"]
+    assert begun == {1: 1, 2: 2, 3: 1}
+    assert driver.drive(8, "rollout", part, one) == ["shard 1", "shard 2", "shard 3"]
+    assert begun == {1: 2, 2: 3, 3: 2}, "another step's shards are others"
+
+
+def tasks_of(*futures: Future[Any]) -> list[PrefectConcurrentFuture[Any]]:
+    class Task:
+        def __init__(self, future: Future[Any]) -> None:
+            self.future = future
+
+        def add_done_callback(self, call: Any) -> None:
+            self.future.add_done_callback(lambda _: call(self))
+
+        def result(self) -> Any:
+            return self.future.result()
+
+    return cast("list[PrefectConcurrentFuture[Any]]", [Task(future) for future in futures])
+
+
+def test_the_wait_ends_with_enough_shards_of_those_asked_for(driver: ShardDriver) -> None:
+    one, other = Future[None](), Future[None]()
+    returned = threading.Event()
+
+    def wait() -> None:
+        driver.wait_for(3, 2, frozenset({2, 3, 4}), tasks_of(one, other))
+        returned.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    driver.ended(3, 1)  # not among them
+    driver.ended(3, 2)
+    driver.ended(4, 3)  # another step's
+    one.set_result(None)
+    assert not returned.wait(0.2)
+    driver.ended(3, 4)
+    assert returned.wait(10)
+    thread.join(10)
+
+
+def test_the_wait_raises_what_a_task_raised(driver: ShardDriver) -> None:
+    failing = Future[None]()
+    failing.set_exception(ValueError("no such column"))
+    with pytest.raises(ValueError, match="no such column"):
+        driver.wait_for(3, 1, frozenset({1}), tasks_of(Future[None](), failing))
