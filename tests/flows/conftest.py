@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head, read_commit
@@ -120,6 +121,22 @@ def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
             if run.process.poll() is None:
                 run.process.kill()
                 run.process.wait()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> RunStore:
+    """Six steps of `tiny` to which nothing happened; made once for all processes of the tests."""
+    common = tmp_path_factory.getbasetemp()
+    common = common.parent if "PYTEST_XDIST_WORKER" in os.environ else common
+    folder = common / "undisturbed"
+    with FileLock(common / "undisturbed.lock"), starting(folder, prefect_api) as start:
+        if not folder.exists():
+            folder.mkdir()
+            code, out = start("tiny", "steps=6").end(600)
+            assert code == 0, out
+    store = Store(f"file://{folder}/.refrain/store")
+    (name,) = store.children()
+    return RunStore(store, name)
 
 
 @pytest.fixture
