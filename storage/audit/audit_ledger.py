@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from storage.objects.errors import ObjectMissing
-from storage.runs.commit_log import Commit, Ledger, read_commit
+from storage.runs.commit_log import Commit, Ledger, read_outline
 from storage.runs.origins import committer, start_of
 
 if TYPE_CHECKING:
@@ -136,17 +136,22 @@ def _place(cursor: Mapping[str, object]) -> int:
     return position if epoch == 0 else (fresh or size) + (epoch - 1) * size + position
 
 
-def check_samples(run: RunStore, commit: Commit) -> None:
-    """Whether each sample's engine held the weights that its token spans name; ValueError if not."""
+def check_samples(run: RunStore, commit: Commit, digests: dict[int, str | None]) -> None:
+    """Whether each sample's engine held the weights that its token spans name; ValueError if not.
+
+    digests: of the versions by the commits, None for one that none names; filled in as they are met.
+    """
     samples = commit.refs.get("samples")
     if samples is None or not {"weights_digest", "weight_spans"} <= set(samples.names):
         return
     spans, offsets = samples.fetch_numpy(run.store, "weight_spans")
-    digests = samples.fetch_list(run.store, "weights_digest")
+    held = samples.fetch_list(run.store, "weights_digest")
     assert offsets is not None
     last = spans[offsets[1:] - 3]
-    for version, digest in sorted({(int(v), str(d)) for v, d in zip(last, digests, strict=True)}):
-        expected = _digest_of(run, version)
+    for version, digest in sorted({(int(v), str(d)) for v, d in zip(last, held, strict=True)}):
+        if version not in digests:
+            digests[version] = _digest_of(run, version)
+        expected = digests[version]
         if expected is not None and digest != expected:
             raise ValueError(
                 f"Samples of step {commit.step} name policy version {version}, whose digest is "
@@ -157,10 +162,10 @@ def check_samples(run: RunStore, commit: Commit) -> None:
 def _digest_of(run: RunStore, version: int) -> str | None:
     """The digest of a version by the commits; None for one that no commit names."""
     if version == start_of(run):  # a fork may have made its parent's version anew
-        first = read_commit(run, version + 1).version_in
+        first = read_outline(run, version + 1).version_in
         return first.digest if first.version == version else None
     try:
         owner, step = committer(run, version)
     except ValueError:
         return None
-    return read_commit(owner, step).version_out.digest
+    return read_outline(owner, step).version_out.digest
