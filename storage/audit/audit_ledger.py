@@ -53,6 +53,14 @@ def check_counts(
         raise ValueError(
             f"Step {commit.step} counts {drawn} prompts drawn, but its data cursor moved by {moved}."
         )
+    counted = {name: len(ref) for name, ref in commit.refs.items()}
+    if commit.rows != counted:
+        raise ValueError(
+            f"Step {commit.step} says that its batches have {commit.rows} rows, but they have "
+            f"{counted}."
+        )
+    if batches:
+        _check_numbers(store, commit)
     if batches and {"prompts", "batch"} <= set(commit.refs):
         _recount(store, commit, before, drawn)
         _check_members(store, commit, before, handed_on)
@@ -65,6 +73,27 @@ def check_counts(
         in_flight=after.in_flight,
         recounted=batches,
     )
+
+
+def _check_numbers(store: Store, commit: Commit) -> None:
+    """The numbers by which a sample's step is found are those of the batches; ValueError if not."""
+    prompts, samples = commit.refs.get("prompts"), commit.refs.get("samples")
+    if commit.first_group is not None and prompts is not None and len(prompts):
+        groups = prompts.fetch_numpy(store, "group_id")[0]
+        numbers = commit.first_group + np.arange(len(groups))
+        if not np.array_equal(groups, numbers):
+            raise ValueError(
+                f"Step {commit.step} says that its groups are numbered from {commit.first_group}, "
+                f"but its prompts are {groups[0]} to {groups[-1]}."
+            )
+    if commit.group_size is not None and samples is not None:
+        groups = samples.fetch_numpy(store, "group_id")[0].astype(np.int64)
+        ids = samples.fetch_numpy(store, "sample_id")[0].astype(np.int64)
+        if not np.array_equal(ids // commit.group_size, groups):
+            raise ValueError(
+                f"Step {commit.step} says that its groups have {commit.group_size} samples, but the "
+                "numbers of its samples are others."
+            )
 
 
 def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
