@@ -9,10 +9,16 @@ from typing import Any, cast
 
 import numpy as np
 
+from storage.batches import reading
 from storage.batches.columns import EXTRA, SCORE
 from storage.batches.refs import BatchRef
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
+
+TOLD = (  # columns, besides those of each reward function
+    "sample_id", "group_id", "prompt_row", "worker", "attempt", "weight_spans", "weights_digest",
+    "finish_reason", "status", "reward", "reward_code",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +63,7 @@ def samples_of(
     """
     ref = commit.refs["samples"] if rows is None else commit.refs["samples"].take(rows)
     columns = Columns(run, ref)
-    advantages = _advantages(run, commit)
+    advantages = _advantages(run, commit, np.asarray(columns.numbers("sample_id")))
     spans = columns.lists("weight_spans")
     scores = [name for name in ref.names if name.startswith(SCORE)]
     extras = [name for name in ref.names if name.startswith(EXTRA)]
@@ -91,33 +97,37 @@ def samples_of(
 
 
 class Columns:
-    """Columns of a batch, each read once; what a batch lacks reads as -1 or an empty text."""
+    """The columns of a batch that tell of samples; what it lacks reads as -1 or an empty text.
+
+    All are read at once: a store over HTTP is asked once for an object, not once for each column.
+    """
 
     def __init__(self, run: RunStore, ref: BatchRef) -> None:
-        self._store, self._ref = run.store, ref
-        self._read: dict[str, list[Any]] = {}
-        self.lengths = ref.lengths(run.store, "response_ids").tolist()
+        self._count = len(ref)
+        wanted = [name for name in ref.names if name in TOLD or name.startswith((SCORE, EXTRA))]
+        self._read = reading.read_columns(run.store, ref[wanted].columns)
+        self._lists: dict[str, list[Any]] = {}
+        self.lengths: list[int] = ref.lengths(run.store, "response_ids").tolist()
 
     def numbers(self, name: str) -> list[float]:
+        """[N] numbers of a dense column."""
         if name not in self._read:
-            there = name in self._ref.names
-            self._read[name] = (
-                self._ref.fetch_numpy(self._store, name)[0].tolist()
-                if there
-                else [-1] * len(self._ref)
-            )
-        return self._read[name]
+            return [-1] * self._count
+        if name not in self._lists:
+            self._lists[name] = self._read[name].numpy()[0].tolist()
+        return self._lists[name]
 
     def text(self, name: str) -> list[str]:
+        """[N] values of a column of text or JSON."""
         if name not in self._read:
-            there = name in self._ref.names
-            self._read[name] = (
-                self._ref.fetch_list(self._store, name) if there else [""] * len(self._ref)
-            )
-        return self._read[name]
+            return [""] * self._count
+        if name not in self._lists:
+            self._lists[name] = self._read[name].rows()
+        return self._lists[name]
 
     def lists(self, name: str) -> list[list[int]]:
-        values, offsets = self._ref.fetch_numpy(self._store, name)
+        """[N] lists of a jagged column."""
+        values, offsets = self._read[name].numpy()
         assert offsets is not None
         return [values[a:b].tolist() for a, b in pairwise(offsets)]
 
@@ -127,13 +137,15 @@ def _spans(flat: list[int]) -> Iterator[Span]:
         yield Span(version=version, start=start, stop=stop)
 
 
-def _advantages(run: RunStore, commit: Commit) -> dict[int, float]:
-    """Mean advantage of each sample that trained, by its id."""
+def _advantages(run: RunStore, commit: Commit, samples: np.ndarray[Any, Any]) -> dict[int, float]:
+    """Mean advantage of those samples, [M] ids, that trained, by id."""
     batch = commit.refs["batch"]
     if not {"sample_id", "advantages"} <= set(batch.names):
         return {}
     ids = batch.fetch_numpy(run.store, "sample_id")[0]
-    values, offsets = batch.fetch_numpy(run.store, "advantages")
+    rows = np.flatnonzero(np.isin(ids, samples))
+    ids = ids[rows]
+    values, offsets = batch.take(rows).fetch_numpy(run.store, "advantages")
     numbers = cast("np.ndarray[Any, np.dtype[np.float32]]", values)
     assert offsets is not None
     means = [float(numbers[a:b].mean()) if b > a else 0.0 for a, b in pairwise(offsets)]
