@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from storage.audit.audit_ledger import Totals, check_counts, check_samples
 from storage.audit.audit_objects import (
@@ -55,6 +55,8 @@ RECORDS = (
     ROWS,
     SEEN,
 )
+# Several counts read the same columns, which of a store over HTTP are kept meanwhile.
+CACHE_BYTES = 32 * 2**20
 FOLDERS = ("children", "rescored")  # whose objects are kept for as long as the run
 
 
@@ -120,6 +122,7 @@ def audit(run: RunStore) -> Audit:
 
     Every commit and every object is read, one step at a time: what is kept meanwhile are names.
     """
+    run = replace(run, store=run.store.with_cache(CACHE_BYTES))
     origin = origin_of(run)
     found = Audit(run=run.run, origin=None if origin is None else str(origin))
     chain = _Chain(head=0 if origin is None else origin.at)
