@@ -28,8 +28,14 @@ class StoreConfig(Settings):
     keep_versions: int = Field(
         3, ge=1, description="Policy versions kept besides those at snapshots and tagged ones."
     )
+    # Enough for every recipe here to be looked up whole, and an end to what a long run fills.
     keep_steps: int | None = Field(
-        None, ge=1, description="Steps whose batches are kept; none keeps all."
+        1000,
+        ge=1,
+        description="Steps whose batches are kept, by which samples are looked up (flows.lineage), "
+        "recounted (flows.audit) and updates made again (flows.replay, together with "
+        "keep_snapshots); null keeps all. Those that the kept snapshots need always stay, and "
+        "commits, which have every count, version and digest.",
     )
     keep_snapshots: int = Field(2, ge=1, description="Snapshots of the trainer's state kept.")
     cache_mib: int = Field(256, ge=0, description="Batch cache of each worker, in MiB.")

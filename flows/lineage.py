@@ -22,7 +22,9 @@ def main() -> int:
     what.add_argument("--version", type=int, metavar="V", help="what made this policy version")
     what.add_argument("--sample", type=int, metavar="ID", help="where this sample came from")
     what.add_argument("--prompt", type=int, metavar="ROW", help="every sample of this dataset row")
-    words.add_argument("--limit", type=int, default=20, metavar="N", help="rows shown [20]")
+    words.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="rows read and shown [20]"
+    )
 
     def work(request: commands.Request) -> commands.Answer:
         from tasks.commands.lineage import answer

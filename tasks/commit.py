@@ -17,10 +17,12 @@ from storage.objects.errors import StoreUnavailable
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
+from storage.runs.curves import EVERY, write_curves
 from storage.runs.retention import sweep
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_step
 from tasks.reporting.attempts import Attempt
+from tasks.reporting.mlflow_page import metrics_of
 from tasks.results import (
     LeftOver,
     Prompts,
@@ -116,6 +118,8 @@ def commit(
         cursor=prompts.cursor.to_json(),
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
         ledger=ledger_after(run.ledger, prompts, batch, left_over),
+        first_group=run.first_group(step),
+        group_size=run.config.group_size,
         carried=list(left_over.carried.groups),
         dropped_rows=prompts.dropped,
         reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
@@ -168,12 +172,14 @@ def ledger_after(
 
 def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
     """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
-    metrics = {name: value for name, value in record.metrics.items() if value is not None}
+    metrics = metrics_of(record)
     run.tracker.step(record, metrics)
     if run.snapshot_due(record.step, Cursor.from_json(record.cursor), len(record.carried)):
         run.tracker.register(record)
     try:
         show_step(run, record, scored, attempts)
+        if record.step % EVERY == 0:
+            write_curves(run.files, record.step, run.tracker.history)
         tell(run, record, scored, metrics)
         tidy(run)
     except StoreUnavailable as error:  # what is left over goes after the next step

@@ -7,9 +7,9 @@ room and nothing else. What retention removed is neither. The counts are in audi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from storage.audit.audit_ledger import Totals, check_counts, check_samples
 from storage.audit.audit_objects import (
@@ -23,20 +23,22 @@ from storage.audit.audit_objects import (
 )
 from storage.batches.refs import BatchRef
 from storage.objects import documents
+from storage.objects.digests import digest
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs.commit_log import (
     HEAD_FORMAT,
     Commit,
     Ledger,
+    parse_commit,
     read_commit,
     read_commit_digest,
 )
 from storage.runs.forks import check_state, pins
 from storage.runs.origins import Origin, origin_of, parent_of
 from storage.runs.retention import batches_below
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import DATA_SUFFIX, RunStore
 from storage.runs.seen_rows import ROWS, SEEN
-from storage.runs.weights import MANIFEST
+from storage.runs.weights import MANIFEST, WeightsRef
 
 # Objects at the top of a run's folder that are its own records.
 RECORDS = (
@@ -44,6 +46,8 @@ RECORDS = (
     "HEAD",
     "LEASE",
     "retention.json",
+    "index.json",
+    "curves.json",
     "progress.png",
     "timeline.png",
     "live.json",
@@ -51,6 +55,8 @@ RECORDS = (
     ROWS,
     SEEN,
 )
+# Several counts read the same columns, which of a store over HTTP are kept meanwhile.
+CACHE_BYTES = 32 * 2**20
 FOLDERS = ("children", "rescored")  # whose objects are kept for as long as the run
 
 
@@ -92,34 +98,57 @@ class Audit:
             self.problems.append(Problem(kind=kind, step=step, message=message))
 
 
+@dataclass(kw_only=True, slots=True)
+class _Chain:
+    """What is kept of the commits while one after the other is read."""
+
+    head: int  # the last one that could be read; before it, where the run begins
+    first: Commit | None = None  # of the run's own
+    last: Commit | None = None
+    versions: dict[str, WeightsRef] = field(default_factory=dict)  # that they name, by key
+    digests: dict[int, str | None] = field(default_factory=dict)  # of versions that samples name
+
+    def add(self, commit: Commit) -> None:
+        if self.first is None:
+            self.first = commit
+        self.last, self.head = commit, commit.step
+        for made in (commit.version_in, commit.version_out):
+            self.versions[made.key] = made
+        self.digests.setdefault(commit.version_out.version, commit.version_out.digest)
+
+
 def audit(run: RunStore) -> Audit:
-    """Check a run from its first commit to its last. Raises StoreError for an unreadable run.json."""
+    """Check a run from its first commit to its last. Raises StoreError for an unreadable run.json.
+
+    Every commit and every object is read, one step at a time: what is kept meanwhile are names.
+    """
+    run = replace(run, store=run.store.with_cache(CACHE_BYTES))
     origin = origin_of(run)
     found = Audit(run=run.run, origin=None if origin is None else str(origin))
-    history = _chain(run, origin, found)
+    chain = _Chain(head=0 if origin is None else origin.at)
     kept: set[str] = set()
     gone_below = batches_below(run)
     before, handed_on = _ledger_before(run, origin, found), _carried_before(run, origin)
     cursor: Mapping[str, object] | None = _cursor_before(run, origin)
-    for step, commit in history.items():
+    for commit in _commits(run, origin, found):
+        chain.add(commit)
         there = _batches(run, commit, found, kept, gone_below)
-        with found.noting("ledger", step):
+        with found.noting("ledger", commit.step):
             totals = check_counts(run.store, commit, before, handed_on, cursor, there)
             found.steps.append(totals)
         before, handed_on, cursor = commit.ledger, commit.refs.get("carried"), commit.cursor
         if there:
-            with found.noting("sample", step):
-                check_samples(run, commit)
-    head = max(history, default=0 if origin is None else origin.at)
-    _versions(run, history, found, kept)
-    _snapshots(run, head, found, kept)
+            with found.noting("sample", commit.step):
+                check_samples(run, commit, chain.digests)
+    _versions(run, chain, found, kept)
+    _snapshots(run, chain.head, found, kept)
     if origin is not None:
-        _shared(run, origin, history, found)
-    _leftovers(run, head, found, kept)
+        _shared(run, origin, chain, found)
+    _leftovers(run, chain.head, found, kept)
     return found
 
 
-def _chain(run: RunStore, origin: Origin | None, found: Audit) -> dict[int, Commit]:
+def _commits(run: RunStore, origin: Origin | None, found: Audit) -> Iterator[Commit]:
     """Every commit that can be read; each must follow the one before it, and HEAD the last."""
     start = 0 if origin is None else origin.at
     expected = None
@@ -129,31 +158,27 @@ def _chain(run: RunStore, origin: Origin | None, found: Audit) -> dict[int, Comm
             parents = read_commit_digest(parent_of(run, origin), origin.step)
             if parents != expected:
                 raise ValueError(f"The commit of {origin} was altered since {run.run} began there.")
-    committed = [step for step in run.steps() if run.store.exists(run.commit_key(step))]
-    commits: dict[int, Commit] = {}
-    last = max(committed, default=start)
+    folders = reversed(run.steps())
+    last = next((one for one in folders if run.store.exists(run.commit_key(one))), start)
     for step in range(start + 1, last + 1):
-        own = None
+        own = record = None
         with found.noting("chain", step):
-            own = read_commit_digest(run, step)
-            record = read_commit(run, step)
+            data = run.store.read(run.commit_key(step))
+            own = digest(data)
+            record = parse_commit(run, step, data)
             if expected is not None and record.parent_digest != expected:
                 raise ValueError(
                     f"Object {run.commit_key(step - 1)} was altered: its digest is {expected}, "
                     f"the next commit says {record.parent_digest}."
                 )
-            commits[step] = record
-        if own is not None and step not in commits:
-            with found.noting("chain", step):  # damaged or out of its chain, yet it may be readable
-                commits[step] = read_commit(run, step)
+        if record is not None:  # out of its chain, it can still be looked at
+            yield record
         expected = own
     with found.noting("chain"):
         _head(run, last, expected, start)
-    found.problems[:] = list(dict.fromkeys(found.problems))
-    return commits
 
 
-def _head(run: RunStore, last: int, digest: str | None, start: int) -> None:
+def _head(run: RunStore, last: int, expected: str | None, start: int) -> None:
     """HEAD may lag behind a commit whose writer died, but names a commit that is there."""
     try:
         body = documents.read(run.store, run.head_key, HEAD_FORMAT)
@@ -161,9 +186,9 @@ def _head(run: RunStore, last: int, digest: str | None, start: int) -> None:
         if last > start:
             raise
         return
-    if body["step"] == last and body["commit_digest"] != digest:
+    if body["step"] == last and body["commit_digest"] != expected:
         raise ValueError(
-            f"Object {run.commit_key(last)} was altered: its digest is {digest}, HEAD says "
+            f"Object {run.commit_key(last)} was altered: its digest is {expected}, HEAD says "
             f"{body['commit_digest']}."
         )
     if not isinstance(body["step"], int) or body["step"] > last:
@@ -195,6 +220,7 @@ def _cursor_before(run: RunStore, origin: Origin | None) -> dict[str, object] | 
 def _batches(run: RunStore, commit: Commit, found: Audit, kept: set[str], gone_below: int) -> bool:
     """Read every object that a commit names; returns whether all are there and good."""
     good = True
+    kept.update(() if commit.lists is None else (commit.lists.key,))
     for key, source in sources_of(commit).items():
         kept.add(key)
         before = len(found.problems)
@@ -210,20 +236,17 @@ def _batches(run: RunStore, commit: Commit, found: Audit, kept: set[str], gone_b
     return good
 
 
-def _versions(run: RunStore, history: dict[int, Commit], found: Audit, kept: set[str]) -> None:
+def _versions(run: RunStore, chain: _Chain, found: Audit, kept: set[str]) -> None:
     """Every version that is there, and those that must be: the last commit's and children's."""
-    named = {made.version_out.key: made.version_out for made in history.values()}
-    named |= {made.version_in.key: made.version_in for made in history.values()}
-    head = max(history, default=0)
     must = {pin.step for pin in pins(run) if pin.weights}
-    must |= {history[head].version_out.version} if history else set()
+    must |= {chain.last.version_out.version} if chain.last is not None else set()
     there = set()
     for number in run.versions():
         key = run.weights_key(number)
         if run.store.exists(f"{key}/{MANIFEST}"):
             there.add(number)
             with found.noting("weights", number):
-                kept.update(check_version(run.store, key, named.get(key), found.read))
+                kept.update(check_version(run.store, key, chain.versions.get(key), found.read))
                 found.versions += 1
     for number in sorted(must - there):
         message = f"Policy version {number} of run {run.run} is missing: there is no manifest."
@@ -239,12 +262,12 @@ def _snapshots(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
                 found.snapshots += 1
 
 
-def _shared(run: RunStore, origin: Origin, history: Mapping[int, Commit], found: Audit) -> None:
+def _shared(run: RunStore, origin: Origin, chain: _Chain, found: Audit) -> None:
     """What a child needs of its parent: the weights that it sampled with first, and a state.
 
     A child that trains on from a state does without the weights, where retention had removed them.
     """
-    first = history.get(origin.at + 1)
+    first = chain.first
     shared = first is not None and first.version_in.key == origin.weights.key
     if shared or not origin.trainer_state:
         with found.noting("origin"):
@@ -254,8 +277,7 @@ def _shared(run: RunStore, origin: Origin, history: Mapping[int, Commit], found:
                 raise ValueError(
                     f"The weights of {origin}, which {run.run} shares, are gone: {error}."
                 ) from error
-    head = max(history, default=origin.at)
-    own = any(origin.at <= step <= head for step, _ in state_folders(run))
+    own = any(origin.at <= step <= chain.head for step, _ in state_folders(run))
     if own or not origin.trainer_state:
         return
     with found.noting("origin"):
@@ -267,16 +289,20 @@ def _shared(run: RunStore, origin: Origin, history: Mapping[int, Commit], found:
             ) from error
 
 
-def _leftovers(run: RunStore, head: int, found: Audit, kept: Collection[str]) -> None:
+def _leftovers(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
     """Sort what no record names into work under way and orphans."""
     damaged = {key for key in kept if key not in found.read.done}
     everything = run.store.list(run.run)
-    for marker, named in marked_objects(run.store, _of_steps(run, everything)).items():
-        if named & set(kept):
+    markers = [key for key in everything if _is_marker(run, key)]
+    damaged.update(key for key in markers if _data_of(key) in kept)
+    # The data of others may be under a name of its own, which only the marker knows.
+    others = [key for key in markers if key not in damaged]
+    for marker, named in marked_objects(run.store, others).items():
+        if not named.isdisjoint(kept):
             damaged.add(marker)
     for key in everything:
         top, *rest = key.removeprefix(f"{run.run}/").split("/")
-        own = (not rest and top in RECORDS) or top in FOLDERS or rest[-1:] == ["commit.json"]
+        own = (not rest and top in RECORDS) or top in FOLDERS or rest[1:] == ["commit.json"]
         if own or key in kept or key in damaged or _part_of_bad(key, found):
             continue
         number = rest[0].removeprefix("v") if rest else ""
@@ -284,8 +310,14 @@ def _leftovers(run: RunStore, head: int, found: Audit, kept: Collection[str]) ->
         (found.unfinished if later else found.orphans).append(key)
 
 
-def _of_steps(run: RunStore, keys: list[str]) -> list[str]:
-    return [key for key in keys if key.startswith(f"{run.run}/steps/")]
+def _is_marker(run: RunStore, key: str) -> bool:
+    """Whether a key is that of a stage's marker."""
+    steps = key.startswith(f"{run.run}/steps/")
+    return steps and key.endswith(".json") and not run.is_record(key)
+
+
+def _data_of(marker: str) -> str:
+    return marker.removesuffix(".json") + DATA_SUFFIX
 
 
 def _part_of_bad(key: str, found: Audit) -> bool:

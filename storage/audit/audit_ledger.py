@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from storage.objects.errors import ObjectMissing
-from storage.runs.commit_log import Commit, Ledger, read_commit
+from storage.runs.commit_log import Commit, Ledger, read_outline
 from storage.runs.origins import committer, start_of
 
 if TYPE_CHECKING:
@@ -53,6 +53,14 @@ def check_counts(
         raise ValueError(
             f"Step {commit.step} counts {drawn} prompts drawn, but its data cursor moved by {moved}."
         )
+    counted = {name: len(ref) for name, ref in commit.refs.items()}
+    if commit.rows != counted:
+        raise ValueError(
+            f"Step {commit.step} says that its batches have {commit.rows} rows, but they have "
+            f"{counted}."
+        )
+    if batches:
+        _check_numbers(store, commit)
     if batches and {"prompts", "batch"} <= set(commit.refs):
         _recount(store, commit, before, drawn)
         _check_members(store, commit, before, handed_on)
@@ -65,6 +73,27 @@ def check_counts(
         in_flight=after.in_flight,
         recounted=batches,
     )
+
+
+def _check_numbers(store: Store, commit: Commit) -> None:
+    """The numbers by which a sample's step is found are those of the batches; ValueError if not."""
+    prompts, samples = commit.refs.get("prompts"), commit.refs.get("samples")
+    if commit.first_group is not None and prompts is not None and len(prompts):
+        groups = prompts.fetch_numpy(store, "group_id")[0]
+        numbers = commit.first_group + np.arange(len(groups))
+        if not np.array_equal(groups, numbers):
+            raise ValueError(
+                f"Step {commit.step} says that its groups are numbered from {commit.first_group}, "
+                f"but its prompts are {groups[0]} to {groups[-1]}."
+            )
+    if commit.group_size is not None and samples is not None:
+        groups = samples.fetch_numpy(store, "group_id")[0].astype(np.int64)
+        ids = samples.fetch_numpy(store, "sample_id")[0].astype(np.int64)
+        if not np.array_equal(ids // commit.group_size, groups):
+            raise ValueError(
+                f"Step {commit.step} says that its groups have {commit.group_size} samples, but the "
+                "numbers of its samples are others."
+            )
 
 
 def _recount(store: Store, commit: Commit, before: Ledger, drawn: int) -> None:
@@ -136,17 +165,22 @@ def _place(cursor: Mapping[str, object]) -> int:
     return position if epoch == 0 else (fresh or size) + (epoch - 1) * size + position
 
 
-def check_samples(run: RunStore, commit: Commit) -> None:
-    """Whether each sample's engine held the weights that its token spans name; ValueError if not."""
+def check_samples(run: RunStore, commit: Commit, digests: dict[int, str | None]) -> None:
+    """Whether each sample's engine held the weights that its token spans name; ValueError if not.
+
+    digests: of the versions by the commits, None for one that none names; filled in as they are met.
+    """
     samples = commit.refs.get("samples")
     if samples is None or not {"weights_digest", "weight_spans"} <= set(samples.names):
         return
     spans, offsets = samples.fetch_numpy(run.store, "weight_spans")
-    digests = samples.fetch_list(run.store, "weights_digest")
+    held = samples.fetch_list(run.store, "weights_digest")
     assert offsets is not None
     last = spans[offsets[1:] - 3]
-    for version, digest in sorted({(int(v), str(d)) for v, d in zip(last, digests, strict=True)}):
-        expected = _digest_of(run, version)
+    for version, digest in sorted({(int(v), str(d)) for v, d in zip(last, held, strict=True)}):
+        if version not in digests:
+            digests[version] = _digest_of(run, version)
+        expected = digests[version]
         if expected is not None and digest != expected:
             raise ValueError(
                 f"Samples of step {commit.step} name policy version {version}, whose digest is "
@@ -157,10 +191,10 @@ def check_samples(run: RunStore, commit: Commit) -> None:
 def _digest_of(run: RunStore, version: int) -> str | None:
     """The digest of a version by the commits; None for one that no commit names."""
     if version == start_of(run):  # a fork may have made its parent's version anew
-        first = read_commit(run, version + 1).version_in
+        first = read_outline(run, version + 1).version_in
         return first.digest if first.version == version else None
     try:
         owner, step = committer(run, version)
     except ValueError:
         return None
-    return read_commit(owner, step).version_out.digest
+    return read_outline(owner, step).version_out.digest

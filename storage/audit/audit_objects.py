@@ -44,9 +44,8 @@ def check_batch(store: Store, source: Source, read: Read) -> None:
     """Read a batch object whole. Raises ObjectMissing, ObjectDamaged naming the column."""
     if source.key in read.done:
         return
-    size = store.size(source.key)
-    (view,) = store.read_ranges([(source.key, 0, size)])
-    read.count(source.key, size)
+    view = memoryview(store.read(source.key))  # one request; not through the cache
+    read.count(source.key, view.nbytes)
     head = view[: source.head]
     if digest(head) != source.digest:
         raise ObjectDamaged(f"Object {source.key} is damaged: its head is not the one written.")
@@ -113,15 +112,14 @@ def state_folders(run: RunStore) -> Iterator[tuple[int, str]]:
             yield step, trained.state_key(step)
 
 
-def marked_objects(store: Store, keys: Iterable[str]) -> dict[str, set[str]]:
-    """Stage markers among the keys, each with the batch objects that its record names."""
+def marked_objects(store: Store, markers: Iterable[str]) -> dict[str, set[str]]:
+    """Stage markers, each with the batch objects that its record names."""
     found = {}
-    for key in keys:
-        if key.endswith(".json") and not key.endswith("/commit.json"):
-            try:
-                text = json.loads(store.read(key))
-                sources = text["body"]["ref"]["sources"]
-                found[key] = {str(source[0]) for source in sources}
-            except (ValueError, KeyError, TypeError, IndexError, ObjectMissing):
-                found[key] = set()
+    for key in markers:
+        try:
+            text = json.loads(store.read(key))
+            sources = text["body"]["ref"]["sources"]
+            found[key] = {str(source[0]) for source in sources}
+        except (ValueError, KeyError, TypeError, IndexError, ObjectMissing):
+            found[key] = set()
     return found

@@ -1,7 +1,8 @@
 """From a policy version to the samples that made it, and from a sample or a prompt to the versions.
 
 Everything is read from commits and from columns of the batches that they name, across the border to
-the runs that a run was forked from. Batches that retention removed are said to be so.
+the runs that a run was forked from. Steps are found by computation (step_search.py), and only as many
+are read as are shown. Of batches that retention removed it says so, and what the commit knows.
 """
 
 from __future__ import annotations
@@ -9,50 +10,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, cast
+from itertools import dropwhile, islice
+from typing import Any
 
 import numpy as np
 
-from storage.batches.columns import EXTRA, SCORE
-from storage.batches.refs import BatchRef
+from storage.audit.sample_origins import Columns, SampleOrigin, samples_of
+from storage.audit.step_search import (
+    Fate,
+    Segment,
+    drew_group,
+    drew_row,
+    follow,
+    group_size,
+    segments,
+)
 from storage.objects.errors import ObjectMissing
-from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import origin_of, parent_of, start_of
+from storage.runs.commit_log import Commit, Outline, head, read_commit, read_outline
+from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Response tokens drawn under one policy version."""
-
-    version: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleOrigin:
-    """One completion: where it came from, what it was worth, what became of it."""
-
-    run: str
-    step: int
-    sample: int  # sample_id
-    group: int
-    prompt_row: int  # of the dataset
-    worker: str
-    attempt: int
-    spans: tuple[Span, ...]
-    weights_digest: str  # of the weights that the engine held at the sample's end
-    tokens: int  # of the response
-    finish_reason: str
-    status: int
-    reward: float | None  # None: scoring failed
-    scores: dict[str, float | None]  # by reward function
-    extras: dict[str, Any]  # what reward functions gave to log_extra, by function/column
-    reward_code: str  # digest of the functions; empty where the run did not record it
-    trained: bool  # whether it was part of the update
-    advantage: float | None  # mean over its tokens, where it trained
+LIMIT = 20  # steps, and samples, that are read where nothing else is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +43,16 @@ class StepOrigin:
     gave: str  # digest of the version that the update made
     samples: int
     trained: int  # samples in the update
-    sample_ids: tuple[int, int]  # first and last
+    sample_ids: tuple[int, int] | None  # first and last; None where they are removed
     prompt_rows: tuple[int, ...]
     span_versions: tuple[int, ...]  # versions that drew tokens
-    tokens: int
+    tokens: int | None  # None where neither batches nor commit know
     reward: float | None  # mean over the samples that have one
     workers: dict[str, int]  # samples by worker
     retried: int  # samples of a later attempt than the first
     reward_code: tuple[str, ...]
     objects: tuple[str, ...]  # of the batch that trained
-    removed: bool = False  # retention removed the batches: the numbers are empty
+    removed: bool = False  # retention removed the batches: these are the numbers of the commit
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,22 +65,17 @@ class VersionOrigin:
     key: str
     committed_at: float
     there: bool  # whether the weights are still in the store
-    steps: list[StepOrigin] = field(default_factory=list)  # newest first, across forks
-    samples: list[SampleOrigin] = field(default_factory=list)  # of the step that made it
+    updates: int  # that made it, across forks
+    steps: list[StepOrigin] = field(default_factory=list)  # the newest of them, newest first
+    samples: list[SampleOrigin] = field(default_factory=list)  # first ones of the newest step
     reward_code: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by digest
 
 
 def past(run: RunStore, version: int) -> Iterator[tuple[RunStore, Commit]]:
     """The commits that led to a version, newest first, through the runs it was forked from."""
-    current, step = run, version
-    while True:
-        origin = origin_of(current)
-        start = 0 if origin is None else origin.at
-        for number in range(step, start, -1):
-            yield current, read_commit(current, number)
-        if origin is None:
-            return
-        current, step = parent_of(current, origin), origin.step
+    for segment in segments(run, version):
+        for step in range(segment.last, segment.first - 1, -1):
+            yield segment.run, read_commit(segment.run, step)
 
 
 def last_version(run: RunStore) -> int:
@@ -110,55 +83,106 @@ def last_version(run: RunStore) -> int:
     return head(run) or start_of(run)
 
 
-def of_version(run: RunStore, version: int) -> VersionOrigin:
-    """From weights to samples. Raises ValueError for a version that the run does not have."""
+def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin:
+    """From weights to samples. Raises ValueError for a version that the run does not have.
+
+    limit: steps, and samples of the newest one, that are read. No more is held at once than one
+    step and what is told of `limit`, whatever the number of steps.
+    """
     newest = last_version(run)
     if not 0 <= version <= newest:
         raise ValueError(f"Run {run.run} has no policy version {version}; it has 0 to {newest}.")
-    commits = list(past(run, version))
-    if not commits:
-        first = read_commit(run, 1).version_in if newest else None
-        if first is None:
-            raise ValueError(
-                f"Run {run.run} has no commit yet, so nothing is known of its weights."
+    updates = sum(map(len, segments(run, version)))
+    if not updates:
+        return _first_version(run, newest)
+    found: VersionOrigin | None = None
+    for owner, commit in islice(past(run, version), max(1, limit)):
+        if found is None:
+            found = VersionOrigin(
+                run=owner.run,
+                version=version,
+                digest=commit.version_out.digest,
+                key=commit.version_out.key,
+                committed_at=commit.committed_at,
+                there=run.store.exists(f"{commit.version_out.key}/manifest.json"),
+                updates=updates,
+                samples=_first_samples(owner, commit, limit),
             )
-        return VersionOrigin(
-            run=run.run, version=0, digest=first.digest, key=first.key, committed_at=0.0,
-            there=run.store.exists(f"{first.key}/manifest.json"),
-        )  # fmt: skip
-    owner, made = commits[0]
-    found = VersionOrigin(
-        run=owner.run,
-        version=version,
-        digest=made.version_out.digest,
-        key=made.version_out.key,
-        committed_at=made.committed_at,
-        there=run.store.exists(f"{made.version_out.key}/manifest.json"),
-    )
-    for where, commit in commits:
-        found.steps.append(step_origin(where, commit))
+        found.steps.append(step_origin(owner, commit))
         found.reward_code |= commit.reward_code
-    if not found.steps[0].removed:
-        found.samples = samples_of(owner, made)
+    assert found is not None
     return found
 
 
-def of_sample(run: RunStore, sample: int) -> tuple[SampleOrigin, Commit]:
-    """From a sample to its origin and its step's commit. Raises ValueError if there is none."""
-    for owner, commit in past(run, last_version(run)):
-        ref = commit.refs.get("samples")
-        if ref is None:
+def _first_version(run: RunStore, newest: int) -> VersionOrigin:
+    first = read_outline(run, 1).version_in if newest else None
+    if first is None:
+        raise ValueError(f"Run {run.run} has no commit yet, so nothing is known of its weights.")
+    return VersionOrigin(
+        run=run.run, version=0, digest=first.digest, key=first.key, committed_at=0.0,
+        there=run.store.exists(f"{first.key}/manifest.json"), updates=0,
+    )  # fmt: skip
+
+
+def _first_samples(run: RunStore, commit: Commit, limit: int) -> list[SampleOrigin]:
+    try:
+        return samples_of(run, commit, np.arange(min(limit, len(commit.refs["samples"]))))
+    except ObjectMissing:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemovedSample:
+    """A sample whose batches retention removed: what its step's commit still knows."""
+
+    run: str
+    step: int  # that drew its group
+    sample: int
+    group: int
+    removed: bool = True
+
+
+def of_sample(run: RunStore, sample: int) -> tuple[SampleOrigin | RemovedSample, Outline]:
+    """From a sample to its origin and its step's commit. Raises ValueError if there is none.
+
+    A commit.json is read for each halving of the number of steps, then the step's batches, and those
+    of the steps that handed its group on.
+    """
+    past = segments(run)
+    sizes = dict.fromkeys(size for size in map(group_size, past) if size is not None)
+    settled: Fate | None = None
+    for size in sizes:  # a fork may have another
+        fate = _fate(past, sample // size)
+        if fate is None:
             continue
-        try:
-            found = np.flatnonzero(ref.fetch_numpy(run.store, "sample_id")[0] == sample)
-        except ObjectMissing:
-            continue  # retention removed it
-        if len(found):
-            return samples_of(owner, commit, found)[0], commit
-    raise ValueError(
-        f"No stored batch of run {run.run} has sample {sample}. Its samples are named by "
-        "--version; those of steps that retention removed are gone."
+        if fate.state == "sampled":
+            ids = fate.commit.refs["samples"].fetch_numpy(run.store, "sample_id")[0]
+            if len(rows := np.flatnonzero(ids == sample)):
+                return samples_of(fate.run, fate.commit, rows)[0], fate.commit
+        elif settled is None or fate.state == "left_out":
+            settled, group = fate, sample // size
+    if settled is None:
+        raise ValueError(
+            f"No stored batch of run {run.run} has sample {sample}. Its samples are named by "
+            "--version; those of steps that retention removed are gone."
+        )
+    if settled.state == "left_out":
+        raise ValueError(
+            f"Sample {sample} of run {run.run} trained nothing: its group {group} was under way in "
+            f"step {settled.commit.step}, which did not wait for it, and no step went on with it."
+        )
+    removed = RemovedSample(
+        run=settled.run.run, step=settled.commit.step, sample=sample, group=group
     )
+    return removed, settled.commit
+
+
+def _fate(past: list[Segment], group: int) -> Fate | None:
+    """What became of a group; None where no step drew it, or none that is known."""
+    for number, segment in enumerate(past):
+        if (step := drew_group(segment, group)) is not None:
+            return follow(past, number, step, group)
+    return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,152 +192,140 @@ class PromptOrigin:
     row: int
     samples: list[SampleOrigin] = field(default_factory=list)
     dropped: list[tuple[str, int, str]] = field(default_factory=list)  # run, step, reason
+    removed: list[tuple[str, int]] = field(default_factory=list)  # run, step; by retention
+    more: bool = False  # whether it was drawn later, too, or may have been
 
 
-def of_prompt(run: RunStore, row: int) -> PromptOrigin:
-    """From a dataset row to every sample of it, oldest first. Raises ValueError if never drawn."""
+def of_prompt(run: RunStore, row: int, limit: int = LIMIT) -> PromptOrigin:
+    """From a dataset row to every sample of it, oldest first. Raises ValueError if never drawn.
+
+    limit: samples and drops after which no further step is read.
+    """
     found = PromptOrigin(row=row)
-    for owner, commit in reversed(list(past(run, last_version(run)))):
-        for reason, rows in commit.dropped_rows.items():
-            found.dropped += [(owner.run, commit.step, reason) for one in rows if one == row]
-        ref = commit.refs.get("samples")
-        if ref is None or "prompt_row" not in ref.names:
-            continue
-        try:
-            index = np.flatnonzero(ref.fetch_numpy(run.store, "prompt_row")[0] == row)
-            found.samples += samples_of(owner, commit, index) if len(index) else []
-        except ObjectMissing:
-            continue
-    if not found.samples and not found.dropped:
+    past = segments(run)
+    for number in reversed(range(len(past))):
+        for step, sure in drew_row(past[number], row):
+            if len(found.samples) + len(found.dropped) + len(found.removed) >= limit:
+                found.more = True
+                return found
+            _add_draw(found, past, number, step, sure, limit)
+    if not found.samples and not found.dropped and not found.removed:
         raise ValueError(f"Run {run.run} has not drawn row {row} of its data, in what is stored.")
     return found
 
 
-def prompt_of(run: RunStore, commit: Commit, group: int) -> object:
-    """The dataset row of a group, as it was stored; None where the batch has none."""
+def _add_draw(
+    found: PromptOrigin, past: list[Segment], number: int, step: int, sure: bool, limit: int
+) -> None:
+    """What became of a row in a step of the segment past[number], if that step drew it.
+
+    sure: whether it is known that it did.
+    """
+    run, row = past[number].run, found.row
+    commit = read_commit(run, step)
+    reasons = [reason for reason, rows in commit.dropped_rows.items() if row in rows]
+    found.dropped += [(run.run, step, reason) for reason in reasons]
     prompts = commit.refs.get("prompts")
+    try:
+        if prompts is None or not {"prompt_row", "group_id"} <= set(prompts.names):
+            groups = []
+        else:
+            rows = prompts.fetch_numpy(run.store, "prompt_row")[0]
+            ids = prompts.fetch_numpy(run.store, "group_id")[0]
+            groups = ids[rows == row].tolist()
+    except ObjectMissing:
+        if sure and not reasons:
+            found.removed.append((run.run, step))
+        return
+    for group in groups:
+        _add_group(found, follow(past, number, step, group), group, limit)
+
+
+def _add_group(found: PromptOrigin, fate: Fate, group: int, limit: int) -> None:
+    if fate.state == "left_out":
+        found.dropped.append((fate.run.run, fate.commit.step, "not waited for"))
+    elif fate.state == "removed":
+        found.removed.append((fate.run.run, fate.commit.step))
+    else:
+        ids = fate.commit.refs["samples"].fetch_numpy(fate.run.store, "group_id")[0]
+        rows = np.flatnonzero(ids == group)
+        room = max(0, limit - len(found.samples))
+        found.more = found.more or len(rows) > room
+        found.samples += samples_of(fate.run, fate.commit, rows[:room]) if room else []
+
+
+def prompt_of(run: RunStore, sample: SampleOrigin) -> object:
+    """The dataset row of a sample's group, as it was stored; None where the batch has none.
+
+    It lies with the step that drew the group, which another one may have trained.
+    """
+    owner, step = RunStore(run.store, sample.run), sample.step
+    # Runs that continue another one without being its fork number from 0 again.
+    for segment in dropwhile(lambda one: one.run.run != sample.run, segments(run)):
+        if (drew := drew_group(segment, sample.group)) is not None:
+            owner, step = segment.run, drew
+            break
+    prompts = read_commit(owner, step).refs.get("prompts")
     if prompts is None or "row" not in prompts.names:
         return None
-    at = np.flatnonzero(prompts.fetch_numpy(run.store, "group_id")[0] == group)
-    return prompts.take(at[:1]).fetch_list(run.store, "row")[0] if len(at) else None
+    try:
+        at = np.flatnonzero(prompts.fetch_numpy(run.store, "group_id")[0] == sample.group)
+        return prompts.take(at[:1]).fetch_list(run.store, "row")[0] if len(at) else None
+    except ObjectMissing:
+        return None
 
 
 def step_origin(run: RunStore, commit: Commit) -> StepOrigin:
     """A step in numbers."""
     try:
-        samples = samples_of(run, commit)
+        return _counted(run, commit)
     except ObjectMissing:
-        samples = []
-    rewards = [one.reward for one in samples if one.reward is not None]
-    ids = [one.sample for one in samples]
+        tokens = commit.metrics.get("rollout/tokens")
+        return StepOrigin(
+            run=run.run,
+            step=commit.step,
+            sampled_with=commit.version_in.digest,
+            gave=commit.version_out.digest,
+            samples=commit.rows.get("samples", 0),
+            trained=commit.rows.get("batch", 0),
+            sample_ids=None,
+            prompt_rows=(),
+            span_versions=(),
+            tokens=None if tokens is None else int(tokens),
+            reward=commit.metrics.get("reward/mean"),
+            workers={},
+            retried=0,
+            reward_code=tuple(sorted(commit.reward_code)),
+            objects=tuple(sorted(commit.refs["batch"].objects)) if "batch" in commit.refs else (),
+            removed=True,
+        )
+
+
+def _counted(run: RunStore, commit: Commit) -> StepOrigin:
+    """The same, counted from its batches. Raises ObjectMissing."""
+    columns = Columns(run, commit.refs["samples"])
+    ids = np.asarray(columns.numbers("sample_id"), np.int64)
+    rewards = np.asarray(columns.numbers("reward"), np.float64)
+    rewards = rewards[np.isfinite(rewards)]
+    batch = commit.refs.get("batch")
+    known = batch is not None and {"sample_id", "advantages"} <= set(batch.names)
+    used = batch.fetch_numpy(run.store, "sample_id")[0] if batch is not None and known else ids[:0]
     return StepOrigin(
         run=run.run,
         step=commit.step,
         sampled_with=commit.version_in.digest,
         gave=commit.version_out.digest,
-        samples=len(samples),
-        trained=sum(one.trained for one in samples),
-        sample_ids=(min(ids, default=0), max(ids, default=0)),
-        prompt_rows=tuple(dict.fromkeys(one.prompt_row for one in samples)),
-        span_versions=tuple(sorted({span.version for one in samples for span in one.spans})),
-        tokens=sum(one.tokens for one in samples),
-        reward=float(np.mean(rewards)) if rewards else None,
-        workers=dict(Counter(one.worker for one in samples)),
-        retried=sum(one.attempt > 1 for one in samples),
-        reward_code=tuple(sorted({one.reward_code for one in samples} - {""})),
-        objects=tuple(sorted(commit.refs["batch"].objects)) if "batch" in commit.refs else (),
-        removed=not samples,
+        samples=len(ids),
+        trained=int(np.isin(ids, used).sum()),
+        sample_ids=(int(ids.min()), int(ids.max())) if len(ids) else None,
+        prompt_rows=tuple(dict.fromkeys(int(row) for row in columns.numbers("prompt_row"))),
+        span_versions=tuple(
+            sorted({version for flat in columns.lists("weight_spans") for version in flat[::3]})
+        ),
+        tokens=sum(columns.lengths),
+        reward=float(rewards.mean()) if len(rewards) else None,
+        workers=dict(Counter(columns.text("worker"))),
+        retried=sum(attempt > 1 for attempt in columns.numbers("attempt")),
+        reward_code=tuple(sorted({*columns.text("reward_code")} - {""})),
+        objects=() if batch is None else tuple(sorted(batch.objects)),
     )
-
-
-def samples_of(
-    run: RunStore, commit: Commit, rows: np.ndarray[Any, Any] | None = None
-) -> list[SampleOrigin]:
-    """The samples of a step, or some rows of them. Raises ObjectMissing where they were removed."""
-    ref = commit.refs["samples"] if rows is None else commit.refs["samples"].take(rows)
-    columns = _Columns(run, ref)
-    advantages = _advantages(run, commit)
-    spans = columns.lists("weight_spans")
-    scores = [name for name in ref.names if name.startswith(SCORE)]
-    extras = [name for name in ref.names if name.startswith(EXTRA)]
-    found = []
-    for row, sample in enumerate(columns.numbers("sample_id")):
-        found.append(
-            SampleOrigin(
-                run=run.run,
-                step=commit.step,
-                sample=int(sample),
-                group=int(columns.numbers("group_id")[row]),
-                prompt_row=int(columns.numbers("prompt_row")[row]),
-                worker=columns.text("worker")[row],
-                attempt=int(columns.numbers("attempt")[row]),
-                spans=tuple(_spans(spans[row])),
-                weights_digest=columns.text("weights_digest")[row],
-                tokens=columns.lengths[row],
-                finish_reason=columns.text("finish_reason")[row],
-                status=int(columns.numbers("status")[row]),
-                reward=_finite(columns.numbers("reward")[row]),
-                scores={
-                    name.removeprefix(SCORE): _finite(columns.numbers(name)[row]) for name in scores
-                },
-                extras={name.removeprefix(EXTRA): columns.text(name)[row] for name in extras},
-                reward_code=columns.text("reward_code")[row],
-                trained=int(sample) in advantages,
-                advantage=advantages.get(int(sample)),
-            )
-        )
-    return found
-
-
-class _Columns:
-    """Columns of a batch, each read once; what a batch lacks reads as -1 or an empty text."""
-
-    def __init__(self, run: RunStore, ref: BatchRef) -> None:
-        self._store, self._ref = run.store, ref
-        self._read: dict[str, list[Any]] = {}
-        self.lengths = ref.lengths(run.store, "response_ids").tolist()
-
-    def numbers(self, name: str) -> list[float]:
-        if name not in self._read:
-            there = name in self._ref.names
-            self._read[name] = (
-                self._ref.fetch_numpy(self._store, name)[0].tolist()
-                if there
-                else [-1] * len(self._ref)
-            )
-        return self._read[name]
-
-    def text(self, name: str) -> list[str]:
-        if name not in self._read:
-            there = name in self._ref.names
-            self._read[name] = (
-                self._ref.fetch_list(self._store, name) if there else [""] * len(self._ref)
-            )
-        return self._read[name]
-
-    def lists(self, name: str) -> list[list[int]]:
-        values, offsets = self._ref.fetch_numpy(self._store, name)
-        assert offsets is not None
-        return [values[a:b].tolist() for a, b in pairwise(offsets)]
-
-
-def _spans(flat: list[int]) -> Iterator[Span]:
-    for version, start, stop in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
-        yield Span(version=version, start=start, stop=stop)
-
-
-def _advantages(run: RunStore, commit: Commit) -> dict[int, float]:
-    """Mean advantage of each sample that trained, by its id."""
-    batch = commit.refs["batch"]
-    if not {"sample_id", "advantages"} <= set(batch.names):
-        return {}
-    ids = batch.fetch_numpy(run.store, "sample_id")[0]
-    values, offsets = batch.fetch_numpy(run.store, "advantages")
-    numbers = cast("np.ndarray[Any, np.dtype[np.float32]]", values)
-    assert offsets is not None
-    means = [float(numbers[a:b].mean()) if b > a else 0.0 for a, b in pairwise(offsets)]
-    return dict(zip(ids.tolist(), means, strict=True))
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None

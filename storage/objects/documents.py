@@ -18,10 +18,13 @@ Model = TypeVar("Model", bound=BaseModel)
 Reader = Callable[[dict[str, object]], dict[str, object]]
 
 
-def encode(form: str, body: Mapping[str, object]) -> bytes:
-    """The document's bytes. Raises ValueError for NaN or infinity, TypeError for no JSON."""
+def encode(form: str, body: Mapping[str, object], indent: int | None = 1) -> bytes:
+    """The document's bytes. Raises ValueError for NaN or infinity, TypeError for no JSON.
+
+    indent: spaces before each level, a value to a line; None puts all on one, for long lists.
+    """
     document = {"format": form, "digest": digest(canonical(body)), "body": body}
-    return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+    return json.dumps(document, indent=indent, allow_nan=False).encode() + b"\n"
 
 
 def decode(form: str, key: str, data: bytes) -> dict[str, object]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
@@ -21,6 +21,8 @@ from storage.batches.refs import BatchRef
 from storage.objects import documents
 from storage.objects.digests import digest
 from storage.objects.errors import Conflict, ObjectDamaged, ObjectMissing, StoreError
+from storage.runs import commit_lists
+from storage.runs.commit_lists import ListsRef
 from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RunStore
@@ -28,7 +30,7 @@ from storage.runs.weights import WeightsRef
 
 log = logging.getLogger(__name__)
 
-FORMAT = "refrain.commit/1"
+FORMAT = "refrain.commit/2"
 HEAD_FORMAT = "refrain.head/1"
 HEAD_ATTEMPTS = 8
 
@@ -73,35 +75,30 @@ class CarriedGroup(Record):
     oldest: int | None = None  # policy version of its oldest token
 
 
-class Commit(Record):
-    """The record of one step. With the snapshot before it and its refs the step can be redone."""
+class Outline(Record):
+    """What a step was, but for its long lists: what commit.json alone says of it."""
 
     step: int = Field(ge=1)  # counted from 1; its update makes policy version `step`
     parent: int = Field(ge=0)  # the step before; 0 for the first of a run
     parent_run: str | None = None  # where that was committed, if in another run; see `commit`
     algorithm: dict[str, JsonValue] = Field(default_factory=dict)  # its settings
-    refs: dict[str, BatchRef] = Field(default_factory=dict)  # in and out, by name: prompts, batch…
     version_in: WeightsRef  # that sampled; the oldest of them, under max_staleness
     version_out: WeightsRef  # that the update made
     cursor: dict[str, JsonValue] = Field(default_factory=dict)  # the dataset's, after the step
     rng: dict[str, JsonValue] = Field(default_factory=dict)  # seeds and generator states
     ledger: Ledger = Field(default_factory=Ledger)
-    # Groups that go on in the next step. Their prompts are refs["carried"], in this order; the
-    # samples of those that are begun are refs["begun"], as many for each. refs["samples"] has the
-    # members of the step's own batch.
-    carried: list[CarriedGroup] = Field(default_factory=list)
-    # Rows of the dataset that the step drew and could not use, by reason.
-    dropped_rows: dict[str, list[int]] = Field(default_factory=dict)
+    rows: dict[str, int] = Field(default_factory=dict)  # of each of its refs; filled in by `commit`
+    first_group: int | None = None  # number of the first group that it drew; None: not recorded
+    group_size: int | None = None  # samples of a group: group g has sample_ids g * size + k
     # What scored the samples, by the digest in their column reward_code: a record per function.
     reward_code: dict[str, list[dict[str, JsonValue]]] = Field(default_factory=dict)
     # What the update was made with besides the algorithm: settings, seed, ranks.
     update: dict[str, JsonValue] = Field(default_factory=dict)
     metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number
-    # Of its tasks, as they ended.
-    attempts: list[dict[str, JsonValue]] = Field(default_factory=list)
     epoch: int = 0  # fencing token of the lease under which it was made
     committed_at: float = Field(default_factory=time.time)  # seconds since 1970
     parent_digest: str | None = None  # of the parent's commit.json; filled in by `commit`
+    lists: ListsRef | None = None  # where its lists are; None: in commit.json
 
     @field_validator("metrics")
     @classmethod
@@ -117,6 +114,20 @@ class Commit(Record):
         if self.parent != self.step - 1:
             raise ValueError(f"Step {self.step} cannot follow step {self.parent}.")
         return self
+
+
+class Commit(Outline):
+    """The record of one step. With the snapshot before it and its refs the step can be redone."""
+
+    refs: dict[str, BatchRef] = Field(default_factory=dict)  # in and out, by name: prompts, batch…
+    # Groups that go on in the next step. Their prompts are refs["carried"], in this order; the
+    # samples of those that are begun are refs["begun"], as many for each. refs["samples"] has the
+    # members of the step's own batch.
+    carried: list[CarriedGroup] = Field(default_factory=list)
+    # Rows of the dataset that the step drew and could not use, by reason.
+    dropped_rows: dict[str, list[int]] = Field(default_factory=dict)
+    # Of its tasks, as they ended.
+    attempts: list[dict[str, JsonValue]] = Field(default_factory=list)
 
     @property
     def objects(self) -> frozenset[str]:
@@ -149,11 +160,14 @@ def commit(run: RunStore, record: Commit, lease: RunLease | None = None) -> Comm
     elif origin is not None:
         followed = {"parent_digest": origin.commit_digest, "parent_run": origin.run}
         record = record.model_copy(update=followed)
-    data = documents.encode(FORMAT, record.model_dump(mode="json"))
+    counts = {name: len(ref) for name, ref in record.refs.items()}
+    record = record.model_copy(update={"rows": counts})
+    body = commit_lists.detach(run, record.step, record.model_dump(mode="json"))
+    data = documents.encode(FORMAT, body)
     if not run.store.create(run.commit_key(record.step), data):
         return _same(run, record)
     _advance(run, record.step, digest(data))
-    return record
+    return record.model_copy(update={"lists": _lists_of(body)})
 
 
 def _same(run: RunStore, record: Commit) -> Commit:
@@ -162,6 +176,7 @@ def _same(run: RunStore, record: Commit) -> Commit:
     # How long it took, and which attempts, is not what a step did: a commit that is tried again
     # after an answer was lost measures anew.
     own = {"committed_at", "epoch", "parent_digest", "parent_run", "metrics", "attempts"}
+    own |= {"rows", "lists"}  # they follow from the rest
     if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
         raise Conflict(
             f"Step {record.step} of run {run.run} is already committed with other results, "
@@ -233,26 +248,54 @@ def _advance(run: RunStore, step: int, commit_digest: str) -> None:
 
 def read_commit(run: RunStore, step: int) -> Commit:
     """The commit of a step. Raises ObjectMissing, ObjectDamaged; logs fields that are unknown."""
-    return _parse(run, step, run.store.read(run.commit_key(step)))
+    return parse_commit(run, step, run.store.read(run.commit_key(step)))
+
+
+def read_outline(run: RunStore, step: int) -> Outline:
+    """The commit of a step without its lists: one small read. Raises as `read_commit` does."""
+    return _parse_outline(run, step, run.store.read(run.commit_key(step)))
 
 
 def version_weights(run: RunStore, version: int) -> WeightsRef:
     """The policy version that a step made, or that the run began with, by the commits."""
     if version == start_of(run):
-        return read_commit(run, version + 1).version_in
-    return read_commit(run, version).version_out
+        return read_outline(run, version + 1).version_in
+    return read_outline(run, version).version_out
 
 
-def _parse(run: RunStore, step: int, data: bytes) -> Commit:
+def _body(run: RunStore, step: int, data: bytes) -> dict[str, object]:
+    """The body of a step's commit.json, as this version writes it."""
     key = run.commit_key(step)
-    body = documents.decode(FORMAT, key, data)
-    unknown = sorted(set(body) - set(Commit.model_fields))
-    if unknown:
+    body = documents.decode_version(READERS, key, data)
+    if unknown := sorted(set(body) - set(Commit.model_fields)):
         log.warning("%s has fields that this version does not know: %s", key, ", ".join(unknown))
-    found = documents.validated(Commit, key, body)
-    if found.step != step:
-        raise ObjectDamaged(f"Object {key} is the commit of step {found.step}.")
-    return found
+    if body.get("step") != step:
+        raise ObjectDamaged(f"Object {key} is the commit of step {body.get('step')}.")
+    return body
+
+
+def parse_commit(run: RunStore, step: int, data: bytes) -> Commit:
+    """The commit of a step from the bytes of its commit.json. Raises as `read_commit` does."""
+    key = run.commit_key(step)
+    body = commit_lists.attach(run, key, _body(run, step, data))
+    return documents.validated(Commit, key, body)
+
+
+def _parse_outline(run: RunStore, step: int, data: bytes) -> Outline:
+    return documents.validated(Outline, run.commit_key(step), _body(run, step, data))
+
+
+def _lists_of(body: Mapping[str, object]) -> ListsRef | None:
+    return None if body["lists"] is None else ListsRef.model_validate(body["lists"])
+
+
+def _from_version_1(body: dict[str, object]) -> dict[str, object]:
+    """Version 1 had its lists within, however long, and counted no rows."""
+    refs = cast("Mapping[str, Mapping[str, object]]", body.get("refs") or {})
+    return {**body, "rows": {name: ref.get("rows", 0) for name, ref in refs.items()}}
+
+
+READERS: dict[str, documents.Reader] = {FORMAT: dict, "refrain.commit/1": _from_version_1}
 
 
 def history(run: RunStore) -> Iterator[Commit]:
@@ -271,6 +314,6 @@ def history(run: RunStore) -> Iterator[Commit]:
                 f"Object {run.commit_key(step)} was altered: its digest is {digest(data)}, "
                 f"its successor or HEAD says {expected}."
             )
-        record = _parse(run, step, data)
+        record = parse_commit(run, step, data)
         yield record
         step, expected = record.parent, record.parent_digest or ""

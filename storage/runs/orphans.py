@@ -3,15 +3,21 @@
 Nothing here is wrong to leave, since readers trust markers and commits only. But a policy version or
 a snapshot of a step that was never committed would be in the way of the step's next try, which may
 sample otherwise; and what no commit names is only in the way of whoever pays for the store.
+
+Of the committed steps only those are looked at in which something may lie: the run's index knows in
+which an attempt failed, and which were under way when a flow died (run_index.py).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from dataclasses import replace
 
 from storage.objects.errors import ObjectMissing
 from storage.runs import commit_log as commits
-from storage.runs.run_store import DATA_SUFFIX, TRAINED_ROLES, RunStore
+from storage.runs.run_index import make_index, read_index, unnamed_objects, write_index
+from storage.runs.run_store import TRAINED_ROLES, RunStore
 from storage.runs.snapshots import MARKER
 from storage.runs.weights import MANIFEST, open_manifest_at
 
@@ -22,8 +28,16 @@ def clear(run: RunStore, head: int) -> list[str]:
     `head`: the last committed step. Only under the run's lease, while none of its engines works.
     Finished shards of the step after it stay: the next try reuses them.
     """
-    removed = orphans(run, head)
+    committed = run.store.exists(run.commit_key(head))
+    index = (read_index(run, head) or make_index(run, head)) if committed else None
+    removed = orphans(run, head, [] if index is None else index.suspects)
     run.store.delete(removed)
+    if index is not None:  # the steps under way have what a dead flow began, and their next try not
+        under_way = itertools.takewhile(
+            lambda step: run.store.list(run.step_key(step)), itertools.count(head + 1)
+        )
+        index.suspects = list(under_way)
+        write_index(run, index)
     for keys, marker in _uncommitted(run, head):
         first = [key for key in keys if key.endswith(marker)]
         run.store.delete(first)  # readers trust the marker
@@ -44,23 +58,26 @@ def _uncommitted(run: RunStore, head: int) -> list[tuple[list[str], str]]:
     return found
 
 
-def orphans(run: RunStore, head: int) -> list[str]:
-    """What dead attempts wrote beside the committed steps and versions: keys that nothing names."""
+def orphans(run: RunStore, head: int, steps: Collection[int] | None = None) -> list[str]:
+    """What dead attempts wrote beside the committed steps and versions: keys that nothing names.
+
+    steps: those to look at, with the versions that they made; None for all that there are.
+    """
     found = []
-    for version in run.versions():
+    for version in run.versions() if steps is None else steps:
         if version <= head:
             found += _beside_manifest(run, version)
-    for step in run.steps():
+    for step in run.steps() if steps is None else steps:
         if step <= head:
-            named = commits.read_commit(run, step).objects
-            keys = run.store.list(run.step_key(step))
-            found += [key for key in keys if key.endswith(DATA_SUFFIX) and key not in named]
+            found += unnamed_objects(run, commits.read_commit(run, step))
     return found
 
 
 def _beside_manifest(run: RunStore, version: int) -> list[str]:
     key = run.weights_key(version)
     files = run.store.list(key)
+    if not files:
+        return []
     try:
         manifest = open_manifest_at(run.store, key)
     except ObjectMissing:

@@ -3,8 +3,11 @@
 Kept: the newest policy versions, those of kept snapshots, those that the last commit names, tagged
 ones; the newest snapshots; the batches of the newest steps and of every step after the oldest kept
 snapshot, which are needed to rebuild the trainer's state; what runs that began here share with it.
-Every commit.json stays. Nothing newer than HEAD is touched. Markers go before what they mark, so a
+Every commit stays. Nothing newer than HEAD is touched. Markers go before what they mark, so a
 reader sees all of a thing or nothing.
+
+What is there is known by an index (run_index.py); while that holds, only the folders of what goes are
+listed, whatever the number of steps.
 """
 
 from __future__ import annotations
@@ -15,11 +18,17 @@ from dataclasses import replace
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.runs import commit_log as commits
-from storage.runs import snapshots
-from storage.runs.forks import Pin, pins
-from storage.runs.origins import committer, start_of
-from storage.runs.run_store import RunStore
-from storage.runs.snapshots import MARKER, Snapshot
+from storage.runs.forks import pins
+from storage.runs.origins import start_of
+from storage.runs.run_index import (
+    RunIndex,
+    borrowed_objects,
+    make_index,
+    read_index,
+    write_index,
+)
+from storage.runs.run_store import TRAINED_ROLES, RunStore
+from storage.runs.snapshots import MARKER
 from storage.runs.weights import MANIFEST
 
 FORMAT = "refrain.retention/1"
@@ -41,88 +50,115 @@ def sweep(
     head = commits.head(run)
     if head is None:
         return []
-    marked = [step for step in snapshots.snapshots(run) if step <= head]
-    kept = [snapshots.read(run, step) for step in marked[-keep_snapshots:]]
+    index, start = read_index(run, head) or make_index(run, head), start_of(run)
+    kept = index.snapshots.get("actor", [])[-keep_snapshots:]
     shared = pins(run)
-    stay = {snapshot.step for snapshot in kept} | {pin.snapshot for pin in shared}
+    stay = {*kept} | {pin.snapshot for pin in shared}
+    oldest = kept[0] if kept else start
+    first_kept = start + 1 if keep_steps is None else min(head - keep_steps, oldest) + 1
     # Where every batch is kept every step can be replayed, those after a fork's beginning too.
-    stay |= {start_of(run)} if keep_steps is None else set()
-    removed = _sweep_snapshots(run, kept, stay)
-    # The critic's are written before the actor's, at the same steps.
-    removed += _sweep_snapshots(replace(run, role="critic"), kept, stay)
-    tagged = {*tagged, *(pin.step for pin in shared)}
-    removed += _sweep_versions(run, head, kept, keep_versions, tagged)
-    if keep_steps is not None:
-        oldest = kept[0].step if kept else start_of(run)
-        first_kept = min(head - keep_steps, oldest) + 1
-        removed += _sweep_batches(run, head, first_kept, shared)
+    stay |= {start} if first_kept <= start + 1 else set()
+    removed = _sweep_snapshots(run, index, kept, stay)
+    named = {step for step in kept if step > 0} | {*tagged, *(pin.step for pin in shared)}
+    removed += _sweep_versions(run, index, head, keep_versions, named)
+    if keep_steps is None:
+        index.borrowed, index.borrowed_from = {}, head + 1  # nobody asks
+    else:
+        pinned = {step for pin in shared for step in range(pin.snapshot + 1, pin.step + 1)}
+        removed += _sweep_batches(run, index, range(max(first_kept, start + 1), head + 1), pinned)
+    write_index(run, index)
     return removed
 
 
-def _sweep_snapshots(run: RunStore, kept: list[Snapshot], stay: Collection[int]) -> list[str]:
+def _sweep_snapshots(
+    run: RunStore, index: RunIndex, kept: list[int], stay: Collection[int]
+) -> list[str]:
     """Snapshots older than the kept ones, and unfinished ones older than the newest of them."""
     if not kept:
         return []
     removed = []
-    for step in run.state_steps():
-        if step not in stay and step < kept[-1].step:
-            removed += _remove(run, run.store.list(run.state_key(step)), MARKER)
+    for role in TRAINED_ROLES:  # the critic's are written at the same steps
+        trained = replace(run, role=role)
+        for known in (index.snapshots, index.unfinished):
+            gone = [step for step in known.get(role, []) if step < kept[-1] and step not in stay]
+            for step in gone:
+                removed += _remove(run, run.store.list(trained.state_key(step)), MARKER)
+            known[role] = [step for step in known.get(role, []) if step not in gone]
     return removed
 
 
 def _sweep_versions(
-    run: RunStore,
-    head: int,
-    kept: list[Snapshot],
-    keep_versions: int,
-    tagged: Collection[int],
+    run: RunStore, index: RunIndex, head: int, keep_versions: int, named: Collection[int]
 ) -> list[str]:
-    last = commits.read_commit(run, head)
-    named = [last.version_in, last.version_out]
-    made = [committer(run, snapshot.step) for snapshot in kept if snapshot.step > 0]
-    named += [commits.read_commit(owner, step).version_out for owner, step in made]
-    stay = {ref.version for ref in named} | set(tagged)
-    published = [version for version in run.versions() if version <= last.version_out.version]
-    stay.update(published[-keep_versions:])
+    """named: versions that stay besides the newest and those of the last commit."""
+    last = commits.read_outline(run, head)
+    stay = {last.version_in.version, last.version_out.version, *named}
+    stay.update(index.versions[-keep_versions:])
+    gone = [version for version in index.versions if version not in stay]
     removed = []
-    for version in published:
-        if version not in stay:
-            removed += _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
+    for version in gone:
+        removed += _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
+    index.versions = [version for version in index.versions if version in stay]
     return removed
 
 
-def _sweep_batches(run: RunStore, head: int, first_kept: int, shared: list[Pin]) -> list[str]:
-    """The stage results of the steps before `first_kept` that no kept commit or child names."""
-    done = _swept(run)
-    old = [step for step in run.steps() if done <= step < first_kept]
-    if not old:
+def _sweep_batches(
+    run: RunStore, index: RunIndex, kept: range, pinned: Collection[int]
+) -> list[str]:
+    """The stage results of the steps before the kept ones that no kept commit or child names."""
+    first = max(kept.start, index.swept)
+    if index.swept == 0:  # a new index: which steps are there is known by listing them
+        old = [step for step in run.steps() if step < kept.start]
+    else:
+        old = [*index.pinned, *range(index.swept, first)]
+    index.swept = first
+    if not old and not index.spared:
         return []
-    needed: set[str] = set()
-    for step in range(max(first_kept, start_of(run) + 1), head + 1):
-        needed |= commits.read_commit(run, step).objects
+    if first > batches_below(run):  # said before it is done: what is missing then is no damage
+        record = {"steps_below": first, "batches_below": first}
+        run.store.write(_swept_key(run), documents.encode(FORMAT, record))
+    needed = _borrowed(run, index, kept, pinned)
     removed = []
-    pinned = {step for pin in shared for step in range(pin.snapshot + 1, pin.step + 1)}
-    for step in pinned:  # a carried group's samples lie with the steps that began it
-        needed |= commits.read_commit(run, step).objects
-    spared = not pinned.isdisjoint(old)
+    for step, keys in sorted(index.spared.items()):
+        removed += _remove(run, [key for key in keys if key not in needed], ".json")
+        index.spared[step] = [key for key in keys if key in needed]
     for step in (step for step in old if step not in pinned):
-        keys = run.store.list(run.step_key(step))
-        data = [key for key in keys if key != run.commit_key(step)]
-        spared = spared or not needed.isdisjoint(data)
+        data = [key for key in run.store.list(run.step_key(step)) if not run.is_record(key)]
         removed += _remove(run, [key for key in data if key not in needed], ".json")
-    # Steps with spared objects are looked at again once the commits in need of them are old.
-    record = {"steps_below": done if spared else first_kept, "batches_below": first_kept}
-    run.store.write(_swept_key(run), documents.encode(FORMAT, record))
+        index.spared[step] = [key for key in data if key in needed]
+    index.spared = {step: keys for step, keys in index.spared.items() if keys}
+    index.pinned = sorted(step for step in old if step in pinned)
+    index.suspects = [step for step in index.suspects if step >= first or step in index.pinned]
     return removed
+
+
+def _borrowed(
+    run: RunStore, index: RunIndex, kept: range, pinned: Collection[int]
+) -> frozenset[str]:
+    """What the commits that are kept, or pinned by a child, name of other steps' batches."""
+    for step in kept:  # none, once the index has them: of a new index, or one with more to keep
+        if step >= index.borrowed_from:
+            break
+        _add_borrowed(run, index, step)
+    index.borrowed_from = min(index.borrowed_from, kept.start)
+    for step in pinned:
+        if step < index.borrowed_from and step not in index.borrowed:
+            _add_borrowed(run, index, step)
+    index.borrowed = {
+        step: keys
+        for step, keys in index.borrowed.items()
+        if (step in kept and keys) or step in pinned
+    }
+    index.borrowed_from = kept.start
+    return frozenset(key for keys in index.borrowed.values() for key in keys)
+
+
+def _add_borrowed(run: RunStore, index: RunIndex, step: int) -> None:
+    index.borrowed[step] = borrowed_objects(run, commits.read_commit(run, step))
 
 
 def _swept_key(run: RunStore) -> str:
     return f"{run.run}/retention.json"
-
-
-def _swept(run: RunStore) -> int:
-    """Batches of the steps before this one are gone already; saves listing them again."""
-    return _recorded(run, "steps_below")
 
 
 def batches_below(run: RunStore) -> int:

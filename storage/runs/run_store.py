@@ -1,7 +1,8 @@
 """One run's part of the store: its keys, its settings, and the markers of finished stage results.
 
 <run>/run.json, <run>/HEAD, <run>/weights/v000012/, <run>/state/000010/, <run>/critic/000010/,
-<run>/steps/000012/<stage>/<shard>-<key>.safetensors and .json, <run>/steps/000012/commit.json
+<run>/steps/000012/<stage>/<shard>-<key>.safetensors and .json, <run>/steps/000012/commit.json and,
+where that would be long, lists-<digest>.json
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 VERSION_FOLDER = re.compile(r"v\d+")
 TRAINED_ROLES = ("actor", "critic")  # whose trainers have snapshots
 DATA_SUFFIX = ".safetensors"
+LISTS = "lists-"  # how the name of an object with the lists of a commit begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,18 @@ class RunStore:
 
     def commit_key(self, step: int) -> str:
         return f"{self.step_key(step)}/commit.json"
+
+    def lists_key(self, step: int, digest: str) -> str:
+        """The long lists of a step's commit; `digest`: of their bytes, in hex."""
+        return f"{self.step_key(step)}/{LISTS}{digest}.json"
+
+    def is_record(self, key: str) -> bool:
+        """Whether a key is a step's commit.json, or of the form of its lists: these always stay."""
+        folder, _, name = key.rpartition("/")
+        steps, _, number = folder.rpartition("/")
+        if steps != f"{self.run}/steps" or not number.isdigit():
+            return False
+        return name == "commit.json" or name.startswith(LISTS)
 
     @property
     def state_folder(self) -> str:

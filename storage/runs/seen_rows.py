@@ -75,8 +75,22 @@ def seen_at(run: RunStore, cursor: Cursor, source: RowSource) -> np.ndarray | No
         rows = source.row_digests()
     fresh: Sequence[int] = ()
     if cursor.fresh and cursor.epoch == 0:
-        fresh = np.flatnonzero(~np.isin(rows, before)).tolist()
+        fresh = _fresh(rows, before)
     return np.union1d(before, rows[drawn(cursor, fresh)])
+
+
+def fresh_rows_of(run: RunStore) -> list[int] | None:
+    """The unseen rows with which a run began that has some first, by what it kept of its rows.
+
+    None where it kept no digests of them: it does so at its end.
+    """
+    rows = _read(run, _rows_key(run))
+    return None if rows is None else _fresh(rows, seen_before(run))
+
+
+def _fresh(rows: np.ndarray, before: np.ndarray) -> list[int]:
+    fresh: list[int] = np.flatnonzero(~np.isin(rows, before)).tolist()
+    return fresh
 
 
 def _read(run: RunStore, key: str) -> np.ndarray | None:

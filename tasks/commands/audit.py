@@ -65,7 +65,9 @@ def _shown(found: Audit) -> list[RenderableType]:
         f"which goes on from {found.origin}" if found.good and found.origin else "",
         f"{found.versions} policy versions and {found.snapshots} trainer snapshots",
         f"{found.read.objects} objects ({bytes_text(found.read.nbytes)}) read and compared",
-        f"{found.removed} batch objects removed by retention" if found.removed else "",
+        f"{found.removed} batch objects removed by retention (store.keep_steps)"
+        if found.removed
+        else "",
         f"{len(found.unfinished)} objects of a step under way" if found.unfinished else "",
         f"{len(found.orphans)} orphan(s)",
     ]

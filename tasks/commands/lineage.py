@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from storage.audit import lineage
-from storage.audit.lineage import PromptOrigin, SampleOrigin, VersionOrigin
-from storage.runs.commit_log import Commit, read_commit
-from storage.runs.origins import committer
+from storage.audit.lineage import PromptOrigin, RemovedSample, VersionOrigin
+from storage.audit.sample_origins import SampleOrigin
+from storage.runs.commit_log import Outline
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 
@@ -21,18 +21,21 @@ STATUS = ("ok", "truncated", "failed")
 def answer(request: Request) -> Answer:
     """Tell the origin of what was named."""
     asked, files = request.arguments, request.files
+    if asked.limit < 1:
+        raise ValueError(f"--limit {asked.limit} shows nothing. Give it a number from 1.")
     if asked.version is not None:
-        version = lineage.of_version(files, asked.version)
-        return Answer(record=asdict(version), shown=_version(version, asked.limit))
+        version = lineage.of_version(files, asked.version, asked.limit)
+        return Answer(record=asdict(version), shown=_version(version))
     if asked.sample is not None:
         sample, commit = lineage.of_sample(files, asked.sample)
-        owner = RunStore(files.store, sample.run)
-        return _sample(files, owner, sample, commit)
-    prompt = lineage.of_prompt(files, asked.prompt)
+        if isinstance(sample, RemovedSample):
+            return _removed(sample, commit)
+        return _sample(files, sample, commit)
+    prompt = lineage.of_prompt(files, asked.prompt, asked.limit)
     return Answer(record=asdict(prompt), shown=_prompt(files, prompt))
 
 
-def _version(found: VersionOrigin, limit: int) -> list[RenderableType]:
+def _version(found: VersionOrigin) -> list[RenderableType]:
     there = found.key if found.there else f"{found.key}, which retention removed"
     lines: list[RenderableType] = [
         heading(f"Version {found.version} of {found.run}"),
@@ -42,7 +45,7 @@ def _version(found: VersionOrigin, limit: int) -> list[RenderableType]:
     ]
     if not found.steps:
         return [*lines, text("It is the model that the run began with: no sample made it.")]
-    lines.append(heading(f"Made by {len(found.steps)} updates, the newest first"))
+    lines.append(heading(f"Made by {found.updates} updates, the newest first"))
     several = len({one.run for one in found.steps}) > 1
     columns = (
         "step", "sampled with", "samples", "trained", "tokens", "reward", "prompt rows", "workers",
@@ -53,25 +56,30 @@ def _version(found: VersionOrigin, limit: int) -> list[RenderableType]:
         *columns,
         right=("step", "samples", "trained", "tokens", "reward", "retried"),
     )
-    for one in found.steps[:limit]:
+    for one in found.steps:
         place = [*([one.run] if several else []), str(one.step)]
-        if one.removed:
-            steps.add_row(*place, short(one.sampled_with), "removed by retention")
-            continue
         reward = "" if one.reward is None else f"{one.reward:.3f}"
-        counts = (one.samples, one.trained, one.tokens, reward)
+        counts = (one.samples, one.trained, "" if one.tokens is None else one.tokens, reward)
         rows = f"{len(one.prompt_rows)}: {some(one.prompt_rows, 4)}"
         workers = ", ".join(f"{name} {count}" for name, count in one.workers.items())
+        columns_left = (rows, workers, str(one.retried))
         steps.add_row(
-            *place, short(one.sampled_with), *map(str, counts), rows, workers,
-            str(one.retried), ", ".join(one.reward_code) or "not recorded",
+            *place, short(one.sampled_with), *map(str, counts),
+            *(("removed by retention", "", "") if one.removed else columns_left),
+            ", ".join(one.reward_code) or "not recorded",
         )  # fmt: skip
     lines += [steps, *_code(found.reward_code)]
     if found.samples:
         lines.append(heading(f"Samples of step {found.steps[0].step}"))
-        lines.append(samples_table(found.samples[:limit]))
-    if max(len(found.samples), len(found.steps)) > limit:
-        lines.append(text(f"At most {limit} rows are shown: --limit N shows more, --json all."))
+        lines.append(samples_table(found.samples))
+    of_step = 0 if found.steps[0].removed else found.steps[0].samples
+    if len(found.steps) < found.updates or len(found.samples) < of_step:
+        lines.append(
+            text(
+                f"{len(found.steps)} of {found.updates} updates and {len(found.samples)} of "
+                f"{of_step} samples are shown: --limit N shows more."
+            )
+        )
     return lines
 
 
@@ -113,9 +121,40 @@ def spans(sample: SampleOrigin) -> str:
     return ", ".join(f"v{one.version} [{one.start}, {one.stop})" for one in sample.spans)
 
 
-def _sample(files: RunStore, owner: RunStore, found: SampleOrigin, commit: Commit) -> Answer:
+def _removed(found: RemovedSample, commit: Outline) -> Answer:
+    """What the commit still knows of a sample whose batches are gone."""
+    reward = commit.metrics.get("reward/mean")
+    facts = {
+        "step": f"{found.step} of {found.run}, which drew its group {found.group}",
+        "sampled with": f"version {commit.version_in.version}, {commit.version_in.digest}",
+        "step's update": f"made version {commit.version_out.version}, {commit.version_out.digest}",
+        "step's samples": str(commit.rows.get("samples", 0)),
+        "step's reward": "" if reward is None else f"{reward:.4f} on average",
+        "reward code": ", ".join(commit.reward_code) or "not recorded",
+    }
+    width = max(map(len, facts))
+    why = (
+        "Retention removed the step's batches, so its tokens, its reward and whether it trained are "
+        "gone. Set store.keep_steps higher, or to null, in a run whose samples are to be looked up."
+    )
+    shown = [
+        heading(f"Sample {found.sample}"),
+        *(text(f"  {name:<{width}}  {value}") for name, value in facts.items()),
+        text(why),
+    ]
+    record = {
+        **asdict(found),
+        "version_in": commit.version_in.model_dump(),
+        "version_out": commit.version_out.model_dump(),
+        "metrics": commit.metrics,
+        "reward_code": commit.reward_code,
+    }
+    return Answer(record=record, shown=shown)
+
+
+def _sample(files: RunStore, found: SampleOrigin, commit: Outline) -> Answer:
     newest = lineage.last_version(files)
-    prompt = lineage.prompt_of(owner, commit, found.group)
+    prompt = lineage.prompt_of(files, found)
     code = {found.reward_code: commit.reward_code.get(found.reward_code, [])}
     facts = {
         "step": f"{found.step} of {found.run}",
@@ -153,17 +192,22 @@ def _sample(files: RunStore, owner: RunStore, found: SampleOrigin, commit: Commi
 def _prompt(files: RunStore, found: PromptOrigin) -> list[RenderableType]:
     lines: list[RenderableType] = []
     if found.samples:
-        first = found.samples[0]
-        owner, step = committer(files, first.step)
-        row = lineage.prompt_of(owner, read_commit(owner, step), first.group)
+        row = lineage.prompt_of(files, found.samples[0])
         lines += [heading(f"Row {found.row}: {row}"), samples_table(found.samples)]
         versions = sorted({one.step for one in found.samples if one.trained})
         into = f"It is in versions from {versions[0]} on." if versions else "It is in no version."
-        lines.append(text(f"Drawn {len({s.group for s in found.samples})} time(s). {into}"))
+        times = len({one.group for one in found.samples})
+        lines.append(text(f"Drawn {times} time(s){', at least' * found.more}. {into}"))
     lines += [
         text(f"Row {found.row} was drawn in step {step} of {run} and dropped: {reason}.")
         for run, step, reason in found.dropped
     ]
+    lines += [
+        text(f"Row {found.row} was drawn in step {step} of {run}, whose batches retention removed.")
+        for run, step in found.removed
+    ]
+    if found.more:
+        lines.append(text("There may be more: --limit N shows more."))
     return lines
 
 

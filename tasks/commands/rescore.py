@@ -81,7 +81,15 @@ def answer(request: Request) -> Answer:
         "objects": sorted(key for ref in refs.values() for key in ref.objects),
         "removed_by_retention": [step for step in steps if step not in refs],
     }
-    return Answer(record=record, shown=_shown(files, reward.label, found, whole, refs))
+    shown = _shown(files, reward.label, found, whole, refs)
+    if missing := [step for step in steps if step not in refs]:
+        shown.append(
+            text(
+                f"Retention removed the samples of {len(missing)} of these steps, {missing[0]} to "
+                f"{missing[-1]}: they are not counted. store.keep_steps says how many a run keeps."
+            )
+        )
+    return Answer(record=record, shown=shown)
 
 
 def reward_of(word: str) -> Reward:

@@ -6,7 +6,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from storage.prompts.cursor import Cursor
-from storage.runs.commit_log import history
+from storage.runs.commit_log import read_commit
+from storage.runs.curves import History, read_history, shown
 from storage.runs.origins import start_of
 from storage.tracking.plots import progress_png
 from storage.tracking.tracked_run import TrackedData, TrackedRun
@@ -37,18 +38,18 @@ class RunTracker:
         self._started = threading.Event()
         self._error: Exception | None = None
         self._finished = False
-        self.history: list[tuple[int, Metrics]] = []
+        self.history: History = []  # what is shown of each step
         self.registered: dict[int, str] = {}  # policy version -> its number in the registry; kept
 
     def start(self) -> None:
         """Begin the page in the background, or go on with it. To be called inside the flow run."""
-        tracked, head = self._tracked(), self._run.head
+        tracked, last = self._tracked(), self._run.last
 
         def begin() -> None:
             self._needed.wait(START_DELAY)
             try:
                 self._tracker.start(tracked)
-                self._catch_up(head)
+                self._catch_up(last)
             except Exception as error:  # raised again in the flow's thread by `_ready`
                 self._error = error
             finally:
@@ -56,22 +57,22 @@ class RunTracker:
 
         threading.Thread(target=begin, name="mlflow", daemon=True).start()
 
-    def _catch_up(self, head: int) -> None:
+    def _catch_up(self, newest: Commit | None) -> None:
         """What a resumed run did before: its curves, its versions, and what MLflow never heard of.
 
         A step is committed before MLflow is told of it and its version, so a run may die in between.
+        `newest`: the last commit; a fork's may be its parent's.
         """
-        if head == start_of(self._run.files):
+        files = self._run.files
+        start = start_of(files)
+        if newest is None or newest.step <= start:
             return
-        before = [commit for commit in history(self._run.files) if commit.step <= head]
-        logged = self._tracker.last_step or 0
-        for commit in reversed(before):
-            metrics = {name: x for name, x in commit.metrics.items() if x is not None}
-            self.history.append((commit.step, metrics))
-            if commit.step > logged:
-                self._log(self._tracker, commit, metrics)
+        head = newest.step
+        self.history = read_history(files, head)
+        for step in range(max(start, self._tracker.last_step or 0) + 1, head + 1):
+            commit = read_commit(files, step)
+            self._log(self._tracker, commit, metrics_of(commit))
         self.registered = self._tracker.registered()
-        newest = before[0]
         cursor = Cursor.from_json(newest.cursor)
         due = self._run.snapshot_due(head, cursor, len(newest.carried))
         if due and newest.version_out.version not in self.registered:
@@ -80,7 +81,7 @@ class RunTracker:
     def step(self, commit: Commit, metrics: Metrics) -> None:
         """Record a committed step."""
         tracker = self._ready()
-        self.history.append((commit.step, metrics))
+        self.history.append((commit.step, shown(metrics)))
         self._log(tracker, commit, metrics)
 
     def _log(self, tracker: Tracker, commit: Commit, metrics: Metrics) -> None:
@@ -172,6 +173,11 @@ class RunTracker:
             forked_from=None if run.origin is None else run.origin.run,
             forked_at=None if run.origin is None else run.origin.step,
         )
+
+
+def metrics_of(commit: Commit) -> Metrics:
+    """The metrics of a committed step that are numbers."""
+    return {name: value for name, value in commit.metrics.items() if value is not None}
 
 
 def version_tags(commit: Commit) -> dict[str, str]:

@@ -71,6 +71,8 @@ def take(
         "version_out": publish_version(run, step),
         "cursor": {"epoch": 0, "size": 100, "position": position + drawn},
         "ledger": ledger,
+        "first_group": (step - 1) * PROMPTS,
+        "group_size": GROUP,
         "dropped_rows": dropped,
         "reward_code": {"c0de": [CODE]},
     }

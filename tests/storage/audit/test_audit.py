@@ -133,6 +133,12 @@ def test_a_step_under_way_is_no_orphan(good: RunStore) -> None:
             "counts 4 prompts drawn, but its data cursor moved by 3",
         ),
         ({"dropped_rows": {}}, "counts 3 prompts drawn, but stored 2 and named 0"),
+        ({"first_group": 5}, "numbered from 5, but its prompts are 4 to 5"),
+        ({"group_size": 2}, "groups have 2 samples, but the numbers of its samples are others"),
+        (
+            {"rows": {"prompts": 2, "samples": 7, "batch": 3}},
+            "'samples': 7, 'batch': 3} rows, but they have",
+        ),
     ],
 )
 def test_a_ledger_that_the_batches_do_not_bear_out(

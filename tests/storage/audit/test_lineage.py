@@ -2,7 +2,8 @@
 
 import pytest
 
-from storage.audit.lineage import Span, of_prompt, of_sample, of_version, prompt_of
+from storage.audit.lineage import RemovedSample, of_prompt, of_sample, of_version, prompt_of
+from storage.audit.sample_origins import SampleOrigin, Span
 from storage.runs.forks import begin_at
 from storage.runs.retention import sweep
 from storage.runs.run_store import RunStore
@@ -29,13 +30,15 @@ def test_from_a_version_to_its_samples(run: RunStore) -> None:
 def test_from_a_sample_to_where_it_went(run: RunStore) -> None:
     commits = small_run.make(run)
     sample, commit = of_sample(run, 14)
+    assert isinstance(sample, SampleOrigin) and commit.step == 3
     assert (sample.step, sample.group, sample.prompt_row) == (3, 4, 44)
     assert sample.spans == (Span(version=2, start=0, stop=2),)
     assert sample.weights_digest == commits[1].version_out.digest
     assert (sample.worker, sample.attempt) == ("rollout-1", 2)
     assert (sample.reward, sample.advantage, sample.trained) == (0.5, 2.0, True)
-    assert prompt_of(run, commit, sample.group) == {"question": "row 44?"}
+    assert prompt_of(run, sample) == {"question": "row 44?"}
     left_out, _ = of_sample(run, 17)
+    assert isinstance(left_out, SampleOrigin)
     assert (left_out.trained, left_out.advantage) == (False, None)
     with pytest.raises(ValueError, match="No stored batch of run run has sample 99"):
         of_sample(run, 99)
@@ -69,8 +72,12 @@ def test_what_retention_removed_is_said(run: RunStore) -> None:
     found = of_version(run, 6)
     assert [step.removed for step in found.steps] == [False, False, True, True, True, True]
     assert not of_version(run, 3).there
+    assert [step.samples for step in found.steps] == [6] * 6  # the commit knows
+    sample, commit = of_sample(run, 1)
+    assert sample == RemovedSample(run="run", step=1, sample=1, group=0)
+    assert commit.version_out.version == 1
     with pytest.raises(ValueError, match="retention removed are gone"):
-        of_sample(run, 1)
+        of_sample(run, 36)
 
 
 def test_versions_that_there_are_not(run: RunStore) -> None:

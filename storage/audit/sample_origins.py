@@ -1,0 +1,156 @@
+"""The samples of a step, one by one: where each came from, what it was worth, what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+
+from storage.batches import reading
+from storage.batches.columns import EXTRA, SCORE
+from storage.batches.refs import BatchRef
+from storage.runs.commit_log import Commit
+from storage.runs.run_store import RunStore
+
+TOLD = (  # columns, besides those of each reward function
+    "sample_id", "group_id", "prompt_row", "worker", "attempt", "weight_spans", "weights_digest",
+    "finish_reason", "status", "reward", "reward_code",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Response tokens drawn under one policy version."""
+
+    version: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOrigin:
+    """One completion: where it came from, what it was worth, what became of it."""
+
+    run: str
+    step: int
+    sample: int  # sample_id
+    group: int
+    prompt_row: int  # of the dataset
+    worker: str
+    attempt: int
+    spans: tuple[Span, ...]
+    weights_digest: str  # of the weights that the engine held at the sample's end
+    tokens: int  # of the response
+    finish_reason: str
+    status: int
+    reward: float | None  # None: scoring failed
+    scores: dict[str, float | None]  # by reward function
+    extras: dict[str, Any]  # what reward functions gave to log_extra, by function/column
+    reward_code: str  # digest of the functions; empty where the run did not record it
+    trained: bool  # whether it was part of the update
+    advantage: float | None  # mean over its tokens, where it trained
+
+
+def samples_of(
+    run: RunStore, commit: Commit, rows: np.ndarray[Any, Any] | None = None
+) -> list[SampleOrigin]:
+    """The samples of a step, or some rows of them. Raises ObjectMissing where they were removed.
+
+    rows: [M] numbers of rows of the step's samples.
+    """
+    ref = commit.refs["samples"] if rows is None else commit.refs["samples"].take(rows)
+    columns = Columns(run, ref)
+    advantages = _advantages(run, commit, np.asarray(columns.numbers("sample_id")))
+    spans = columns.lists("weight_spans")
+    scores = [name for name in ref.names if name.startswith(SCORE)]
+    extras = [name for name in ref.names if name.startswith(EXTRA)]
+    found = []
+    for row, sample in enumerate(columns.numbers("sample_id")):
+        found.append(
+            SampleOrigin(
+                run=run.run,
+                step=commit.step,
+                sample=int(sample),
+                group=int(columns.numbers("group_id")[row]),
+                prompt_row=int(columns.numbers("prompt_row")[row]),
+                worker=columns.text("worker")[row],
+                attempt=int(columns.numbers("attempt")[row]),
+                spans=tuple(_spans(spans[row])),
+                weights_digest=columns.text("weights_digest")[row],
+                tokens=columns.lengths[row],
+                finish_reason=columns.text("finish_reason")[row],
+                status=int(columns.numbers("status")[row]),
+                reward=_finite(columns.numbers("reward")[row]),
+                scores={
+                    name.removeprefix(SCORE): _finite(columns.numbers(name)[row]) for name in scores
+                },
+                extras={name.removeprefix(EXTRA): columns.text(name)[row] for name in extras},
+                reward_code=columns.text("reward_code")[row],
+                trained=int(sample) in advantages,
+                advantage=advantages.get(int(sample)),
+            )
+        )
+    return found
+
+
+class Columns:
+    """The columns of a batch that tell of samples; what it lacks reads as -1 or an empty text.
+
+    All are read at once: a store over HTTP is asked once for an object, not once for each column.
+    """
+
+    def __init__(self, run: RunStore, ref: BatchRef) -> None:
+        self._count = len(ref)
+        wanted = [name for name in ref.names if name in TOLD or name.startswith((SCORE, EXTRA))]
+        self._read = reading.read_columns(run.store, ref[wanted].columns)
+        self._lists: dict[str, list[Any]] = {}
+        self.lengths: list[int] = ref.lengths(run.store, "response_ids").tolist()
+
+    def numbers(self, name: str) -> list[float]:
+        """[N] numbers of a dense column."""
+        if name not in self._read:
+            return [-1] * self._count
+        if name not in self._lists:
+            self._lists[name] = self._read[name].numpy()[0].tolist()
+        return self._lists[name]
+
+    def text(self, name: str) -> list[str]:
+        """[N] values of a column of text or JSON."""
+        if name not in self._read:
+            return [""] * self._count
+        if name not in self._lists:
+            self._lists[name] = self._read[name].rows()
+        return self._lists[name]
+
+    def lists(self, name: str) -> list[list[int]]:
+        """[N] lists of a jagged column."""
+        values, offsets = self._read[name].numpy()
+        assert offsets is not None
+        return [values[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+def _spans(flat: list[int]) -> Iterator[Span]:
+    for version, start, stop in zip(flat[0::3], flat[1::3], flat[2::3], strict=True):
+        yield Span(version=version, start=start, stop=stop)
+
+
+def _advantages(run: RunStore, commit: Commit, samples: np.ndarray[Any, Any]) -> dict[int, float]:
+    """Mean advantage of those samples, [M] ids, that trained, by id."""
+    batch = commit.refs["batch"]
+    if not {"sample_id", "advantages"} <= set(batch.names):
+        return {}
+    ids = batch.fetch_numpy(run.store, "sample_id")[0]
+    rows = np.flatnonzero(np.isin(ids, samples))
+    ids = ids[rows]
+    values, offsets = batch.take(rows).fetch_numpy(run.store, "advantages")
+    numbers = cast("np.ndarray[Any, np.dtype[np.float32]]", values)
+    assert offsets is not None
+    means = [float(numbers[a:b].mean()) if b > a else 0.0 for a, b in pairwise(offsets)]
+    return dict(zip(ids.tolist(), means, strict=True))
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None

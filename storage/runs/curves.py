@@ -1,0 +1,108 @@
+"""The metrics that a run's picture and its table show, of all its steps, in one object.
+
+`curves.json` saves a resumed run from reading every commit. It names the commit that it goes up to by
+digest; where the commits do not bear that out, or it is missing, they are read instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from storage.objects import documents
+from storage.objects.errors import ObjectDamaged, ObjectMissing
+from storage.runs.commit_log import read_commit_digest, read_outline
+from storage.runs.origins import start_of
+from storage.runs.run_store import RunStore
+from storage.tracking.plots import KL, REWARD_MEAN, REWARD_STD, STAGE_SECONDS
+
+log = logging.getLogger(__name__)
+
+FORMAT = "refrain.curves/1"
+EVERY = 10  # steps between two writes; at most so many commits are read on resuming
+SHOWN = (REWARD_MEAN, REWARD_STD, KL, "retries")  # besides the seconds of each stage
+
+History = list[tuple[int, dict[str, float]]]  # step, its metrics by name; ascending
+
+
+class Curves(BaseModel):
+    """Metrics by name, of a run's steps in order."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    first: int  # step of the first value of each
+    step: int  # of the last
+    commit_digest: str  # of that step's commit.json
+    metrics: dict[str, list[float | None]]  # [step - first + 1] each; None where a step has none
+
+    @model_validator(mode="after")
+    def _whole(self) -> Curves:
+        lengths = {len(values) for values in self.metrics.values()}
+        if lengths - {self.step - self.first + 1}:
+            raise ValueError(
+                f"its curves have {sorted(lengths)} steps, not {self.first} to {self.step}"
+            )
+        return self
+
+
+def shown(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Those of a step's metrics that are shown."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if value is not None and (name in SHOWN or name.startswith(STAGE_SECONDS))
+    }
+
+
+def write_curves(run: RunStore, step: int, history: Sequence[tuple[int, dict[str, float]]]) -> None:
+    """Keep the metrics of the steps up to a committed one. Only under the run's lease."""
+    rows = [metrics for at, metrics in history if at <= step]
+    names = sorted({name for metrics in rows for name in metrics})
+    record = Curves(
+        first=step - len(rows) + 1,
+        step=step,
+        commit_digest=read_commit_digest(run, step),
+        metrics={name: [metrics.get(name) for metrics in rows] for name in names},
+    )
+    data = documents.encode(FORMAT, record.model_dump(mode="json"), indent=None)
+    run.store.write(_key(run), data)
+
+
+def read_history(run: RunStore, head: int) -> History:
+    """The shown metrics of each of a run's steps up to a committed one.
+
+    What has been kept, and the commits since; all commits where it does not hold.
+    """
+    kept = _kept(run, head)
+    found: History = []
+    if kept is not None:
+        names = list(kept.metrics)
+        for number, step in enumerate(range(kept.first, kept.step + 1)):
+            values = {name: kept.metrics[name][number] for name in names}
+            found.append((step, {name: x for name, x in values.items() if x is not None}))
+    first = start_of(run) + 1 if kept is None else kept.step + 1
+    return found + [
+        (step, shown(read_outline(run, step).metrics)) for step in range(first, head + 1)
+    ]
+
+
+def _kept(run: RunStore, head: int) -> Curves | None:
+    """What has been kept, unless it cannot be of these commits."""
+    key = _key(run)
+    try:
+        found = documents.validated(Curves, key, documents.read(run.store, key, FORMAT))
+        there = found.first == start_of(run) + 1 and found.step <= head
+        if not there or found.commit_digest != read_commit_digest(run, found.step):
+            raise ObjectDamaged(f"Object {key} is not of this run's commits.")
+    except ObjectMissing:
+        return None
+    except ObjectDamaged as error:
+        log.warning("%s The commits are read instead.", error)
+        return None
+    return found
+
+
+def _key(run: RunStore) -> str:
+    return f"{run.run}/curves.json"
