@@ -70,7 +70,7 @@ def repetition_penalty(ids: Tensor, rows: Rows, *, ngram: int, factor: float) ->
     "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373.
 
     Args:
-        ids: int64 [T], token ids.
+        ids: integers [T], token ids.
         rows: N rows, T tokens.
         ngram: tokens in an n-gram.
         factor: penalty if every n-gram were the same.
@@ -133,7 +133,7 @@ def shape(
     Args:
         rewards: [N].
         groups: int64 [N]; samples of one prompt share a number.
-        response_ids: int64 [T].
+        response_ids: integers [T].
         rows: N rows, T tokens.
         mask: bool [T], True where the policy wrote the token.
         truncated: bool [N], ended by the limit of tokens.
