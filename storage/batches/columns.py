@@ -23,6 +23,9 @@ class SampleStatus(enum.IntEnum):
     UNFINISHED = 3  # to go on from its tokens: carried to a later step, or saved on the way
 
 
+TOKENS = "I32"  # number format of token ids; older objects hold I64
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """What a declared column holds."""
@@ -33,8 +36,8 @@ class Declared:
 
 
 COLUMNS: dict[str, Declared] = {
-    "prompt_ids": Declared("jagged", "I32", "tokens of the prompt"),
-    "response_ids": Declared("jagged", "I32", "tokens of the completion"),
+    "prompt_ids": Declared("jagged", TOKENS, "tokens of the prompt"),
+    "response_ids": Declared("jagged", TOKENS, "tokens of the completion"),
     "rollout_logprobs": Declared(
         "jagged", "F32", "behaviour policy's log-prob of each response token, at its temperature"
     ),
