@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from engines.workers.pool import EnginePool
 from tasks.run.retries import attempted
 from tasks.run.run import Run
 
@@ -30,19 +31,25 @@ class Part:
 
 
 def spread(
-    run: Run, step: int, stage: str, method: str, parts: Sequence[Part], kind: type[Result]
+    run: Run,
+    step: int,
+    stage: str,
+    method: str,
+    parts: Sequence[Part],
+    kind: type[Result],
+    pool: EnginePool | None = None,
 ) -> list[Result]:
-    """What a method of the data engine answers to each part, in their order.
+    """What a method of the data engine, or of another pool's, answers to each part, in their order.
 
     As many parts are under way as there are workers, one on each. Where one fails those that were
     not begun are given up, and its error is raised once those under way have ended.
     """
-    form = TypeAdapter(kind)
+    form, engines = TypeAdapter(kind), pool or run.engines.scorers
 
     def made(number: int, part: Part) -> Result:
         if (done := run.files.finished(part.out_key)) is None:
             with attempted(run, step, stage, number) as attempt:
-                result = run.engines.scorers.call(
+                result = engines.call(
                     method,
                     run.call_id(step, f"{method}-{part.out_key}"),
                     attempt.assignment,
@@ -53,7 +60,7 @@ def spread(
             done = run.files.finish(part.out_key, record)
         return form.validate_python(done["result"])
 
-    with ThreadPoolExecutor(max(1, len(run.engines.scorers.live()))) as threads:
+    with ThreadPoolExecutor(max(1, len(engines.live()))) as threads:
         calls = [
             threads.submit(contextvars.copy_context().run, made, number, part)
             for number, part in enumerate(parts, 1)
