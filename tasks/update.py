@@ -6,6 +6,8 @@ from dataclasses import asdict
 
 from prefect import task
 
+from configs.train import TrainConfig
+from engines.train.mfu import CostModel
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.parts import Part, spread
@@ -50,14 +52,26 @@ def planned(run: Run, step: int, role: TrainRole, batch: TrainBatch, stage: str)
     if len(batch.ref) < PLANNED_ROWS:
         return None
     trainer = run.engines.critic if role == "critic" else run.engines.actor
-    config = run.config.train_of(role)
+    with attempted(run, step, stage):
+        cost = trainer.cost(step - 1)
+    return plan_of(run, step, batch, stage, trainer.world, run.config.train_of(role), cost)
+
+
+def plan_of(
+    run: Run,
+    step: int,
+    batch: TrainBatch,
+    stage: str,
+    world: int,
+    config: TrainConfig,
+    cost: CostModel,
+) -> BatchRef:
+    """The micro-batches of an update on `world` ranks, balanced by `cost`."""
     limits = {
-        "world": trainer.world,
+        "world": world,
         "budget": config.micro_batch_tokens,
         "mini_batches": config.mini_batches,
     }
-    with attempted(run, step, stage):
-        cost = trainer.cost(step - 1)
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
     lengths = batch.ref[["prompt_ids", "response_ids", "group_id"]]
     part = Part(
