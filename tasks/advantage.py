@@ -64,6 +64,8 @@ def advantage(
         )
     if isinstance(result, AdvantageParts):
         result = in_parts(run, step, result, key)
+    if repetition is not None:
+        run.files.discard(repetition.objects)
     return TrainBatch(
         ref=result.ref,
         trained=result.trained,
@@ -107,7 +109,10 @@ def in_parts(run: Run, step: int, parts: AdvantageParts, key: str) -> Advantages
         )
         for number in numbers
     ]
-    return joined(parts, spread(run, step, "advantage", "advantage_part", calls, PartResult))
+    written = spread(run, step, "advantage", "advantage_part", calls, PartResult)
+    for passing in (parts.rows, *statistics):  # no commit names them
+        run.files.discard(passing.objects)
+    return joined(parts, written)
 
 
 def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> BatchRef | None:

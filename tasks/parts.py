@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from engines.workers.pool import EnginePool
+from storage.batches.refs import BatchRef
 from tasks.run.retries import attempted
 from tasks.run.run import Run
 
@@ -41,6 +42,8 @@ def spread(
 ) -> list[Result]:
     """What a method of the data engine, or of another pool's, answers to each part, in their order.
 
+    kind: of the answers: a BatchRef, or a carrier with a field `ref`.
+
     As many parts are under way as there are workers, one on each. Where one fails those that were
     not begun are given up, and its error is raised once those under way have ended.
     """
@@ -56,9 +59,10 @@ def spread(
                     out_key=part.out_key,
                     **part.arguments,
                 )
-            record = {"result": form.dump_python(result, mode="json")}
+            record = form.dump_python(result, mode="json")
+            record = {"ref": record} if kind is BatchRef else record
             done = run.files.finish(part.out_key, record)
-        return form.validate_python(done["result"])
+        return form.validate_python(done["ref"] if kind is BatchRef else done)
 
     with ThreadPoolExecutor(max(1, len(engines.live()))) as threads:
         calls = [

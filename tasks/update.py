@@ -30,6 +30,7 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     plan = planned(run, step, "actor", batch, "update")
     with attempted(run, step, "update"):
         result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
+    discard(run, plan)
     return Updated(version=step, metrics=dict(result.metrics))
 
 
@@ -43,8 +44,15 @@ def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
     plan = planned(run, step, "critic", batch, "critic_update")
     with attempted(run, step, "critic_update"):
         result = run.engines.critic.update(step, batch.ref, run.algorithm, plan)
+    discard(run, plan)
     metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}
     return Updated(version=step, metrics=metrics)
+
+
+def discard(run: Run, plan: BatchRef | None) -> None:
+    """A plan has served; a replay makes its own."""
+    if plan is not None:
+        run.files.discard(plan.objects)
 
 
 def planned(run: Run, step: int, role: TrainRole, batch: TrainBatch, stage: str) -> BatchRef | None:
