@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 from prefect import task
 
+from engines.data.results import AdvantageParts, AdvantagesResult, PartResult, joined
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
+from tasks.parts import Part, slices, spread
 from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
+PART_TOKENS = 4_000_000  # response tokens of a part: some hundred MB in its worker
+MOST_PARTS = 256
 ADDED = ("old_logprobs", "sum_pi_squared", "ref_logprobs", "values")  # by the train engines
 
 
@@ -43,8 +47,9 @@ def advantage(
         run.algorithm.model_dump(mode="json"),
     )
     out_key = run.files.stage_key(step, "advantage", 1, key)
+    repetition = repetitions(run, step, samples, key)
     with attempted(run, step, "advantage") as attempt:
-        result = run.engines.scorers.call(
+        result: AdvantagesResult | AdvantageParts = run.engines.scorers.call(
             "advantages",
             run.call_id(step, f"advantages-{key}"),
             attempt.assignment,
@@ -54,7 +59,13 @@ def advantage(
             out_key=out_key,
             version=step - 1,
             left_out=run.left_over.get(step, LeftOver()).samples,
+            repetition=repetition,
+            part_tokens=PART_TOKENS,
         )
+    if isinstance(result, AdvantageParts):
+        result = in_parts(run, step, result, key)
+    if repetition is not None:
+        run.files.discard(repetition.objects)
     return TrainBatch(
         ref=result.ref,
         trained=result.trained,
@@ -63,3 +74,61 @@ def advantage(
         metrics=result.metrics,
         baselines=baselines,
     )
+
+
+def in_parts(run: Run, step: int, parts: AdvantageParts, key: str) -> AdvantagesResult:
+    """Have the parts of a large step written, each by a call of its own.
+
+    Where the estimator compares over the whole batch, each part's share in that comes first.
+    """
+    numbers = range(len(parts))
+    statistics: list[BatchRef] = []
+    if parts.measured:
+        measured = [
+            Part(
+                out_key=run.files.stage_key(step, "advantage", f"{number + 1}-statistics", key),
+                arguments={
+                    "samples": parts.part(number)[0],
+                    "rows": parts.part(number)[1],
+                    "algorithm": run.algorithm,
+                },
+            )
+            for number in numbers
+        ]
+        statistics = spread(run, step, "advantage", "advantage_statistics", measured, BatchRef)
+    shared = {
+        "parts": parts,
+        "statistics": BatchRef.concat(statistics) if statistics else None,
+        "algorithm": run.algorithm,
+        "version": step - 1,
+    }
+    calls = [
+        Part(
+            out_key=run.files.stage_key(step, "advantage", f"{number + 1}-part", key),
+            arguments={**shared, "number": number},
+        )
+        for number in numbers
+    ]
+    written = spread(run, step, "advantage", "advantage_part", calls, PartResult)
+    for passing in (parts.rows, *statistics):  # no commit names them
+        run.files.discard(passing.objects)
+    return joined(parts, written)
+
+
+def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> BatchRef | None:
+    """The repetition penalties of a large step's samples, which are made of token ids, in parts.
+
+    None where the recipe has no such penalty, or the step is small enough for one worker.
+    """
+    rows = max(1, PART_TOKENS // run.config.rollout.max_new_tokens)
+    cuts = slices(len(samples), rows, MOST_PARTS)
+    if run.algorithm.shaping.repetition is None or len(cuts) == 1:
+        return None
+    parts = [
+        Part(
+            out_key=run.files.stage_key(step, "advantage", f"{number}-repetition", key),
+            arguments={"samples": samples.rows(start, stop), "algorithm": run.algorithm},
+        )
+        for number, (start, stop) in enumerate(cuts, 1)
+    ]
+    return BatchRef.concat(spread(run, step, "advantage", "repetition", parts, BatchRef))

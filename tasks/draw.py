@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 from prefect import task
 
 from configs.grpo import GRPOConfig
+from engines.data.results import PromptsResult
+from storage.batches.columns import TOKENS
 from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor, Exhausted
 from storage.prompts.cursor import draw as draw_rows
 from storage.runs.commit_log import CarriedGroup
+from tasks.parts import Part, slices, spread
 from tasks.results import Carried, Prompts
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+
+PART_ROWS = 256  # of the data set, whose prompts one call makes
+MOST_PARTS = 64
 
 
 @task(name="draw", task_run_name="draw", **OPTIONS)
@@ -33,16 +41,8 @@ def draw(run: Run, step: int) -> Prompts:
     made_by = config.data.model_dump(mode="json", exclude={"last_step"})
     while group < last and cursor.remaining(config.data.epochs) != 0:
         rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs, run.fresh)
-        key = key_of("prompts", run.source.digest, rows, group, made_by)
-        with attempted(run, step, "prompts") as attempt:
-            made = run.engines.scorers.call(
-                "prompts",
-                run.call_id(step, f"prompts-{key}"),
-                attempt.assignment,
-                rows=rows,
-                first_group=group,
-                out_key=run.files.stage_key(step, "prompts", len(parts) + 1, key),
-            )
+        key = key_of("prompts", TOKENS, run.source.digest, rows, group, made_by)
+        made = tokenized(run, step, rows, group, f"{len(parts) + 1}", key)
         drawn += len(rows)
         for row, reason in made.dropped:
             dropped.setdefault(reason, []).append(row)
@@ -58,6 +58,42 @@ def draw(run: Run, step: int) -> Prompts:
         run.has_drawn(step, cursor, Carried())
     return Prompts(
         ref=BatchRef.concat(parts), cursor=cursor, drawn=drawn, dropped=dropped, carried=carried
+    )
+
+
+def tokenized(
+    run: Run, step: int, rows: list[int], first_group: int, number: str, key: str
+) -> PromptsResult:
+    """The prompts of rows; many are made in parts, and numbered once it is known which stay."""
+    cuts = slices(len(rows), PART_ROWS, MOST_PARTS)
+    if len(cuts) == 1:
+        with attempted(run, step, "prompts") as attempt:
+            made: PromptsResult = run.engines.scorers.call(
+                "prompts",
+                run.call_id(step, f"prompts-{key}"),
+                attempt.assignment,
+                rows=rows,
+                first_group=first_group,
+                out_key=run.files.stage_key(step, "prompts", number, key),
+            )
+        return made
+    parts = [
+        Part(
+            out_key=run.files.stage_key(step, "prompts", f"{number}-{part}", key),
+            arguments={"rows": rows[start:stop], "first_group": None},
+        )
+        for part, (start, stop) in enumerate(cuts, 1)
+    ]
+    found = spread(run, step, "prompts", "prompts", parts, PromptsResult)
+    dropped = tuple(row for part in found for row in part.dropped)
+    refs = [part.ref for part in found if part.ref is not None]
+    if not refs:
+        return PromptsResult(ref=None, dropped=dropped)
+    ref = BatchRef.concat(refs)
+    groups = {"group_id": np.arange(first_group, first_group + len(ref), dtype=np.int64)}
+    numbered = run.files.stage_key(step, "prompts", f"{number}-groups", key)
+    return PromptsResult(
+        ref=ref.with_columns(write_batch(run.store, numbered, groups)), dropped=dropped
     )
 
 

@@ -15,6 +15,7 @@ from prefect import task
 from configs.retraining import EvaluationConfig
 from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rollout.contract import RolloutRequest, Sampling
+from storage.batches.columns import TOKENS
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.prompts.datasets import open_source
@@ -69,7 +70,7 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
     rows = list(range(min(evaluation.rows, len(source))))
     asked = run.config.data.model_dump(mode="json", exclude={"last_step"})
     asked["source"] = evaluation.source.model_dump()
-    key = key_of("held-out", source.digest, rows, asked)
+    key = key_of("held-out", TOKENS, source.digest, rows, asked)
     with attempted(run, run.after, "held-out") as attempt:
         made = run.engines.scorers.call(
             "prompts",

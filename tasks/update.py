@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from prefect import task
 
+from configs.train import TrainConfig
+from engines.train.mfu import CostModel
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from tasks.parts import Part, spread
 from tasks.results import TrainBatch, Updated
+from tasks.run.engines import TrainRole
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+
+PLANNED_ROWS = 1024  # of a batch from which on its plan takes longer than to have it made elsewhere
 
 
 @task(name="update", task_run_name="update", **OPTIONS)
@@ -17,8 +27,10 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     stored batches, so that a retry never applies an update twice.
     """
     run.gate.check_turn(step)
+    plan = planned(run, step, "actor", batch, "update")
     with attempted(run, step, "update"):
-        result = run.engines.actor.update(step, batch.ref, run.algorithm)
+        result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
+    discard(run, plan)
     return Updated(version=step, metrics=dict(result.metrics))
 
 
@@ -29,7 +41,49 @@ def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
     As with the policy, a gang that broke is brought back by snapshot and replay.
     """
     run.gate.check_turn(step)
+    plan = planned(run, step, "critic", batch, "critic_update")
     with attempted(run, step, "critic_update"):
-        result = run.engines.critic.update(step, batch.ref, run.algorithm)
+        result = run.engines.critic.update(step, batch.ref, run.algorithm, plan)
+    discard(run, plan)
     metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}
     return Updated(version=step, metrics=metrics)
+
+
+def discard(run: Run, plan: BatchRef | None) -> None:
+    """A plan has served; a replay makes its own."""
+    if plan is not None:
+        run.files.discard(plan.objects)
+
+
+def planned(run: Run, step: int, role: TrainRole, batch: TrainBatch, stage: str) -> BatchRef | None:
+    """The micro-batches of a large update, made once by a cpu worker; None: each rank makes them."""
+    if len(batch.ref) < PLANNED_ROWS:
+        return None
+    trainer = run.engines.critic if role == "critic" else run.engines.actor
+    with attempted(run, step, stage):
+        cost = trainer.cost(step - 1)
+    return plan_of(run, step, batch, stage, trainer.world, run.config.train_of(role), cost)
+
+
+def plan_of(
+    run: Run,
+    step: int,
+    batch: TrainBatch,
+    stage: str,
+    world: int,
+    config: TrainConfig,
+    cost: CostModel,
+) -> BatchRef:
+    """The micro-batches of an update on `world` ranks, balanced by `cost`."""
+    limits = {
+        "world": world,
+        "budget": config.micro_batch_tokens,
+        "mini_batches": config.mini_batches,
+    }
+    key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
+    lengths = batch.ref[["prompt_ids", "response_ids", "group_id"]]
+    part = Part(
+        out_key=run.files.stage_key(step, stage, "plan", key),
+        arguments={"batch": lengths, **limits, "cost": cost},
+    )
+    return spread(run, step, stage, "plan", [part], BatchRef, run.engines.planners)[0]

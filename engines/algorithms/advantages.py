@@ -8,10 +8,12 @@ function and one line in ADVANTAGES, or a user's import path.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engines.algorithms.aggregation import MetricSums
 from engines.algorithms.group_advantages import (
     cpgd,
     dr_grpo,
@@ -59,6 +61,58 @@ ADVANTAGES: Mapping[str, Estimator] = {
 }
 
 
+# Fields of AdvantageBatch beside rows, mask, rewards, groups, components and baselines that an
+# estimator of ADVANTAGES looks at, where it looks at any. Others need not be read.
+_BASELINE = frozenset({"logprobs", "sum_pi_squared", "correction_weights"})
+NEEDS: Mapping[str, frozenset[str]] = {
+    "gae": frozenset({"values"}),
+    "gigpo": frozenset({"steps", "states"}),
+    "optimal_token_baseline": _BASELINE,
+    "multi_turn_optimal_token_baseline": _BASELINE,
+}
+ALL_FIELDS = frozenset({"values", "ref_logprobs", "steps", "states"}) | _BASELINE
+
+
+class Scope(enum.Enum):
+    """What a token's advantage depends on: how a batch may be cut, between groups, into parts."""
+
+    GROUP = "group"  # its sample's group alone: each part is estimated by itself
+    SAMPLES = "samples"  # one number per sample, from totals, token counts, components of all
+    TOKENS = "tokens"  # its sample alone, and the mean and variance of all tokens
+    BATCH = "batch"  # anything: the batch is not cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageEstimator:
+    """A user's estimator that says what it looks at; a bare function is given the whole batch."""
+
+    estimator: Estimator
+    per_group: bool  # a token's advantage depends on its group alone: a part of the groups will do
+
+
+def scope_of(kind: str, params: Mapping[str, Any]) -> Scope:
+    """What an estimator of ADVANTAGES looks at, by its keyword arguments."""
+    over_batch = {
+        "grpo": "batch" in (params.get("baseline"), params.get("normalize")),
+        "cpgd": params.get("weight") == "filter",
+        "gpg": True,
+        "gdpo": True,
+        "reinforce_plus_plus_baseline": True,
+    }
+    if over_batch.get(kind):
+        return Scope.SAMPLES
+    if kind == "reinforce_plus_plus" or (kind == "gae" and params["whiten"]):
+        return Scope.TOKENS
+    return Scope.BATCH if params.get("among") == "batch" else Scope.GROUP
+
+
+def before_whitening(batch: AdvantageBatch, params: Mapping[str, Any]) -> Advantages:
+    """What an estimator of Scope.TOKENS whitens: gae's advantages, or REINFORCE++'s returns."""
+    if "lam" in params:
+        return gae(batch, **{**params, "whiten": False})
+    return reinforce(batch, **params)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardKL:
     """A KL to the reference policy that is taken off the rewards."""
@@ -84,8 +138,16 @@ def estimate(
     Returns:
         Advantages [T], and what else the estimator gives.
     """
-    if reward_kl is None:
-        return estimator(batch, **params)
-    rewards, metrics = penalised_rewards(batch, reward_kl.estimator, reward_kl.coefficient)
-    result = estimator(dataclasses.replace(batch, token_rewards=rewards), **params)
+    batch, metrics = penalised(batch, reward_kl)
+    result = estimator(batch, **params)
     return dataclasses.replace(result, metrics=result.metrics + metrics)
+
+
+def penalised(
+    batch: AdvantageBatch, reward_kl: RewardKL | None
+) -> tuple[AdvantageBatch, MetricSums]:
+    """The batch with token rewards after the KL penalty, if there is one; the metric kl_ref."""
+    if reward_kl is None:
+        return batch, MetricSums()
+    rewards, metrics = penalised_rewards(batch, reward_kl.estimator, reward_kl.coefficient)
+    return dataclasses.replace(batch, token_rewards=rewards), metrics

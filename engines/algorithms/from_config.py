@@ -14,9 +14,18 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import ShapingConfig
 from configs.algorithm.methods import Method, UserFunction
 from configs.imports import imported
-from engines.algorithms.advantages import ADVANTAGES, RewardKL, estimate
+from engines.algorithms.advantages import (
+    ADVANTAGES,
+    ALL_FIELDS,
+    NEEDS,
+    AdvantageEstimator,
+    Estimator,
+    RewardKL,
+    Scope,
+    estimate,
+    scope_of,
+)
 from engines.algorithms.inputs import AdvantageBatch, Advantages
-from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
 from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
 from engines.algorithms.objective import Objective
@@ -65,25 +74,51 @@ def corrections_of(algorithm: AlgorithmConfig) -> tuple[Step, ...]:
 
 def advantages_of(batch: AdvantageBatch, algorithm: AlgorithmConfig) -> Advantages:
     """Advantages of a whole batch, after the KL penalty where it is a reward's."""
-    kl, choice = algorithm.kl, algorithm.advantage
-    penalised = kl.placement == "reward" and kl.coefficient > 0
-    return estimate(
-        batch,
-        _chosen(choice, choice.kind, ADVANTAGES),
-        choice.arguments(),
-        RewardKL(estimator=kl.estimator, coefficient=kl.coefficient) if penalised else None,
-    )
+    estimator, _ = estimator_of(algorithm)
+    arguments = algorithm.advantage.arguments()
+    return estimate(batch, estimator, arguments, reward_kl_of(algorithm))
+
+
+def estimator_of(algorithm: AlgorithmConfig) -> tuple[Estimator, Scope]:
+    """The advantage estimator, and what it looks at.
+
+    A user's path leads to a function estimator(batch, **params) -> Advantages, which is given the
+    whole batch, or to an AdvantageEstimator.
+    """
+    choice = algorithm.advantage
+    if not isinstance(choice, UserFunction):
+        return ADVANTAGES[choice.kind], scope_of(choice.kind, choice.arguments())
+    found = imported(choice.path)
+    if isinstance(found, AdvantageEstimator):
+        return found.estimator, Scope.GROUP if found.per_group else Scope.BATCH
+    return found, Scope.BATCH
+
+
+def fields_of(algorithm: AlgorithmConfig) -> frozenset[str]:
+    """The fields of AdvantageBatch that a recipe needs filled; a user's function gets all."""
+    choice = algorithm.advantage
+    if isinstance(choice, UserFunction):
+        return ALL_FIELDS
+    penalty = {"logprobs", "ref_logprobs"} if reward_kl_of(algorithm) is not None else set()
+    return NEEDS.get(choice.kind, frozenset()) | penalty
+
+
+def reward_kl_of(algorithm: AlgorithmConfig) -> RewardKL | None:
+    """The KL that is taken off the rewards, if there is one."""
+    kl = algorithm.kl
+    if kl.placement != "reward" or not kl.coefficient > 0:
+        return None
+    return RewardKL(estimator=kl.estimator, coefficient=kl.coefficient)
 
 
 def shaped_rewards(
     rewards: Tensor,
     groups: Tensor,
-    response_ids: Tensor,
-    rows: Rows,
-    mask: Tensor,
+    lengths: Tensor,
     truncated: Tensor,
     shaping: ShapingConfig,
     max_tokens: int,
+    repetition: Tensor | None = None,
 ) -> Shaped:
     """reward_shaping.shape as the recipe says; its tensors.
 
@@ -98,7 +133,9 @@ def shaped_rewards(
         length=None if shaping.length is None else shaping.length.model_dump(),
         repetition=None if shaping.repetition is None else shaping.repetition.model_dump(),
     )
-    return shape(rewards, groups, response_ids, rows, mask, truncated, penalties, shaping.truncated)
+    return shape(
+        rewards, groups, lengths, truncated, penalties, shaping.truncated, repetition=repetition
+    )
 
 
 def selection_of(algorithm: AlgorithmConfig) -> tuple[Rule, ...]:

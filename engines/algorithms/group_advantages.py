@@ -116,7 +116,7 @@ def opo(batch: AdvantageBatch, *, lone: str) -> Advantages:
         lone: "reward" or "zero" for a group of one.
     """
     rewards, groups = _scored(batch)
-    lengths = batch.rows.tokens(batch.mask, torch.float64)
+    lengths = batch.tokens()
     total = groups.sum(lengths)
     weighted = groups.sum(lengths * rewards.double())
     baseline = torch.where(total > 0, weighted / total.clamp(min=1), 0.0)[groups.member]
@@ -271,6 +271,6 @@ def _per_sample(batch: AdvantageBatch, groups: Groups, per_row: Tensor) -> Advan
 
 def _token_whitened(batch: AdvantageBatch, per_row: Tensor, present: Tensor) -> Advantages:
     """Whitened over all tokens, from one number per sample: a sample counts once per token."""
-    tokens = batch.rows.tokens(batch.mask, torch.float64)
-    advantages = batch.at_tokens(whitened(torch.where(present, per_row, 0.0), tokens))
+    white = whitened(torch.where(present, per_row, 0.0), batch.tokens())
+    advantages = batch.at_tokens(white)
     return Advantages(advantages=advantages, returns=advantages)

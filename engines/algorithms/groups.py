@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engines.algorithms.jagged import Rows, divide
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
@@ -118,3 +120,48 @@ def moments(values: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tenso
     mean = (counts * counted).sum() / total.clamp(min=1)
     squares = counts * (counted - mean).square()
     return mean, squares.sum() / (total - 1).clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowMoments:
+    """What each row adds to the mean and variance of all tokens; float64 [N] each.
+
+    A row's numbers depend on that row alone, and rows are added up in their order. So a batch that
+    was cut into parts between rows has the same mean and variance as in one piece, to the bit.
+
+    Rows [1, 3] and [5]: counts [2, 1], sums [4, 5], squares [2, 0]; combined() is (3, 4).
+    """
+
+    counts: Tensor  # tokens
+    sums: Tensor
+    squares: Tensor  # squared distances from the row's own mean, added up
+
+    @classmethod
+    def of(cls, values: Tensor, rows: Rows) -> RowMoments:
+        """Of values [T] in N rows."""
+        numbers, counts = values.double(), rows.lengths.double()
+        sums = rows.sum(numbers)
+        distance = numbers - rows.spread(divide(sums, counts))
+        return cls(counts=counts, sums=sums, squares=rows.sum(distance.square()))
+
+    def combined(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance (divisor n - 1) of all tokens, scalars; 0 where nothing defines them.
+
+        Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
+        """
+        total = self.counts.sum()
+        mean = self.sums.sum() / total.clamp(min=1)
+        between = self.counts * (divide(self.sums, self.counts) - mean).square()
+        squares = (self.squares + between).sum()
+        return mean, squares / (total - 1).clamp(min=1)
+
+
+def whitened_rows(
+    values: Tensor, rows: Rows, moments: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """As `whitened`, of tokens [T] in N rows.
+
+    moments: mean and variance to whiten by, where the rows are a part of a batch; None: their own.
+    """
+    mean, variance = RowMoments.of(values, rows).combined() if moments is None else moments
+    return (values - mean).mul_(1 / (variance + 1e-8).sqrt())

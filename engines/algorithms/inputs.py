@@ -50,6 +50,13 @@ class AdvantageBatch:
     steps: Tensor | None = None  # int64 [T]; number of the turn of each token, ascending in a row
     states: Tensor | None = None  # int64 [T]; equal where the token's turn began in equal states
     components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] partial rewards
+    # Of batches that stand for more than they hold, see engines/data/advantage_parts.py:
+    counts: Tensor | None = None  # float64 [N] tokens with mask 1; None: those of `mask`
+    moments: tuple[Tensor, Tensor] | None = None  # to whiten by; None: those of these tokens
+
+    def tokens(self) -> Tensor:
+        """Tokens with mask 1 of each sample, float64 [N]."""
+        return self.rows.tokens(self.mask, torch.float64) if self.counts is None else self.counts
 
     def totals(self) -> Tensor:
         """Reward of each sample [N]: the sum of its tokens' rewards under mask 1, if any."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32  # tokens summed by one matrix product; the loop runs over the blocks of the longest row
+FEWEST_BLOCKS = 256  # in a matrix product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +193,7 @@ def discounted_sums(values: Tensor, rows: Rows, decay: float) -> Tensor:
     if values.numel() == 0:
         return values.clone()
     cut = _Blocks.of(rows)
-    local = cut.gathered(values) @ _powers(values, decay)
+    local = _product(cut.gathered(values), _powers(values, decay))
     following = cut.carried(local[:, 0], decay**BLOCK, backwards=True)
     left = BLOCK - torch.arange(BLOCK, device=values.device)
     weight = torch.tensor(decay, dtype=values.dtype, device=values.device) ** left
@@ -204,7 +205,7 @@ def cumulative_sums(values: Tensor, rows: Rows) -> Tensor:
     if values.numel() == 0:
         return values.clone()
     cut = _Blocks.of(rows)
-    local = cut.gathered(values) @ _powers(values, 1.0).t()
+    local = _product(cut.gathered(values), _powers(values, 1.0).t())
     before = cut.carried(local[:, -1], 1.0, backwards=False)
     return cut.restored(local.add_(before[:, None]))
 
@@ -253,6 +254,17 @@ class _Blocks:
             reached[where] = part
             part.mul_(factor).add_(totals[where])
         return reached
+
+
+def _product(blocks: Tensor, powers: Tensor) -> Tensor:
+    """blocks [B, BLOCK] @ powers, each row's numbers the same to the bit whatever the other rows.
+
+    For few rows BLAS takes other kernels, which round otherwise; so few rows are made up to many.
+    """
+    short = FEWEST_BLOCKS - len(blocks)
+    if short <= 0:
+        return blocks @ powers
+    return (torch.nn.functional.pad(blocks, (0, 0, 0, short)) @ powers)[: len(blocks)]
 
 
 def _powers(values: Tensor, decay: float) -> Tensor:

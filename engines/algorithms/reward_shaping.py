@@ -70,7 +70,7 @@ def repetition_penalty(ids: Tensor, rows: Rows, *, ngram: int, factor: float) ->
     "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373.
 
     Args:
-        ids: int64 [T], token ids.
+        ids: integers [T], token ids.
         rows: N rows, T tokens.
         ngram: tokens in an n-gram.
         factor: penalty if every n-gram were the same.
@@ -100,10 +100,9 @@ def without_truncated(mask: Tensor, rows: Rows, truncated: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shaped:
-    """Rewards and mask after shaping."""
+    """Rewards after shaping."""
 
     rewards: Tensor  # [N]
-    mask: Tensor  # bool [T]
     metrics: MetricSums  # mean of each penalty over the samples, and how many it touched
 
 
@@ -119,42 +118,41 @@ class Penalties:
 def shape(
     rewards: Tensor,
     groups: Tensor,
-    response_ids: Tensor,
-    rows: Rows,
-    mask: Tensor,
+    lengths: Tensor,
     truncated: Tensor,
     penalties: Penalties,
     when_truncated: str,
+    repetition: Tensor | None = None,
 ) -> Shaped:
     """Add penalties to the rewards, and treat samples that were cut off.
 
-    Penalties look at the rewards as given, not at each other.
+    Penalties look at the rewards as given, not at each other. No token is looked at: a repetition
+    penalty is made before, and tokens are masked afterwards (`without_truncated`).
 
     Args:
         rewards: [N].
         groups: int64 [N]; samples of one prompt share a number.
-        response_ids: int64 [T].
-        rows: N rows, T tokens.
-        mask: bool [T], True where the policy wrote the token.
+        lengths: [N], response tokens.
         truncated: bool [N], ended by the limit of tokens.
         penalties: those to add.
-        when_truncated: "keep" such a sample as it is, "mask" its tokens, or "zero" its reward.
+        when_truncated: "keep" such a sample as it is, "mask" its tokens (by whoever reads them), or
+            "zero" its reward.
+        repetition: float64 [N], of `repetition_penalty`, where it is one of the penalties.
 
     Returns:
-        Rewards and mask; the metrics' means and counts are over all N samples.
+        Rewards; the metrics' means and counts are over all N samples.
     """
     terms: dict[str, Tensor] = {}
     if penalties.overlong is not None:
-        terms["overlong"] = overlong_penalty(rows.lengths, **penalties.overlong)
+        terms["overlong"] = overlong_penalty(lengths, **penalties.overlong)
     if penalties.length is not None:
-        terms["length"] = length_penalty(rows.lengths, rewards, groups, **penalties.length)
+        terms["length"] = length_penalty(lengths, rewards, groups, **penalties.length)
     if penalties.repetition is not None:
-        terms["repetition"] = repetition_penalty(response_ids, rows, **penalties.repetition)
+        assert repetition is not None, "the repetition penalty is made from token ids before"
+        terms["repetition"] = repetition
     changed = rewards
     if when_truncated == "zero":
         changed = torch.where(truncated, 0.0, changed)
-    elif when_truncated == "mask":
-        mask = without_truncated(mask, rows, truncated)
     for term in terms.values():
         changed = changed + term.to(rewards.dtype)
     every = torch.ones_like(truncated)
@@ -162,4 +160,4 @@ def shape(
     means["truncated"] = mean_over(truncated, every)
     touched = {f"{name}_samples": (term != 0).sum().double() for name, term in terms.items()}
     touched["truncated_samples"] = truncated.sum().double()
-    return Shaped(rewards=changed, mask=mask, metrics=MetricSums(means=means, sums=touched))
+    return Shaped(rewards=changed, metrics=MetricSums(means=means, sums=touched))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.group_advantages import grpo
-from engines.algorithms.groups import Groups, whitened
+from engines.algorithms.groups import Groups, whitened_rows
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.jagged import Rows, cumulative_sums, discounted_sums, divide
 
@@ -42,7 +42,7 @@ def gae(batch: AdvantageBatch, *, gamma: float, lam: float, whiten: bool) -> Adv
     advantages = discounted_sums(delta, kept.rows, gamma * lam)
     returns = advantages + values
     if whiten:
-        advantages = whitened(advantages)
+        advantages = whitened_rows(advantages, kept.rows, batch.moments)
     return Advantages(advantages=kept.put(advantages), returns=kept.put(returns))
 
 
@@ -57,7 +57,8 @@ def reinforce_plus_plus(batch: AdvantageBatch, *, gamma: float) -> Advantages:
     """
     kept = batch.rows.kept(batch.mask)
     returns = discounted_sums(batch.dense_kept(kept), kept.rows, gamma)
-    return Advantages(advantages=kept.put(whitened(returns)), returns=kept.put(returns))
+    advantages = whitened_rows(returns, kept.rows, batch.moments)
+    return Advantages(advantages=kept.put(advantages), returns=kept.put(returns))
 
 
 def reinforce(batch: AdvantageBatch, *, gamma: float) -> Advantages:

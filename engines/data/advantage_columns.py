@@ -1,28 +1,29 @@
 """Columns in, columns out: an estimator's inputs from a stored batch, its advantages into another.
 
 What comes out, with the corrections for the rollout engine's log-probs, is written as columns, so
-that the update, and a replay of it, computes nothing but the loss. At the end: how columns are read.
+that the update, and a replay of it, computes nothing but the loss. Which samples train is decided
+before (training_batch.py); of a large step, parts are written one by one (advantage_parts.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import WeightCorrection
-from engines.algorithms.from_config import advantages_of, corrections_of
-from engines.algorithms.inputs import AdvantageBatch
+from engines.algorithms.from_config import advantages_of, corrections_of, fields_of
+from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.jagged import Rows
+from engines.algorithms.reward_shaping import without_truncated
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import correction_metrics
+from engines.data.column_reading import jagged, numbers, tokens
+from engines.data.results import with_written
 from engines.data.staleness import token_staleness
-from storage.batches.columns import SCORE
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -30,17 +31,30 @@ from storage.objects.store import Store
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The samples that train, after shaping and selection; [T] response tokens.
+    """The samples that train, after shaping and selection.
 
-    Two samples of 2 and 1 tokens: rewards [1.0, 0.0], mask [1, 1, 1], components
-    {"math": [1.0, 0.0]}.
+    Two samples: rewards [1.0, 0.0], masked [False, False], components {"math": [1.0, 0.0]}.
     """
 
     samples: BatchRef
     rewards: Tensor  # [N]
-    mask: Tensor  # bool [T]
+    masked: Tensor  # bool [N]; cut off, and its tokens are to have no part in the loss
     components: dict[str, Tensor]  # name -> [N]
     baselines: Tensor | None  # [N] reward of the greedy completion of the sample's prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimated:
+    """The estimator's inputs and its result, of samples as they are stored."""
+
+    batch: AdvantageBatch
+    mismatch: Mismatch | None
+    result: Advantages  # [T]
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [T]"""
+        return self.batch.mask
 
 
 def write_advantages(
@@ -50,27 +64,41 @@ def write_advantages(
 
     version: the policy version that trains on them.
     """
-    samples = chosen.samples
-    offsets = jagged(store, samples, "response_mask")[1]
-    rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
-    mismatch = _mismatch(store, chosen, rows)
-    batch = _estimator_batch(store, chosen, rows, _path_weights(mismatch, algorithm))
+    batch, mismatch = estimator_batch(store, chosen, algorithm)
     result = advantages_of(batch, algorithm)
+    found = Estimated(batch=batch, mismatch=mismatch, result=result)
     advantages = result.advantages.float()
-    columns: dict[str, Tensor] = {"advantages": advantages, "response_mask": chosen.mask.byte()}
-    metrics = {**result.metrics.values(), **_summary(advantages[chosen.mask])}
+    metrics = {**result.metrics.values(), **_summary(advantages[batch.mask])}
     if batch.values is not None and result.returns is not None:
-        columns["returns"] = result.returns.float()
         metrics["explained_variance"] = explained_variance(batch, result.returns)
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
-    if mismatch is not None and algorithm.ratio_against == "old_logprobs":
+    if mismatch is not None:
         mismatch = replace(mismatch, advantages=advantages)
-        steps = corrections_of(algorithm)
-        gap = correction_metrics(mismatch, steps)
+        gap = correction_metrics(mismatch, corrections_of(algorithm))
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
-        if steps:
-            weights, kept = correct(mismatch, steps)
-            columns |= {"correction_weights": weights.float(), "correction_kept": kept.byte()}
+    written = write_columns(store, chosen, found, algorithm, out_key, version)
+    return with_written(chosen.samples, written), metrics
+
+
+def write_columns(
+    store: Store,
+    chosen: Chosen,
+    found: Estimated,
+    algorithm: AlgorithmConfig,
+    out_key: str,
+    version: int,
+) -> BatchRef:
+    """Store the columns that the update reads, of N samples with T response tokens."""
+    samples, batch, result = chosen.samples, found.batch, found.result
+    offsets = batch.rows.offsets.numpy()
+    advantages = result.advantages.float()
+    columns: dict[str, Tensor] = {"advantages": advantages, "response_mask": batch.mask.byte()}
+    if batch.values is not None and result.returns is not None:
+        columns["returns"] = result.returns.float()
+    steps = corrections_of(algorithm)
+    if found.mismatch is not None and steps:
+        weights, kept = correct(replace(found.mismatch, advantages=advantages), steps)
+        columns |= {"correction_weights": weights.float(), "correction_kept": kept.byte()}
     stored: dict[str, object] = {
         name: Jagged(values.numpy(), offsets) for name, values in columns.items()
     }
@@ -79,56 +107,74 @@ def write_advantages(
     if algorithm.proximal == "loglinear":
         spans = jagged(store, samples, "weight_spans")
         stored["staleness"] = Jagged(token_staleness(*spans, offsets, version), offsets)
-    written = write_batch(store, out_key, stored)
-    return samples.drop(["response_mask"]).with_columns(written), metrics
+    return write_batch(store, out_key, stored)
 
 
-def _estimator_batch(
-    store: Store, chosen: Chosen, rows: Rows, weights: Tensor | None
-) -> AdvantageBatch:
-    samples = chosen.samples
-    groups = numbers(store, samples, "group_id")
-    # A response is one turn unless the samples say otherwise, and its state is its prompt.
-    steps = tokens(store, samples, "turn_ids")
-    states = tokens(store, samples, "turn_states")
-    if states is None:
-        state = "state_id" if "state_id" in samples.names else "group_id"
-        states = numbers(store, samples, state)[rows.ids]
-    return AdvantageBatch(
+def estimator_batch(
+    store: Store, chosen: Chosen, algorithm: AlgorithmConfig
+) -> tuple[AdvantageBatch, Mismatch | None]:
+    """What the estimator is given; and the two policies' log-probs, where corrections look at them.
+
+    Columns that neither looks at are not read.
+    """
+    samples, fields = chosen.samples, fields_of(algorithm)
+    values, offsets = jagged(store, samples, "response_mask")
+    rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
+    mask = torch.from_numpy(values.astype(bool))
+    if bool(chosen.masked.any()):
+        mask = without_truncated(mask, rows, chosen.masked)
+    corrected = algorithm.ratio_against == "old_logprobs" and "old_logprobs" in samples.names
+    ours = tokens(store, samples, "old_logprobs") if corrected or "logprobs" in fields else None
+    theirs = tokens(store, samples, "rollout_logprobs") if corrected else None
+    mismatch = None
+    if ours is not None and theirs is not None:
+        mismatch = Mismatch(rows=rows, mask=mask, logprobs=ours, rollout_logprobs=theirs)
+    steps, states = _turns(store, samples, rows) if "steps" in fields else (None, None)
+
+    def wanted(name: str) -> Tensor | None:
+        return tokens(store, samples, name) if name in fields else None
+
+    batch = AdvantageBatch(
         rows=rows,
-        mask=chosen.mask,
+        mask=mask,
         rewards=chosen.rewards,
-        groups=groups,
+        groups=numbers(store, samples, "group_id"),
         token_rewards=None,
-        values=tokens(store, samples, "values"),
-        logprobs=tokens(store, samples, "old_logprobs"),
-        ref_logprobs=tokens(store, samples, "ref_logprobs"),
-        sum_pi_squared=tokens(store, samples, "sum_pi_squared"),
-        correction_weights=weights,
+        values=wanted("values"),
+        logprobs=ours,
+        ref_logprobs=wanted("ref_logprobs"),
+        sum_pi_squared=wanted("sum_pi_squared"),
+        correction_weights=_path_weights(mismatch, algorithm, fields),
         baselines=chosen.baselines,
-        steps=torch.zeros_like(states) if steps is None else steps,
+        steps=steps,
         states=states,
         components=chosen.components,
     )
+    return batch, mismatch
 
 
-def _mismatch(store: Store, chosen: Chosen, rows: Rows) -> Mismatch | None:
-    """The two policies' log-probs, where both are stored."""
-    ours = tokens(store, chosen.samples, "old_logprobs")
-    theirs = tokens(store, chosen.samples, "rollout_logprobs")
-    if ours is None or theirs is None:
-        return None
-    return Mismatch(rows=rows, mask=chosen.mask, logprobs=ours, rollout_logprobs=theirs)
+def _turns(store: Store, samples: BatchRef, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Turn and state of each token, int64 [T].
+
+    A response is one turn unless the samples say otherwise, and its state is its prompt.
+    """
+    steps, states = tokens(store, samples, "turn_ids"), tokens(store, samples, "turn_states")
+    if states is None:
+        state = "state_id" if "state_id" in samples.names else "group_id"
+        states = numbers(store, samples, state)[rows.ids]
+    return torch.zeros_like(states) if steps is None else steps, states
 
 
-def _path_weights(mismatch: Mismatch | None, algorithm: AlgorithmConfig) -> Tensor | None:
+def _path_weights(
+    mismatch: Mismatch | None, algorithm: AlgorithmConfig, fields: Collection[str]
+) -> Tensor | None:
     """The importance weights that the optimal token baseline takes into account [T]."""
     steps = [
         step
         for step, config in zip(corrections_of(algorithm), algorithm.correction, strict=True)
         if isinstance(config, WeightCorrection)
     ]
-    if mismatch is None or not steps or algorithm.ratio_against != "old_logprobs":
+    if mismatch is None or not steps or "correction_weights" not in fields:
         return None
     return correct(mismatch, steps)[0]
 
@@ -157,33 +203,3 @@ def explained_variance(batch: AdvantageBatch, returns: Tensor) -> float:
     if found.numel() < 2 or not float(found.var()):
         return 0.0
     return float(1 - (found - batch.values[batch.mask]).var() / found.var())
-
-
-def tokens(store: Store, samples: BatchRef, column: str) -> Tensor | None:
-    """A jagged column's values [T], or None where the batch has no such column."""
-    if column not in samples.names:
-        return None
-    return torch.from_numpy(np.array(jagged(store, samples, column)[0]))
-
-
-def numbers(store: Store, samples: BatchRef, column: str) -> Tensor:
-    """A column with one number a row, [N]."""
-    return torch.from_numpy(np.array(dense(store, samples, column)))
-
-
-def components(store: Store, samples: BatchRef) -> dict[str, Tensor]:
-    """What each reward function gave, by its name [N]; NaN where it had nothing to say."""
-    names = [name for name in samples.names if name.startswith(SCORE)]
-    return {name.removeprefix(SCORE): numbers(store, samples, name) for name in names}
-
-
-def dense(store: Store, samples: BatchRef, column: str) -> NDArray[Any]:
-    """As `numbers`, in numpy."""
-    return samples.fetch_numpy(store, column)[0]
-
-
-def jagged(store: Store, samples: BatchRef, column: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """A jagged column: values [T] and offsets [N + 1]."""
-    values, offsets = samples.fetch_numpy(store, column)
-    assert offsets is not None, column
-    return values, offsets

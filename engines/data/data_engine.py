@@ -22,7 +22,14 @@ from configs.data import DataConfig, Source
 from configs.model import Model
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import prompts_of, state_number, tokenize
-from engines.data.results import AdvantagesResult, PromptsResult, SampleFailure, ScoreResult
+from engines.data.results import (
+    AdvantageParts,
+    AdvantagesResult,
+    PartResult,
+    PromptsResult,
+    SampleFailure,
+    ScoreResult,
+)
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, Scores, code_digest
 from engines.workers.engine import Engine
@@ -53,7 +60,15 @@ class DataSpec(Settings):
 class DataEngine(Engine):
     """Makes prompts, rewards and advantages out of stored batches, and stores them."""
 
-    REMOTE: ClassVar[tuple[str, ...]] = ("prompts", "probe", "score", "advantages")
+    REMOTE: ClassVar[tuple[str, ...]] = (
+        "prompts",
+        "probe",
+        "score",
+        "repetition",
+        "advantages",
+        "advantage_statistics",
+        "advantage_part",
+    )
 
     def __init__(self, spec: DataSpec) -> None:
         from engines.models import load_tokenizer, materialize
@@ -66,11 +81,11 @@ class DataEngine(Engine):
         self._rewards.start()
 
     def prompts(
-        self, rows: list[int], first_group: int, out_key: str, source: Source | None = None
+        self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
     ) -> PromptsResult:
         """Write the prompts of rows, of the data set or of another source with the same columns.
 
-        Groups are numbered on from `first_group`.
+        Groups are numbered on from `first_group`; None: they get no numbers here.
         """
         opened = self._source if source is None else open_source(source)
         found = opened.rows(rows)
@@ -81,7 +96,7 @@ class DataEngine(Engine):
         count = len(made.kept)
         columns: dict[str, object] = {
             "prompt_ids": made.prompt_ids,
-            "group_id": np.arange(first_group, first_group + count, dtype=np.int64),
+            **({} if first_group is None else {"group_id": first_group + np.arange(count)}),
             "prompt_row": np.asarray([rows[p] for p in made.kept], dtype=np.int64),
             "row": [found[p] for p in made.kept],
         }
@@ -151,26 +166,66 @@ class DataEngine(Engine):
         version: int,
         baselines: BatchRef | None = None,
         left_out: BatchRef | None = None,
-    ) -> AdvantagesResult:
+        repetition: BatchRef | None = None,
+        part_tokens: int | None = None,
+    ) -> AdvantagesResult | AdvantageParts:
         """Choose the samples that train, and write their advantages.
 
         version: the policy version that trains on them. baselines: scored greedy completions of the
-        prompts. left_out: samples of groups that the step did not wait for and dropped. Raises
-        RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+        prompts. left_out: samples of groups that the step did not wait for and dropped. repetition:
+        what `repetition` wrote of all samples. part_tokens: where there are more response tokens,
+        and the estimator allows it, they are cut into parts of that size, which are then written by
+        calls of their own. Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
         """
-        from engines.data.training_batch import training_batch
+        from engines.data.advantage_columns import write_advantages
+        from engines.data.advantage_parts import parts_of
+        from engines.data.training_batch import choose
 
-        return training_batch(
+        choice = choose(
             self._store,
             samples,
             baselines,
             algorithm,
             self._spec.rewards,
             self._spec.max_new_tokens,
-            out_key,
             version,
             left_out,
+            repetition,
         )
+        if part_tokens is not None:
+            parts = parts_of(self._store, choice, algorithm, part_tokens, out_key)
+            if parts is not None:
+                return parts
+        ref, metrics = write_advantages(self._store, choice.chosen, algorithm, out_key, version)
+        return choice.result(ref, metrics)
+
+    def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:
+        """Write the repetition penalties of some of a step's samples."""
+        from engines.data.training_batch import write_repetition
+
+        return write_repetition(self._store, samples, algorithm, out_key)
+
+    def advantage_statistics(
+        self, samples: BatchRef, rows: BatchRef, algorithm: AlgorithmConfig, out_key: str
+    ) -> BatchRef:
+        """Write what a part adds to a statistic over the whole batch, by row."""
+        from engines.data.advantage_parts import write_statistics
+
+        return write_statistics(self._store, samples, rows, algorithm, out_key)
+
+    def advantage_part(
+        self,
+        parts: AdvantageParts,
+        number: int,
+        statistics: BatchRef | None,
+        algorithm: AlgorithmConfig,
+        out_key: str,
+        version: int,
+    ) -> PartResult:
+        """Write the advantages of a part, counted from 0; `statistics` are those of all parts."""
+        from engines.data.advantage_parts import write_part
+
+        return write_part(self._store, parts, number, statistics, algorithm, out_key, version)
 
     def close(self) -> None:
         """End the reward functions' processes."""

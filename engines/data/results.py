@@ -5,7 +5,8 @@ Free of torch, as all that the flow process imports. Each result names its colum
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
@@ -51,6 +52,88 @@ class AdvantagesResult:
     filtered: int  # groups left out by the algorithm's selection
     dropped: dict[str, int]  # groups left out for a failure, by reason
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageParts:
+    """The samples of a step that train, of which parts are estimated one by one.
+
+    Nine samples in groups of three, in two parts: edges (0, 6, 9).
+    """
+
+    samples: BatchRef  # those that train, [N]
+    rows: BatchRef  # what was decided of each, [N]: shaped reward, whether its tokens count, …
+    edges: tuple[int, ...]  # between which rows the parts lie; never within a group
+    measured: bool  # whether the estimator first needs a statistic over all parts
+    result: AdvantagesResult  # with the metrics of rows; its ref is `samples`
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def part(self, number: int) -> tuple[BatchRef, BatchRef]:
+        """Samples and rows of a part, counted from 0."""
+        start, stop = self.edges[number : number + 2]
+        return self.samples.rows(start, stop), self.rows.rows(start, stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartResult:
+    """A part of a step's samples, with its columns over response tokens."""
+
+    ref: BatchRef  # those columns
+    sums: dict[str, float]  # metrics that add up over parts, by name
+    extremes: dict[str, float]  # metrics of which the largest over parts counts, by name
+
+
+def with_written(samples: BatchRef, written: BatchRef) -> BatchRef:
+    """The batch that trains: the samples, and the columns that were written for them."""
+    return samples.drop(["response_mask"]).with_columns(written)
+
+
+def joined(parts: AdvantageParts, written: Sequence[PartResult]) -> AdvantagesResult:
+    """The batch that trains from its parts, in their order, with the metrics over all of them."""
+    sums: dict[str, float] = {}
+    extremes: dict[str, float] = {}
+    for part in written:
+        for name, value in part.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in part.extremes.items():
+            extremes[name] = max(extremes.get(name, value), value)
+    metrics = {f"advantage/{name}": value for name, value in _metrics(sums, extremes).items()}
+    ref = with_written(parts.samples, BatchRef.concat([part.ref for part in written]))
+    return replace(parts.result, ref=ref, metrics=parts.result.metrics | metrics)
+
+
+def _metrics(sums: dict[str, float], extremes: dict[str, float]) -> dict[str, float]:
+    """The metrics that the parts' sums and extremes (engines/data/advantage_parts.py) stand for."""
+    metrics = {}
+    for name, value in sums.items():
+        kind, _, own = name.partition("/")
+        if kind == "mean":
+            count = sums[f"count/{own}"]
+            metrics[own] = value / count if count else 0.0
+        elif kind == "sum":
+            metrics[own] = value
+    metrics |= {
+        name.removeprefix("max/"): value
+        for name, value in extremes.items()
+        if name.startswith("max/") and value != float("-inf")
+    }
+    if count := sums["tokens"]:
+        mean = sums["advantages"] / count
+        metrics |= {
+            "mean": mean,
+            "std": max(0.0, sums["advantages_squared"] / count - mean**2) ** 0.5,
+            "max": extremes["max"],
+            "min": -extremes["negative_min"],
+        }
+    if "returns" in sums:
+        spread, rest = (
+            sums[f"{name}_squared"] - sums[name] ** 2 / max(count, 1.0)
+            for name in ("returns", "rest")
+        )
+        metrics["explained_variance"] = 1 - rest / spread if count > 1 and spread > 0 else 0.0
+    return metrics
 
 
 class NothingToTrain(RuntimeError):

@@ -14,21 +14,40 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.jagged import Rows
+from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
-from engines.data.advantage_columns import (
-    Chosen,
-    components,
-    dense,
-    jagged,
-    numbers,
-    write_advantages,
-)
+from engines.data.advantage_columns import Chosen, write_advantages
+from engines.data.column_reading import components, dense, jagged, numbers
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import sample_metrics
 from engines.data.staleness import staleness_metrics
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
 from storage.objects.store import Store
+
+REPETITION = "repetition_penalty"  # F64 [N]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The samples of a step that train, before their advantages."""
+
+    chosen: Chosen
+    trained: int  # groups of which a sample is kept
+    filtered: int  # groups left out by the algorithm's selection
+    dropped: dict[str, int]  # groups left out for a failure, by reason
+    metrics: dict[str, float]
+
+    def result(self, ref: BatchRef, metrics: dict[str, float]) -> AdvantagesResult:
+        """With the batch that trains, and the metrics of its advantages."""
+        return AdvantagesResult(
+            ref=ref,
+            trained=self.trained,
+            filtered=self.filtered,
+            dropped=self.dropped,
+            metrics=self.metrics | metrics,
+        )
 
 
 def training_batch(
@@ -42,7 +61,30 @@ def training_batch(
     version: int,
     left_out: BatchRef | None = None,
 ) -> AdvantagesResult:
-    """Choose the samples that train and write their advantages.
+    """Choose the samples that train and write their advantages, in one piece.
+
+    out_key: of the object that is written. version: the policy version that trains on them. Others
+    as for `choose`, and so are the errors.
+    """
+    choice = choose(
+        store, samples, baselines, algorithm, on_failure, max_new_tokens, version, left_out
+    )
+    ref, metrics = write_advantages(store, choice.chosen, algorithm, out_key, version)
+    return choice.result(ref, metrics)
+
+
+def choose(
+    store: Store,
+    samples: BatchRef,
+    baselines: BatchRef | None,
+    algorithm: AlgorithmConfig,
+    on_failure: RewardsConfig,
+    max_new_tokens: int,
+    version: int,
+    left_out: BatchRef | None = None,
+    repetition: BatchRef | None = None,
+) -> Choice:
+    """Choose the samples that train, from numbers by row: no token is read.
 
     Args:
         store: of the batches.
@@ -52,9 +94,10 @@ def training_batch(
         algorithm: the recipe's.
         on_failure: what becomes of groups with a failed sample.
         max_new_tokens: longest response, in tokens.
-        out_key: of the object that is written.
         version: the policy version that trains on them.
         left_out: samples of groups that the step did not wait for and dropped.
+        repetition: the samples' repetition penalties [N], where they are made before
+            (`write_repetition`); None: they are made here, for which the token ids are read.
 
     Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
     """
@@ -68,6 +111,8 @@ def training_batch(
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
     dropped = len(np.unique(groups)) - len(np.unique(groups[whole]))
+    if repetition is not None:
+        samples = samples.with_columns(repetition)
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
     selected = select(shaped.rewards, torch.from_numpy(groups[whole]), selection_of(algorithm))
     kept = np.flatnonzero(selected.keep.numpy())
@@ -79,24 +124,22 @@ def training_batch(
         )
     index = whole[kept]
     chosen = Chosen(
-        samples=samples.take(index),
+        samples=samples.take(index).drop([REPETITION] if repetition is not None else []),
         rewards=shaped.rewards[selected.keep],
-        mask=shaped.mask[selected.keep[shaped.rows.ids]],
+        masked=shaped.masked[selected.keep],
         components={name: part[selected.keep] for name, part in shaped.components.items()},
         baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
     )
-    ref, advantages = write_advantages(store, chosen, algorithm, out_key, version)
     trained = len(np.unique(groups[index]))
     filtered = len(np.unique(groups[whole])) - trained
-    return AdvantagesResult(
-        ref=ref,
+    return Choice(
+        chosen=chosen,
         trained=trained,
         filtered=filtered,
         dropped={"reward_failed": dropped} if dropped else {},
         metrics=metrics
         | shaped.metrics
         | selection_metrics(selected, filtered)
-        | advantages
         | staleness_metrics(store, chosen.samples, version)
         | dropped_by_length(store, samples, left_out),
     )
@@ -152,11 +195,10 @@ def resolve_failures(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapedSamples:
-    """Samples after shaping, response tokens only."""
+    """Samples after shaping."""
 
-    rows: Rows
     rewards: Tensor  # [N]
-    mask: Tensor  # bool [T]
+    masked: Tensor  # bool [N], whose tokens are to have no part in the loss
     components: dict[str, Tensor]  # name -> [N]: the reward functions' parts, and the shaping's
     metrics: dict[str, float]
 
@@ -165,36 +207,56 @@ def shaped_samples(
     store: Store, samples: BatchRef, algorithm: AlgorithmConfig, max_new_tokens: int
 ) -> ShapedSamples:
     """Apply the recipe's penalties and its rule for truncated samples."""
-    mask, offsets = jagged(store, samples, "response_mask")
-    ids, _ = jagged(store, samples, "response_ids")
-    rows = Rows.of_offsets(torch.from_numpy(np.array(offsets)))
+    shaping = algorithm.shaping
     rewards = numbers(store, samples, "reward")
     truncated = torch.from_numpy(dense(store, samples, "status") == SampleStatus.TRUNCATED)
     shaped = shaped_rewards(
         rewards,
         numbers(store, samples, "group_id"),
-        torch.from_numpy(np.array(ids)),
-        rows,
-        torch.from_numpy(mask.astype(bool)),
+        torch.from_numpy(samples.lengths(store, "response_mask")),
         truncated,
-        algorithm.shaping,
+        shaping,
         max_new_tokens,
+        repetition=repetition_of(store, samples, algorithm),
     )
     parts = components(store, samples)
     given = rewards
-    if algorithm.shaping.truncated == "zero":
+    if shaping.truncated == "zero":
         parts = {name: torch.where(truncated, 0.0, part) for name, part in parts.items()}
         given = torch.where(truncated, 0.0, given)
     penalties = shaped.rewards - given
     if penalties.any():  # a component of its own for a method that compares them one by one
         parts["shaping"] = penalties
     return ShapedSamples(
-        rows=rows,
         rewards=shaped.rewards,
-        mask=shaped.mask,
+        masked=truncated & (shaping.truncated == "mask"),
         components=parts,
         metrics={f"shaping/{name}": value for name, value in shaped.metrics.values().items()},
     )
+
+
+def repetition_of(store: Store, samples: BatchRef, algorithm: AlgorithmConfig) -> Tensor | None:
+    """The samples' repetition penalties, float64 [N]; None where the recipe has none.
+
+    Read where they are a column already, else made from the token ids.
+    """
+    penalty = algorithm.shaping.repetition
+    if penalty is None:
+        return None
+    if REPETITION in samples.names:
+        return numbers(store, samples, REPETITION)
+    ids, offsets = jagged(store, samples, "response_ids")
+    rows = Rows.of_offsets(torch.from_numpy(np.array(offsets)))
+    return repetition_penalty(torch.from_numpy(np.array(ids)), rows, **penalty.model_dump())
+
+
+def write_repetition(
+    store: Store, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str
+) -> BatchRef:
+    """Store the repetition penalties of a part of the samples, before any is chosen."""
+    penalties = repetition_of(store, samples, algorithm)
+    assert penalties is not None, "the recipe has no repetition penalty"
+    return write_batch(store, out_key, {REPETITION: penalties.numpy()})
 
 
 def baseline_rewards(

@@ -167,7 +167,7 @@ def write_samples(
         store,
         request.out_key,
         {
-            "response_ids": [np.array(c.tokens, np.int64) for c in completions],
+            "response_ids": [np.array(c.tokens, np.int32) for c in completions],
             "rollout_logprobs": [np.array(c.logprobs, np.float32) for c in completions],
             "weight_spans": [np.array(c.spans, np.int64).reshape(-1) for c in completions],
             "response_mask": [np.ones(length, np.uint8) for length in lengths],

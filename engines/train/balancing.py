@@ -65,6 +65,12 @@ def partition(
     return best
 
 
+def largest_first(costs: Sequence[float] | Ints | Floats, parts: int) -> list[list[int]]:
+    """As `partition`, by its first start alone: for splits too large for what improves it."""
+    values = np.asarray(costs, dtype=np.float64)
+    return [sorted(part) for part in _largest_first(values, parts, None)]
+
+
 def contiguous_cuts(costs: Floats, parts: int) -> list[int]:
     """Cut a sequence into contiguous ranges whose largest cost is the least possible.
 

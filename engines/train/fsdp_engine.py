@@ -27,7 +27,7 @@ from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater, load_critic
 from engines.train.fsdp import compare_weights, fill, shard, whole_tensors
 from engines.train.logprob_pass import write_token_columns
-from engines.train.mfu import cost_model
+from engines.train.mfu import CostModel, cost_model
 from engines.train.micro_batch import MicroBatch, pack
 from engines.train.optimizer import Optimizer
 from engines.train.policy import Policy, load_policy
@@ -51,6 +51,7 @@ class FSDPEngine(Ranked):
         "logprobs",
         "values",
         "update",
+        "cost",
         "export_weights",
         "save_state",
         "load_state",
@@ -212,8 +213,13 @@ class FSDPEngine(Ranked):
         temperature: float,
         max_new_tokens: int,
         step: int,
+        plan: BatchRef | None = None,
     ) -> UpdateResult:
-        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps."""
+        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps.
+
+        plan: as engines/train/stored_plan.py has stored it for this batch and gang; None: each rank
+        makes it.
+        """
         meeting = self._joined()
         if self._optimizer is None:
             raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
@@ -232,9 +238,14 @@ class FSDPEngine(Ranked):
             updater = CriticUpdater(rank, model, algorithm.critic)
         else:
             updater = PolicyUpdater(rank, self._forward(temperature), objective_of(algorithm))
-        result = updater.run(batch, max_new_tokens, step)
+        result = updater.run(batch, max_new_tokens, step, plan)
         self.version = step
         return result
+
+    def cost(self) -> CostModel:
+        """What plans are balanced by: the model's floating-point operations."""
+        self._joined()
+        return self._cost
 
     # --- weights and state --------------------------------------------------------------------
 

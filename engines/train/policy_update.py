@@ -35,6 +35,7 @@ from engines.train.packing import MiniBatch, plan_update, read_lengths, read_mas
 from engines.train.policy import Policy
 from engines.train.rendezvous import Meeting
 from engines.train.spec import UpdateResult
+from engines.train.stored_plan import read_plan
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -113,13 +114,16 @@ class Updater(ABC):
         self._cost = rank.cost
         self._tally = Tally()
 
-    def run(self, batch: BatchRef, max_new_tokens: int, step: int) -> UpdateResult:
+    def run(
+        self, batch: BatchRef, max_new_tokens: int, step: int, stored: BatchRef | None = None
+    ) -> UpdateResult:
         """Train on the batch; every rank is called with the same arguments.
 
         Args:
             batch: [N] rows, of which this rank reads its own.
             max_new_tokens: Limit of a response, by which some aggregations divide.
             step: RL step; what the weights are called afterwards.
+            stored: The plan of the batch; None: it is made here, and is the same.
 
         Raises:
             ValueError: A column is missing, or a row is longer than the micro-batch's budget.
@@ -128,17 +132,20 @@ class Updater(ABC):
         config = self._config
         columns = self._columns(batch)
         with self._tally.phase("plan"):
-            plan = plan_update(
-                read_lengths(self._store, batch),
-                world=self._meeting.world,
-                budget=config.micro_batch_tokens,
-                mini_batches=config.mini_batches,
-                cost=self._cost,
-            )
+            plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
         for _ in range(config.epochs):
             for mini in plan:
                 self._optimizer_step(batch, mini, columns, max_new_tokens)
         return UpdateResult(step=step, metrics=self._metrics(time.perf_counter() - began))
+
+    def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
+        return plan_update(
+            read_lengths(self._store, batch),
+            world=self._meeting.world,
+            budget=self._config.micro_batch_tokens,
+            mini_batches=self._config.mini_batches,
+            cost=self._cost,
+        )
 
     @abstractmethod
     def _columns(self, batch: BatchRef) -> list[str]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from engines.train.mfu import CostModel
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
@@ -74,6 +75,7 @@ class Trainer:
         # By step, of the steps that were not committed when they were updated.
         self._uncommitted: dict[int, UpdateInputs] = {}
         self._loads = 0  # of older states; tells calls that are repeated on purpose from retries
+        self._cost: CostModel | None = None
         self._lock = threading.RLock()
 
     def at(self, version: int) -> None:
@@ -96,12 +98,34 @@ class Trainer:
                 again = self._stored(step) if step <= committed else self._uncommitted[step]
                 self._update(step, again.batch, again.algorithm)
 
-    def update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
-        """Apply step's update to version step - 1; the gang then holds version step."""
+    def update(
+        self,
+        step: int,
+        batch: BatchRef,
+        algorithm: AlgorithmConfig,
+        plan: BatchRef | None = None,
+    ) -> UpdateResult:
+        """Apply step's update to version step - 1; the gang then holds version step.
+
+        plan: the micro-batches, where they were made before; a replay makes the same ones itself.
+        """
         with self._lock:
             self.at(step - 1)
             self._uncommitted[step] = UpdateInputs(batch=batch, algorithm=algorithm)
-            return self._update(step, batch, algorithm)
+            return self._update(step, batch, algorithm, plan)
+
+    def cost(self, version: int) -> CostModel:
+        """What plans of micro-batches are balanced by; asked of the gang, at a version, once."""
+        with self._lock:
+            if self._cost is None:
+                self.at(version)
+                self._cost = self._call("cost", version, {})
+            return self._cost
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self._gang.world
 
     @property
     def base(self) -> int:
@@ -222,7 +246,13 @@ class Trainer:
         first = role == "ref" or origin is None or new_critic
         self._version = 0 if first else UNTRAINED
 
-    def _update(self, step: int, batch: BatchRef, algorithm: AlgorithmConfig) -> UpdateResult:
+    def _update(
+        self,
+        step: int,
+        batch: BatchRef,
+        algorithm: AlgorithmConfig,
+        plan: BatchRef | None = None,
+    ) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
         self._version = None
         arguments = {
@@ -231,6 +261,7 @@ class Trainer:
             "temperature": self._temperature,
             "max_new_tokens": self._max_new_tokens,
             "step": step,
+            "plan": plan,
         }
         result = self._call("update", step, arguments)
         self._version = step

@@ -23,6 +23,9 @@ class SampleStatus(enum.IntEnum):
     UNFINISHED = 3  # to go on from its tokens: carried to a later step, or saved on the way
 
 
+TOKENS = "I32"  # number format of token ids; older objects hold I64
+
+
 @dataclass(frozen=True, slots=True)
 class Declared:
     """What a declared column holds."""
@@ -33,8 +36,8 @@ class Declared:
 
 
 COLUMNS: dict[str, Declared] = {
-    "prompt_ids": Declared("jagged", "I64", "tokens of the prompt"),
-    "response_ids": Declared("jagged", "I64", "tokens of the completion"),
+    "prompt_ids": Declared("jagged", TOKENS, "tokens of the prompt"),
+    "response_ids": Declared("jagged", TOKENS, "tokens of the completion"),
     "rollout_logprobs": Declared(
         "jagged", "F32", "behaviour policy's log-prob of each response token, at its temperature"
     ),
@@ -73,6 +76,9 @@ COLUMNS: dict[str, Declared] = {
     "row": Declared("json", "U8", "the dataset row (prompts only)"),
 }
 
+# Integers that are stored in fewer bytes than they are handed over in, or than older objects hold.
+WIDER = {"I32": "I64"}
+
 # Columns that are named after reward functions, and what the names begin with.
 SCORE = "score/"  # score/<function>: F32 [N], what the function gave; NaN where nothing
 EXTRA = "extra/"  # extra/<function>/<column>: json, what it gave to log_extra; null where nothing
@@ -83,3 +89,13 @@ def kind_of(name: str) -> Kind | None:
     if name in COLUMNS:
         return COLUMNS[name].kind
     return "json" if name.startswith(EXTRA) else None
+
+
+def narrowed(name: str, dtype: str) -> str:
+    """The number format that rows of a column are read in: the declared one, where that is narrower.
+
+    Token ids that an older Refrain stored as I64 are read, and joined with newer ones, as I32.
+    """
+    declared = COLUMNS.get(name)
+    narrow = declared is not None and WIDER.get(declared.dtype) == dtype
+    return declared.dtype if declared is not None and narrow else dtype

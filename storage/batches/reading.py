@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.batches.columns import Kind
+from storage.batches.columns import Kind, narrowed
 from storage.batches.format import DTYPES, Bytes, Offsets, StoredColumn, parse, row_checksums
 from storage.objects.digests import digest
 from storage.objects.errors import ObjectDamaged
@@ -149,7 +149,11 @@ def _stored(
 ) -> StoredColumn:
     stored = known[source.digest].get(name)
     wanted = (column.kind, column.dtype, column.shape)
-    if stored is None or (stored.kind, stored.dtype, stored.shape) != wanted:
+    readable = stored is not None and (
+        (stored.kind, stored.shape) == (column.kind, column.shape)
+        and column.dtype in (stored.dtype, narrowed(name, stored.dtype))
+    )
+    if stored is None or not readable:
         raise ObjectDamaged(f"Object {source.key} holds no column {name!r} of type {wanted}.")
     return stored
 
@@ -274,7 +278,11 @@ def _assemble(
     copy: bool,
 ) -> ReadColumn:
     """Join what was read, and put the rows in the ref's order."""
-    views = [np.frombuffer(piece, np.uint8) for pieces in read for piece in pieces]
+    views = [
+        _as(np.frombuffer(piece, np.uint8), part.stored.dtype, column.dtype)
+        for part, pieces in zip(parts, read, strict=True)
+        for piece in pieces
+    ]
     if len(views) == 1:
         values = views[0].copy() if copy else views[0]
     else:
@@ -292,6 +300,13 @@ def _assemble(
     return ReadColumn(
         kind=column.kind, dtype=column.dtype, shape=column.shape, values=values, offsets=offsets
     )
+
+
+def _as(values: Bytes, stored: str, wanted: str) -> Bytes:
+    """Bytes of numbers in the format `stored`, in the narrower one that the ref names."""
+    if stored == wanted:
+        return values
+    return values.view(DTYPES[stored][1]).astype(DTYPES[wanted][1]).view(np.uint8)
 
 
 def _reorder(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from storage.batches.columns import Kind
+from storage.batches.columns import Kind, narrowed
 from storage.batches.rows import RowIndex
 
 
@@ -35,9 +35,15 @@ class ColumnRef:
     index: RowIndex  # [N] numbers of rows, through all sources
 
 
-def type_of(column: ColumnRef) -> tuple[str, str, tuple[int, ...]]:
-    """What must agree between columns that are joined."""
-    return column.kind, column.dtype, column.shape
+def joined_dtype(name: str, parts: Sequence[ColumnRef]) -> str:
+    """The number format in which columns of one name are joined; ValueError if they do not agree."""
+    wide = {part.dtype for part in parts}
+    dtypes = [part.dtype if len(wide) == 1 else narrowed(name, part.dtype) for part in parts]
+    types = [(part.kind, dtype, part.shape) for part, dtype in zip(parts, dtypes, strict=True)]
+    for number, one in enumerate(types):
+        if one != types[0]:
+            raise ValueError(f"Column {name!r} is {one} in batch {number}, {types[0]} in batch 0.")
+    return dtypes[0]
 
 
 def prune(sources: tuple[Source, ...], index: RowIndex) -> tuple[RowIndex, list[int]]:

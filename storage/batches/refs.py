@@ -138,7 +138,10 @@ class BatchRef:
 
     @staticmethod
     def concat(refs: Sequence[BatchRef]) -> BatchRef:
-        """The rows of each in turn. All must have the same columns, of the same kinds."""
+        """The rows of each in turn. All must have the same columns, of the same kinds.
+
+        Token ids that an older Refrain stored as I64 are joined with newer ones as I32.
+        """
         if not refs:
             raise ValueError("concat() needs at least one batch.")
         first = refs[0]
@@ -150,19 +153,14 @@ class BatchRef:
         columns = {}
         for name in first.names:
             parts = [ref.columns[name] for ref in refs]
-            for number, part in enumerate(parts):
-                if ref_columns.type_of(part) != ref_columns.type_of(parts[0]):
-                    raise ValueError(
-                        f"Column {name!r} is {ref_columns.type_of(part)} in batch {number}, "
-                        f"{ref_columns.type_of(parts[0])} in batch 0."
-                    )
+            dtype = ref_columns.joined_dtype(name, parts)
             view = tuple((id(part.sources), id(part.index)) for part in parts)
             if view not in done:
                 done[view] = ref_columns.concat(parts)
             sources, index = done[view]
             columns[name] = ColumnRef(
                 kind=parts[0].kind,
-                dtype=parts[0].dtype,
+                dtype=dtype,
                 shape=parts[0].shape,
                 sources=sources,
                 index=index,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage.batches import tensors
-from storage.batches.columns import COLUMNS, kind_of
+from storage.batches.columns import COLUMNS, WIDER, kind_of
 from storage.batches.format import DTYPES, Encoded, build
 from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.refs import BatchRef
@@ -47,7 +47,8 @@ def write_batch(store: Store, key: str, data: TensorDictBase | Mapping[str, obje
     A column is a tensor [N, ...], a nested tensor, a NonTensorStack, a numpy array [N, ...], a
     `Jagged`, or a list of N rows: tensors, arrays or lists of numbers (jagged), numbers (dense),
     str, or JSON values. Columns declared in `storage.batches.columns` are checked against it, and
-    lists take their type from it. Values are written as they are, without padding.
+    lists take their type from it; token ids in int64 are stored as int32. Values are written as they
+    are, without padding.
 
     Objects never change: writing the same bytes under the same key again is a no-op, other bytes
     go to a key of their own (`-<8 hex digits>` before the suffix), which the ref names. So a late
@@ -121,15 +122,27 @@ def _rows(column: Encoded) -> int:
 def _encode(name: str, value: object) -> Encoded:
     try:
         encoded = _column(name, value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"Column {name!r} cannot be stored: {error}.") from error
     declared = COLUMNS.get(name)
+    if declared and WIDER.get(declared.dtype) == encoded.dtype:
+        encoded = _narrow(name, encoded, declared.dtype)
     if declared and (encoded.kind, encoded.dtype) != (declared.kind, declared.dtype):
         raise ValueError(
             f"Column {name!r} is {declared.kind} {declared.dtype} ({declared.meaning}), "
             f"not {encoded.kind} {encoded.dtype}."
         )
     return encoded
+
+
+def _narrow(name: str, encoded: Encoded, code: str) -> Encoded:
+    """The same numbers in the narrower format `code`; ValueError for one that does not fit."""
+    wide = encoded.values.view(DTYPES[encoded.dtype][1])
+    values = wide.astype(DTYPES[code][1])
+    if not np.array_equal(values, wide):
+        row = int(wide[values != wide][0])
+        raise ValueError(f"Column {name!r} is stored as {code}, which {row} does not fit.")
+    return replace(encoded, dtype=code, values=values.view(np.uint8))
 
 
 def _column(name: str, value: object) -> Encoded:

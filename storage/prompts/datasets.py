@@ -11,10 +11,11 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Sequence
+from copy import copy
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -24,7 +25,20 @@ from configs.data import FileSource, FunctionSource, HubSource, ReasoningGymSour
 from storage.objects.json_values import Row, pack, plain
 from storage.prompts.files import JsonLines, ParquetRows, locate
 from storage.prompts.functions import FunctionRows
-from storage.prompts.source import PromptSource, empty_value, first_null, missing_column, plain_row
+from storage.prompts.source import (
+    DIGEST_ROWS,
+    PromptSource,
+    empty_value,
+    first_null,
+    missing_column,
+    plain_row,
+)
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+
+ARROW = "arrow-sha256:"  # kind of the digests of hub datasets
 
 
 def open_source(config: Source) -> PromptSource:
@@ -59,6 +73,27 @@ def _open(config_json: str, stamp: str) -> PromptSource:
     )
 
 
+def arrow_digest(tables: Iterable[Table]) -> str:
+    """sha256 over the bytes of Arrow tables, which are cut at the same rows each time.
+
+    It depends on the columns' names, types and values, not on how the data are chunked in memory, nor
+    on the version of the library: Arrow's format says how values lie in the body of a message.
+    """
+    import pyarrow
+
+    hasher = hashlib.sha256()
+    for number, table in enumerate(tables):
+        if number == 0:
+            named = [[field.name, str(field.type)] for field in table.schema]
+            hasher.update(json.dumps(named).encode())
+        # Taken one by one, values lie from the beginning of buffers of their own.
+        taken = table.take(pyarrow.array(range(len(table)), pyarrow.int64()))
+        for batch in taken.combine_chunks().to_batches():
+            hasher.update(batch.num_rows.to_bytes(8, "little"))
+            hasher.update(pyarrow.ipc.read_message(batch.serialize()).body)
+    return f"{ARROW}{hasher.hexdigest()}"
+
+
 class HubRows(PromptSource):
     """A dataset of the Hugging Face hub, memory-mapped by the datasets library."""
 
@@ -86,11 +121,25 @@ class HubRows(PromptSource):
 
     @cached_property
     def digest(self) -> str:  # type: ignore[override]
-        """sha256 over the rows: the library's own fingerprint depends on the files' times."""
+        """sha256 over the columns' bytes, DIGEST_ROWS rows in memory at once.
+
+        The library's own fingerprint depends on the files' times.
+        """
+        return arrow_digest(self._data.with_format("arrow").iter(DIGEST_ROWS))
+
+    def as_recorded(self, digest: str) -> PromptSource:
+        """Runs of version 0.1 recorded a sha256 over each row as JSON."""
+        return self if digest.startswith(ARROW) else self._by_json
+
+    @cached_property
+    def _by_json(self) -> PromptSource:
+        """These rows with the digest of version 0.1, which serialises them all."""
         hasher = hashlib.sha256(json.dumps(self.columns).encode())
         for row in self._data:
             hasher.update(json.dumps(row, default=str, sort_keys=True).encode())
-        return f"sha256:{hasher.hexdigest()}"
+        old = copy(self)
+        old.__dict__["digest"] = f"sha256:{hasher.hexdigest()}"
+        return old
 
     def __len__(self) -> int:
         return self._data.num_rows

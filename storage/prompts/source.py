@@ -37,6 +37,13 @@ class PromptSource(ABC):
     def check_columns(self, needed: Iterable[str]) -> None:
         """ValueError that names the first row without a value in one of these columns."""
 
+    def as_recorded(self, digest: str) -> PromptSource:
+        """The same rows with a digest of the kind of a recorded one, so that the two compare.
+
+        Only a source whose digest was once made in another way has more kinds than one.
+        """
+        return self
+
     def row_digests(self) -> np.ndarray:
         """What tells rows apart wherever they stand: uint64 [rows], of each row's content."""
         found = np.empty(len(self), np.uint64)

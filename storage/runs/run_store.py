@@ -125,6 +125,12 @@ class RunStore:
             return documents.decode(STAGE_FORMAT, marker, data)
         return documents.read(self.store, marker, STAGE_FORMAT)
 
+    def discard(self, keys: Iterable[str]) -> None:
+        """Remove stage results that are needed no more: their markers, then their data."""
+        data = sorted(keys)
+        self.store.delete([_marker(key) for key in data])
+        self.store.delete(data)
+
     def finished(self, key: str) -> dict[str, object] | None:
         """The record with which the stage result `key` was finished; None when it was not."""
         try:

@@ -31,6 +31,8 @@ class RowSource(Protocol):
 
     def row_digests(self) -> np.ndarray: ...
 
+    def as_recorded(self, digest: str) -> RowSource: ...
+
 
 def write_rows(run: RunStore, source: RowSource) -> None:
     """Keep the digests of the run's data, for runs that go on from this one."""
@@ -70,7 +72,7 @@ def seen_at(run: RunStore, cursor: Cursor, source: RowSource) -> np.ndarray | No
     before = seen_before(run)
     rows = _read(run, _rows_key(run))
     if rows is None:
-        if source.digest != cursor.digest:
+        if source.as_recorded(cursor.digest).digest != cursor.digest:
             return None
         rows = source.row_digests()
     fresh: Sequence[int] = ()

@@ -60,7 +60,8 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
     source = open_source(config.data.source)
     reached = Cursor.from_json(read_commit(owner, origin.step).cursor)
     if config.continue_data == "cursor":
-        if (len(source), source.digest) != (reached.size, reached.digest):
+        now = source.as_recorded(reached.digest)
+        if (len(now), now.digest) != (reached.size, reached.digest):
             raise ConfigError(
                 f"continue_data = cursor, but the data are no longer those of {origin}: "
                 f"{reached.size} rows then, {len(source)} rows of another content now. "

@@ -16,6 +16,7 @@ from engines.data.data_engine import DataSpec
 from engines.processes.certificates import Certificates
 from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
+from engines.train.planner import PlannerSpec
 from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
@@ -56,6 +57,7 @@ class Handles:
     critic: Trainer | None
     rollouts: RolloutPool
     scorers: EnginePool
+    planners: EnginePool
 
 
 class StoreUsage:
@@ -177,6 +179,7 @@ class Engines:
             ),
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
+            planners=self._planners(cluster),
         )
 
     def _trainer(
@@ -249,6 +252,19 @@ class Engines:
             cancel=run.cancelled,
         )
 
+    def _planners(self, cluster: Cluster) -> EnginePool:
+        run, config = self._run, self._run.config
+        spec = PlannerSpec(store_uri=run.store.uri, store_options=config.store.options)
+        return EnginePool(
+            cluster,
+            config.cluster.roles.reward,
+            "planner",
+            EngineSpec.of("engines.train.planner:Planner", spec),
+            deadline=config.rollout.deadline,
+            start_timeout=config.cluster.start_timeout,
+            cancel=run.cancelled,
+        )
+
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""
         return self._usage.since_last(self.cluster.usage)
@@ -284,6 +300,11 @@ class Engines:
     def scorers(self) -> EnginePool:
         """The workers that make prompts, rewards and advantages."""
         return self._made().scorers
+
+    @property
+    def planners(self) -> EnginePool:
+        """The same workers, as those that plan large updates; built when the first one comes."""
+        return self._made().planners
 
     @property
     def ref(self) -> Trainer:

@@ -103,5 +103,6 @@ def finish(run: Run, data_over: bool) -> RunSummary:
 
 def _keep_rows(run: Run) -> None:
     """Keep which rows the data had, unless they changed meanwhile, for runs that go on."""
-    if open_source(run.config.data.source).digest == run.source.digest:
+    now = open_source(run.config.data.source).as_recorded(run.source.digest)
+    if now.digest == run.source.digest:
         write_rows(run.files, run.source)

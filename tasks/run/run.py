@@ -51,7 +51,8 @@ class Run:
         self, opened: OpenedRun, lease: RunLease, position: Position, terminal: Terminal
     ) -> None:
         self.name, self.flow = opened.name, opened.flow
-        self.config, self.source = opened.config, opened.source
+        self.config = opened.config
+        self.source = opened.source.as_recorded(position.cursor.digest)
         self.files, self.store = opened.files, opened.files.store
         self.origin, self.start = opened.origin, opened.start
         self.lease, self.epoch = lease, lease.epoch

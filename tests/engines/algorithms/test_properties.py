@@ -26,6 +26,7 @@ from engines.algorithms.jagged import Rows
 from engines.algorithms.kl import KL_ESTIMATORS
 from engines.algorithms.losses import value_loss
 from engines.algorithms.objective import Objective
+from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.rollout_correction import Mismatch, correct
 from engines.algorithms.rollout_correction_metrics import (
     correction_sums,
@@ -306,19 +307,26 @@ def test_a_penalty_follows_the_samples(name: str, seed: int, order: list[int]) -
     ids = torch.randint(0, 3, (int(lengths.sum()),), generator=generator)
     rewards = torch.rand(8, generator=generator)
     groups = torch.randint(0, 3, (8,), generator=generator)
-    mask, cut = torch.ones_like(ids, dtype=torch.bool), lengths == 5
+    cut = lengths == 5
     recipe = AlgorithmConfig.model_validate({"shaping": {name: PENALTIES[name]}}).shaping
-    plain = shaped_rewards(rewards, groups, ids, rows, mask, cut, recipe, max_tokens=5).rewards
+
+    def repeated(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        if recipe.repetition is None:
+            return None
+        return repetition_penalty(ids, Rows.of_lengths(lengths), **recipe.repetition.model_dump())
+
+    plain = shaped_rewards(
+        rewards, groups, lengths, cut, recipe, max_tokens=5, repetition=repeated(ids, lengths)
+    ).rewards
     index, order_of_rows = token_index(rows, list(order)), torch.tensor(order)
     moved = shaped_rewards(
         rewards[order_of_rows],
         groups[order_of_rows],
-        ids[index],
-        Rows.of_lengths(lengths[order_of_rows]),
-        mask[index],
+        lengths[order_of_rows],
         cut[order_of_rows],
         recipe,
         max_tokens=5,
+        repetition=repeated(ids[index], lengths[order_of_rows]),
     ).rewards
     torch.testing.assert_close(moved, plain[order_of_rows])
     assert torch.isfinite(plain).all()

@@ -12,6 +12,7 @@ from engines.algorithms.reward_shaping import (
     length_penalty,
     overlong_penalty,
     repetition_penalty,
+    without_truncated,
 )
 from engines.algorithms.sample_selection import best_of, informative_groups, select, top_p_groups
 
@@ -94,19 +95,20 @@ def test_selection_steps_see_what_is_left():
     ("policy", "reward", "tokens"), [("keep", 1.0, 3), ("zero", 0.0, 3), ("mask", 1.0, 0)]
 )
 def test_cut_off_samples(policy, reward, tokens):
-    rows = Rows.of_lengths(torch.tensor([2, 3]))
+    rows, cut = Rows.of_lengths(torch.tensor([2, 3])), torch.tensor([False, True])
     result = shaped_rewards(
         torch.tensor([1.0, 1.0]),
         torch.tensor([0, 0]),
-        torch.arange(5),
-        rows,
-        torch.ones(5, dtype=torch.bool),
-        torch.tensor([False, True]),
+        rows.lengths,
+        cut,
         ShapingConfig(truncated=policy),
         max_tokens=3,
     )
+    mask = torch.ones(5, dtype=torch.bool)
+    if policy == "mask":
+        mask = without_truncated(mask, rows, cut)
     assert result.rewards.tolist() == [1.0, reward]
-    assert rows.tokens(result.mask).tolist() == [2, tokens]
+    assert rows.tokens(mask).tolist() == [2, tokens]
     assert result.metrics.values()["truncated"] == 0.5
 
 
@@ -118,12 +120,11 @@ def test_penalties_add_to_the_reward():
     result = shaped_rewards(
         torch.tensor([1.0, 1.0]),
         torch.tensor([0, 0]),
-        torch.tensor([1, 2, 3, 3, 3, 3]),
-        rows,
-        torch.ones(6, dtype=torch.bool),
+        rows.lengths,
         torch.tensor([False, False]),
         shaping,
         max_tokens=4,
+        repetition=repetition_penalty(torch.tensor([1, 2, 3, 3, 3, 3]), rows, ngram=1, factor=0.5),
     )
     # Overlong: 0, -1. Repetition: 0, -0.5 * 3/4. Length: +1/2, -1/2.
     assert result.rewards.tolist() == pytest.approx([1.5, 1.0 - 1.0 - 0.375 - 0.5])

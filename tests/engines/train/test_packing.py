@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.train import packing
 from engines.train.mfu import CostModel
 from engines.train.packing import (
     Lengths,
@@ -15,6 +16,9 @@ from engines.train.packing import (
     plan_logprobs,
     plan_update,
 )
+from engines.train.stored_plan import read_plan, write_plan
+from storage.batches.writing import Jagged, write_batch
+from storage.objects.store import Store
 
 VECTORS = Path(__file__).parents[2] / "parity" / "vectors" / "seqlen_balancing.json"
 CASES = json.loads(VECTORS.read_text())["cases"]
@@ -140,3 +144,41 @@ def test_more_mini_batches_than_rows_are_refused() -> None:
     lengths = Lengths(prompts=np.array([3]), responses=np.array([3]))
     with pytest.raises(ValueError, match="1 rows cannot be split into 2 mini-batches"):
         plan_update(lengths, world=1, budget=100, mini_batches=2)
+
+
+def test_large_plans_keep_what_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(1)
+    lengths = Lengths(
+        prompts=np.repeat(random.integers(5, 30, 75), 4),
+        responses=np.where(random.random(300) < 0.05, 0, random.integers(1, 200, 300)),
+        groups=np.repeat(np.arange(75), 4),
+    )
+    monkeypatch.setattr(packing, "LARGE", 40)
+    plan = plan_update(lengths, world=3, budget=600, mini_batches=2)
+    assert sorted(row for mini in plan for row in mini.rows()) == list(range(300))
+    assert [len({len(rank) for rank in mini.ranks}) for mini in plan] == [1, 1]
+    forward = plan_logprobs(lengths, world=3, budget=600)
+    assert [row for rank in forward.ranks for row in sorted(sum(rank, ()))] == list(range(300))
+    assert len({len(rank) for rank in forward.ranks}) == 1
+    for mini in (*plan, forward):
+        for micro in (micro for rank in mini.ranks for micro in rank):
+            shared = {int(lengths.groups[row]) for row in micro if lengths.responses[row]}
+            prompts = sum(int(lengths.prompts[group * 4]) for group in shared)
+            rows = [int(lengths.responses[row]) - 1 for row in micro if lengths.responses[row]]
+            assert prompts + sum(rows) <= 600
+    needed = sum(lengths.responses) / 600
+    assert sum(len(rank) for mini in plan for rank in mini.ranks) < 1.5 * needed
+
+
+def test_a_stored_plan_is_the_plan(tmp_path: Path) -> None:
+    store, random = Store(str(tmp_path)), np.random.default_rng(2)
+    sizes = random.integers(1, 50, 7)
+    ids = Jagged(np.ones(int(sizes.sum()), np.int32), np.concatenate([[0], sizes.cumsum()]))
+    batch = write_batch(
+        store,
+        "batch.safetensors",
+        {"prompt_ids": [[1, 2]] * 7, "response_ids": ids, "group_id": np.arange(7) // 2},
+    )
+    limits = {"world": 2, "budget": 60, "mini_batches": 2, "cost": CostModel()}
+    stored = write_plan(store, batch, **limits, out_key="plan.safetensors")
+    assert read_plan(store, stored) == plan_update(packing.read_lengths(store, batch), **limits)

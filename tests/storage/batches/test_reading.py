@@ -63,9 +63,9 @@ def test_exactly_the_bytes_asked_for(recording: Store) -> None:
     ref = wide(recording)
     head = ref.column("reward").sources[0].head
     ref.rows(7, 9).fetch(recording, ["response_ids"])
-    assert taken() == head + 2 * 5000 * 8
+    assert taken() == head + 2 * 5000 * 4
     ref.rows(7, 9).fetch(recording, ["response_ids"])  # the head is known by now
-    assert taken() == 2 * 5000 * 8
+    assert taken() == 2 * 5000 * 4
     ref.take([3, 30, 4]).fetch(recording, ["rollout_logprobs"])
     assert sorted(stop - start for start, stop in Recording.ranges) == [20_000, 40_000]
     taken()
@@ -171,7 +171,7 @@ def damaged(ref: BatchRef, store: Store, *words: str) -> None:
 
 @pytest.mark.parametrize("part", ["whole", "rows"])
 def test_a_flipped_bit_names_column_and_row(memory: Store, ref: BatchRef, part: str) -> None:
-    for name, byte, row in (("response_ids", 3 * 8 + 1, 1), ("reward", 4, 1), ("worker", 1, 1)):
+    for name, byte, row in (("response_ids", 3 * 4 + 1, 1), ("reward", 4, 1), ("worker", 1, 1)):
         flip(memory, ref, name, byte)
         damaged(ref if part == "whole" else ref.rows(0, 2), memory, f"'{name}'", f"Row {row} ")
         assert len(ref.rows(2, 3).fetch(memory)) == 1  # the other rows are fine

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from storage.batches.columns import COLUMNS, Declared
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -19,7 +20,7 @@ STORE = Store(f"memory://refs-{uuid.uuid4().hex[:8]}")
 
 row = st.fixed_dictionaries(
     {
-        "response_ids": st.lists(st.integers(-(2**62), 2**62), max_size=4),
+        "response_ids": st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4),
         "reward": st.floats(-10, 10, width=32),
         "worker": st.text(max_size=3),
         "note": st.one_of(
@@ -240,3 +241,33 @@ def test_as_a_field_of_a_model() -> None:
     assert read(again.ref) == read(carrier.ref)
     with pytest.raises(ValueError, match="Malformed batch reference"):
         Carrier.model_validate({"ref": {"format": "x"}})
+
+
+def test_token_ids_of_older_stores_are_read_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store("memory://older")
+    rows = {"response_ids": [[5, 6], [], [70_000]], "reward": np.zeros(3, np.float32)}
+    with monkeypatch.context() as patch:  # as version 0.1 declared it
+        patch.setitem(COLUMNS, "response_ids", Declared("jagged", "I64", "tokens"))
+        old = write_batch(store, "old.safetensors", rows)
+    new = write_batch(store, "new.safetensors", {**rows, "response_ids": [[1], [2, 3], [4]]})
+    assert old.column("response_ids").dtype == "I64"
+    assert new.column("response_ids").dtype == "I32"
+    assert [row.tolist() for row in old.fetch_list(store, "response_ids")] == [[5, 6], [], [70_000]]
+
+    joined = BatchRef.from_json(BatchRef.concat([new, old]).to_json())
+    assert joined.column("response_ids").dtype == "I32"
+    assert joined.lengths(store, "response_ids").tolist() == [1, 2, 1, 2, 0, 1]
+    picked = joined.take([5, 1, 3])  # rows of both, not in their order
+    assert [row.tolist() for row in picked.fetch_list(store, "response_ids")] == [
+        [70_000], [2, 3], [5, 6],
+    ]  # fmt: skip
+    joined.verify(store)
+    assert BatchRef.concat([old, old]).to_json()["columns"]["response_ids"][1] == "I64"  # type: ignore[index]
+
+
+def test_token_ids_that_do_not_fit_are_refused() -> None:
+    store = Store("memory://narrow")
+    for ids in (np.array([1, 2**31]), [[1, 2**31]]):
+        column = Jagged(ids, np.array([0, 2])) if isinstance(ids, np.ndarray) else ids
+        with pytest.raises(ValueError, match="'response_ids'"):
+            write_batch(store, "x.safetensors", {"response_ids": column})

@@ -121,7 +121,7 @@ def test_no_rows_at_all(store: Store) -> None:
     assert len(ref) == 0
     found = ref.fetch(store)
     assert found.batch_size == (0,)
-    assert found["prompt_ids"].dtype == torch.int64
+    assert found["prompt_ids"].dtype == torch.int32
     assert ref.fetch_list(store, "worker") == []
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from configs.data import DataConfig, FileSource, FunctionSource, HubSource, ReasoningGymSource
 from storage.objects.json_values import pack, unpack
 from storage.prompts.cursor import Cursor, Exhausted, draw, epoch_order
-from storage.prompts.datasets import ReasoningGymRows, open_source
+from storage.prompts.datasets import ReasoningGymRows, arrow_digest, open_source
 from storage.prompts.functions import FunctionRows
 
 ROWS = [
@@ -166,12 +166,47 @@ def test_hub_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(HubSource(name=str(tmp_path)))
     assert source.rows([3, 1]) == [ROWS[3], ROWS[1]]
     assert len(source) == 25
-    assert source.digest.startswith("sha256:")
+    assert source.digest.startswith("arrow-sha256:")
     source.check_columns(["question"])
+    # A run of version 0.1 recorded a digest over rows as JSON.
+    rows = b"".join(json.dumps(row, sort_keys=True).encode() for row in ROWS)
+    columns = json.dumps(list(ROWS[0])).encode()
+    recorded = f"sha256:{hashlib.sha256(columns + rows).hexdigest()}"
+    old = source.as_recorded(recorded)
+    assert old.digest == recorded
+    assert old.rows([3]) == [ROWS[3]]
+    assert source.as_recorded(source.digest) is source
+    cursor = Cursor.start(DataConfig(source=HubSource(name=str(tmp_path))), old)
+    assert len(draw(old, cursor, 3)[0]) == 3
+    with pytest.raises(ValueError, match="The data has changed"):
+        draw(source, cursor, 3)
     with pytest.raises(ValueError, match="no column 'b'"):
         source.check_columns(["b"])
     with pytest.raises(ValueError, match="cannot be loaded"):
         open_source(HubSource(name=str(tmp_path), split="dev"))
+
+
+def test_an_arrow_digest_is_of_the_values_and_not_of_their_place_in_memory() -> None:
+    rows: dict[str, list] = {
+        "question": [f"what is {i}" if i % 3 else None for i in range(20)],
+        "turns": [[{"role": "user", "content": str(i)}] * (i % 4) for i in range(20)],
+        "level": list(range(20)),
+    }
+    table = pa.table(rows)
+
+    def of(table: pa.Table, size: int = 8) -> str:
+        return arrow_digest(table.slice(start, size) for start in range(0, len(table), size))
+
+    pieces = [table.slice(0, 3), table.slice(3, 9), table.slice(12)]
+    padded = pa.concat_tables([table.slice(5, 2), table, table.slice(1, 4)])
+    assert of(table) == of(pa.concat_tables(pieces)) == of(padded.slice(2, 20))
+    for name in rows:  # another value, another order, another name, another type
+        changed = {**rows, name: [rows[name][1], *rows[name][1:]]}
+        assert of(pa.table(changed, schema=table.schema)) != of(table)
+    assert of(table.take(list(range(19, -1, -1)))) != of(table)
+    assert of(table.rename_columns(["prompt", "turns", "level"])) != of(table)
+    narrow = table.set_column(2, "level", table["level"].cast(pa.int32()))
+    assert of(narrow) != of(table)
 
 
 # reasoning-gym

@@ -1,0 +1,44 @@
+"""How the data engine reads columns of a stored batch: whole, as tensors or arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from storage.batches.columns import SCORE
+from storage.batches.refs import BatchRef
+from storage.objects.store import Store
+
+
+def tokens(store: Store, samples: BatchRef, column: str) -> Tensor | None:
+    """A jagged column's values [T], or None where the batch has no such column."""
+    if column not in samples.names:
+        return None
+    return torch.from_numpy(np.array(jagged(store, samples, column)[0]))
+
+
+def numbers(store: Store, samples: BatchRef, column: str) -> Tensor:
+    """A column with one number a row, [N]."""
+    return torch.from_numpy(np.array(dense(store, samples, column)))
+
+
+def components(store: Store, samples: BatchRef) -> dict[str, Tensor]:
+    """What each reward function gave, by its name [N]; NaN where it had nothing to say."""
+    names = [name for name in samples.names if name.startswith(SCORE)]
+    return {name.removeprefix(SCORE): numbers(store, samples, name) for name in names}
+
+
+def dense(store: Store, samples: BatchRef, column: str) -> NDArray[Any]:
+    """As `numbers`, in numpy."""
+    return samples.fetch_numpy(store, column)[0]
+
+
+def jagged(store: Store, samples: BatchRef, column: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """A jagged column: values [T] and offsets [N + 1]."""
+    values, offsets = samples.fetch_numpy(store, column)
+    assert offsets is not None, column
+    return values, offsets

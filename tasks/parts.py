@@ -1,0 +1,88 @@
+"""A stage's work in parts, spread over the workers of the pool `cpu`; what comes back is refs.
+
+How many parts there are follows from the work, never from the workers, so the results are the same
+on any cluster. A finished part has a marker, so a retry, or a resumed run, makes the others only.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from engines.workers.pool import EnginePool
+from storage.batches.refs import BatchRef
+from tasks.run.retries import attempted
+from tasks.run.run import Run
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A call that makes one part."""
+
+    out_key: str  # of the object that it writes, made of its inputs
+    arguments: Mapping[str, Any]  # beside out_key
+
+
+def spread(
+    run: Run,
+    step: int,
+    stage: str,
+    method: str,
+    parts: Sequence[Part],
+    kind: type[Result],
+    pool: EnginePool | None = None,
+) -> list[Result]:
+    """What a method of the data engine, or of another pool's, answers to each part, in their order.
+
+    kind: of the answers: a BatchRef, or a carrier with a field `ref`.
+
+    As many parts are under way as there are workers, one on each. Where one fails those that were
+    not begun are given up, and its error is raised once those under way have ended.
+    """
+    form, engines = TypeAdapter(kind), pool or run.engines.scorers
+
+    def made(number: int, part: Part) -> Result:
+        if (done := run.files.finished(part.out_key)) is None:
+            with attempted(run, step, stage, number) as attempt:
+                result = engines.call(
+                    method,
+                    run.call_id(step, f"{method}-{part.out_key}"),
+                    attempt.assignment,
+                    out_key=part.out_key,
+                    **part.arguments,
+                )
+            record = form.dump_python(result, mode="json")
+            record = {"ref": record} if kind is BatchRef else record
+            done = run.files.finish(part.out_key, record)
+        return form.validate_python(done["ref"] if kind is BatchRef else done)
+
+    with ThreadPoolExecutor(max(1, len(engines.live()))) as threads:
+        calls = [
+            threads.submit(contextvars.copy_context().run, made, number, part)
+            for number, part in enumerate(parts, 1)
+        ]
+        wait(calls, return_when=FIRST_EXCEPTION)
+        if any(call.done() and call.exception() for call in calls):
+            threads.shutdown(cancel_futures=True)
+    for call in calls:
+        if not call.cancelled() and (error := call.exception()) is not None:
+            raise error
+    return [call.result() for call in calls]
+
+
+def slices(count: int, size: int, most: int) -> list[tuple[int, int]]:
+    """Ranges of about `size` of `count` items, at most `most` of them, of nearly equal length.
+
+    slices(5, 2, 10) == [(0, 1), (1, 3), (3, 5)]
+    """
+    parts = min(most, max(1, -(-count // size)))
+    edges = [count * number // parts for number in range(parts + 1)]
+    return list(pairwise(edges))

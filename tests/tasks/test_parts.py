@@ -1,0 +1,107 @@
+"""Parts are spread over workers, come back in their order, and are made once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engines.failures import WorkerLost
+from engines.workers.messages import CallId
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from tasks.parts import Part, slices, spread
+
+
+class Pool:
+    """Two workers that write one number each time; `broken`: the part that fails once."""
+
+    def __init__(self, store: Store, broken: int | None = None) -> None:
+        self.store, self.broken = store, broken
+        self.made: list[int] = []
+        self.at_once = self.most = 0
+        self.lock = threading.Lock()
+
+    def live(self) -> dict[str, str]:
+        return {"cpu-0": "tcp://a", "cpu-1": "tcp://b"}
+
+    def call(
+        self, method: str, call_id: CallId, assignment: Any, number: int, out_key: str
+    ) -> BatchRef:
+        assert method == "square"
+        with self.lock:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        try:
+            if number == self.broken:
+                self.broken = None
+                raise WorkerLost("worker cpu-0", "it is gone")
+            with self.lock:
+                self.made.append(number)
+            return write_batch(self.store, out_key, {"number": [number**2]})
+        finally:
+            with self.lock:
+                self.at_once -= 1
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("tasks.run.retries.get_run_logger", lambda: logging.getLogger("parts"))
+    monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
+    files = RunStore(Store(str(tmp_path)), "run")
+    return SimpleNamespace(
+        name="run",
+        files=files,
+        attempts=[],
+        progress=SimpleNamespace(attempt=lambda *words: None),
+        call_id=lambda step, call: CallId(run="run", epoch=1, step=step, call=call),
+    )
+
+
+def parts(run: Any, count: int) -> list[Part]:
+    return [
+        Part(out_key=run.files.stage_key(1, "squares", n, "key"), arguments={"number": n})
+        for n in range(count)
+    ]
+
+
+def numbers(store: Store, refs: list[BatchRef]) -> list[int]:
+    return [int(ref.fetch_numpy(store, "number")[0][0]) for ref in refs]
+
+
+def test_parts_come_in_their_order_and_are_made_once(run: Any) -> None:
+    pool = Pool(run.files.store)
+    for _ in range(2):  # as a resumed run would
+        found = spread(run, 1, "squares", "square", parts(run, 7), BatchRef, pool)  # type: ignore[arg-type]
+        assert numbers(run.files.store, found) == [n**2 for n in range(7)]
+    assert sorted(pool.made) == list(range(7))
+    assert pool.most <= 2  # one on each worker
+    assert [attempt.shard for attempt in sorted(run.attempts, key=lambda a: a.shard)] == [
+        *range(1, 8)
+    ]
+
+
+def test_a_retry_makes_what_is_left(run: Any) -> None:
+    pool = Pool(run.files.store, broken=3)
+    with pytest.raises(WorkerLost, match="cpu-0"):
+        spread(run, 1, "squares", "square", parts(run, 40), BatchRef, pool)  # type: ignore[arg-type]
+    before = len(pool.made)
+    assert before < 40
+    found = spread(run, 1, "squares", "square", parts(run, 40), BatchRef, pool)  # type: ignore[arg-type]
+    assert numbers(run.files.store, found) == [n**2 for n in range(40)]
+    assert sorted(pool.made) == list(range(40))  # none twice
+
+
+def test_slices_are_even_and_bounded() -> None:
+    assert slices(5, 2, 10) == [(0, 1), (1, 3), (3, 5)]
+    assert slices(256, 256, 64) == [(0, 256)]
+    assert slices(0, 256, 64) == [(0, 0)]
+    many = slices(1_000_000, 256, 64)
+    assert len(many) == 64
+    assert (many[0][0], many[-1][1]) == (0, 1_000_000)
