@@ -148,7 +148,9 @@ def large_step(run: Run, group: int, tokens: int, shard_prompts: int) -> dict[st
         for part, ref in zip(parts, refs, strict=True)
     ]
     memory.stage("reward")
-    scoring = [reward.submit(run, 1, shard, n, len(sampled)) for n, shard in enumerate(sampled, 1)]
+    scoring = [
+        reward.submit(run, 1, (shard,), n, len(sampled)) for n, shard in enumerate(sampled, 1)
+    ]
     scored = [one.result() for one in scoring]
     memory.stage("advantage")
     batch = advantage.submit(run, 1, scored, None).result()

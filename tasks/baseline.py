@@ -12,11 +12,11 @@ from tasks.reward import scored
 from tasks.rollout import sample_shard, shards_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
-from tasks.run.shard_driver import Part, parts
+from tasks.run.shard_driver import ShardRange, shard_ranges
 
 
-@task(name="baseline", task_run_name="baseline {part}", **OPTIONS)
-def baseline(run: Run, step: int, prompts: Prompts, part: Part) -> Scored:
+@task(name="baseline", task_run_name="baseline {shards}", **OPTIONS)
+def baseline(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Scored:
     """Complete each prompt of some shards greedily, and score that.
 
     The rewards are what the samples are compared with; these completions do not train. What the
@@ -25,20 +25,20 @@ def baseline(run: Run, step: int, prompts: Prompts, part: Part) -> Scored:
     greedy = dataclasses.replace(run.sampling, n=1, temperature=1.0, top_p=1.0, top_k=1)
 
     def one(shard: int) -> Sampled:
-        rows = prompts.ref.part(shard - 1, part.of)
+        rows = prompts.ref.part(shard - 1, shards.of)
         # Numbered on from the samples' shards: a call of the same number would be the same call.
-        return sample_shard(run, step, rows, greedy, "baseline", part.of + shard)
+        return sample_shard(run, step, rows, greedy, "baseline", shards.of + shard)
 
-    sampled = tuple(run.shards.drive(step, "baseline", part, one))
-    return scored(run, step, sampled, part.of + part.first)
+    sampled = tuple(run.shards.drive(step, "baseline", shards, one))
+    return scored(run, step, sampled, shards.of + shards.first)
 
 
 def baseline_shards(
     run: Run, step: int, prompts: PrefectFuture[Prompts]
 ) -> list[PrefectFuture[Scored]]:
     """Baseline tasks for the shards of a step's prompts; waits for those."""
-    shards = shards_of(run, prompts)
+    count = shards_of(run, prompts)
     return [
-        baseline.submit(run, step, prompts, part)  # type: ignore[call-overload]
-        for part in parts(1, shards, shards)
+        baseline.submit(run, step, prompts, shards)  # type: ignore[call-overload]
+        for shards in shard_ranges(1, count, count)
     ]

@@ -24,7 +24,7 @@ from tasks.reward import trainer_state
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
-from tasks.run.shard_driver import Part, parts
+from tasks.run.shard_driver import ShardRange, shard_ranges
 
 ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
 
@@ -53,11 +53,11 @@ class EvaluatedShard:
 def evaluate(run: Run) -> Evaluation:
     """Test the policy version that the rollout engines hold."""
     assert run.config.evaluation is not None
-    shards = min(run.config.rollout.shards, run.config.evaluation.rows)
+    count = min(run.config.rollout.shards, run.config.evaluation.rows)
     prompts = held_out.submit(run, run.config.evaluation)
     evaluated = [
-        evaluate_shards.submit(run, prompts, part)  # type: ignore[call-overload]
-        for part in parts(1, shards, shards)
+        evaluate_shards.submit(run, prompts, shards)  # type: ignore[call-overload]
+        for shards in shard_ranges(1, count, count)
     ]
     summed = summarize.submit(run, run.config.evaluation, evaluated)
     return result_of(summed)
@@ -92,14 +92,14 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
     return Prompts(ref=made.ref, cursor=run.cursor, drawn=len(rows), dropped=dropped)
 
 
-@task(name="evaluate", task_run_name="evaluate {part}", **OPTIONS)
-def evaluate_shards(run: Run, prompts: Prompts, part: Part) -> list[EvaluatedShard]:
+@task(name="evaluate", task_run_name="evaluate {shards}", **OPTIONS)
+def evaluate_shards(run: Run, prompts: Prompts, shards: ShardRange) -> list[EvaluatedShard]:
     """Sample and score some shards of the held-out prompts."""
     return run.shards.drive(
         run.after,
         "evaluate",
-        part,
-        lambda shard: evaluated_shard(run, prompts.ref.part(shard - 1, part.of), shard),
+        shards,
+        lambda shard: evaluated_shard(run, prompts.ref.part(shard - 1, shards.of), shard),
     )
 
 

@@ -6,19 +6,19 @@ from prefect import task
 
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from tasks.results import WholePart, samples_of_parts
+from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
 
 @task(name="logprob", task_run_name="logprob", **OPTIONS)
-def logprob(run: Run, step: int, sampled: list[WholePart]) -> BatchRef:
+def logprob(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
     """The samples with old_logprobs, sum_pi_squared, ref_logprobs, whichever the algorithm uses.
 
     It needs no rewards, so it runs beside them.
     """
     run.gate.check_turn(step)
-    samples = samples_of_parts(sampled)
+    samples = samples_of_shards(sampled)
     result = samples
     sources = []
     if run.needs_old:

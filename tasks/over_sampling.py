@@ -28,12 +28,12 @@ from tasks.results import (
     LeftOver,
     Prompts,
     Sampled,
-    SampledPart,
+    SampledShards,
     Unsampled,
-    WholePart,
+    WholeShards,
 )
 from tasks.run.run import Run
-from tasks.run.shard_driver import TASK_RUNS, Part, parts
+from tasks.run.shard_driver import TASK_RUNS, ShardRange, shard_ranges
 
 OVERDUE = "overdue"  # reasons for which groups are dropped, in the ledger
 OVER_SAMPLED = "over_sampled"
@@ -44,8 +44,8 @@ def finished_groups(
     run: Run,
     step: int,
     prompts: Prompts,
-    submit: Callable[[Part], PrefectFuture[SampledPart]],
-) -> list[WholePart | PrefectFuture[WholePart]]:
+    submit: Callable[[ShardRange], PrefectFuture[SampledShards]],
+) -> list[WholeShards | PrefectFuture[WholeShards]]:
     """The groups that the step trains on, once it is known which; the others are settled.
 
     submit: starts a rollout task for some groups, each of which is a shard. Groups that the step
@@ -57,16 +57,16 @@ def finished_groups(
     wanted = min(config.prompts_per_step, count)
     due = overdue_groups(config, step, prompts.carried)
     awaited = due if config.rollout.overdue == "wait" else frozenset[int]()
-    tasks = {part: submit(part) for part in parts_apart(count, awaited)}
-    others = {part: task for part, task in tasks.items() if part.first - 1 not in awaited}
-    numbers = frozenset(number for part in others for number in part)
+    tasks = {shards: submit(shards) for shards in ranges_apart(count, awaited)}
+    others = {shards: task for shards, task in tasks.items() if shards.first - 1 not in awaited}
+    numbers = frozenset(number for shards in others for number in shards)
     run.shards.wait_for(step, wanted - len(awaited), numbers, list(tasks.values()))
     if count > wanted:
         run.engines.rollouts.cut(step, keep=[number + 1 for number in awaited])
     found = {
         number - 1: shard
-        for part, task in others.items()
-        for number, shard in zip(part, task.result(), strict=True)
+        for shards, task in others.items()
+        for number, shard in zip(shards, task.result(), strict=True)
     }
     if config.rollout.overdue == "cut":
         found |= {number: ended(run, step, number, found[number]) for number in due}
@@ -77,23 +77,23 @@ def finished_groups(
     run.leave(step, prompts.cursor, settled(run, step, prompts, rest, due))
     # One that is awaited is not cut, so it comes whole.
     members = {
-        part.first - 1: cast("PrefectFuture[WholePart]", task)
-        for part, task in tasks.items()
-        if part not in others
+        shards.first - 1: cast("PrefectFuture[WholeShards]", task)
+        for shards, task in tasks.items()
+        if shards not in others
     } | {
-        chosen[part.first - 1]: tuple(finished[chosen[place - 1]] for place in part)
-        for part in parts(1, len(chosen), len(chosen))
+        chosen[places.first - 1]: tuple(finished[chosen[place - 1]] for place in places)
+        for places in shard_ranges(1, len(chosen), len(chosen))
     }
     return [members[first] for first in sorted(members)]
 
 
-def parts_apart(count: int, awaited: Collection[int]) -> list[Part]:
+def ranges_apart(count: int, awaited: Collection[int]) -> list[ShardRange]:
     """So many groups, those that are awaited in tasks of their own: the others' are cut first."""
-    found: list[Part] = []
+    found: list[ShardRange] = []
     for _, run_of in itertools.groupby(range(count), lambda number: number in awaited):
         numbers = list(run_of)
         most = math.ceil(TASK_RUNS * len(numbers) / count)
-        found += parts(numbers[0] + 1, numbers[-1] + 1, count, max(1, most))
+        found += shard_ranges(numbers[0] + 1, numbers[-1] + 1, count, max(1, most))
     return found
 
 

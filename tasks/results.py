@@ -87,13 +87,13 @@ class Unsampled:
 
 
 # What a task run returns of the shards that it drove, in their order.
-SampledPart = tuple[Sampled | Unsampled, ...]
-WholePart = tuple[Sampled, ...]
+SampledShards = tuple[Sampled | Unsampled, ...]
+WholeShards = tuple[Sampled, ...]
 
 
-def samples_of_parts(parts: Iterable[WholePart]) -> BatchRef:
+def samples_of_shards(sampled: Iterable[WholeShards]) -> BatchRef:
     """The samples of all shards, in order."""
-    refs = [shard.ref for part in parts for shard in part]
+    refs = [shard.ref for shards in sampled for shard in shards]
     return refs[0] if len(refs) == 1 else BatchRef.concat(refs)
 
 
@@ -101,7 +101,7 @@ def samples_of_parts(parts: Iterable[WholePart]) -> BatchRef:
 class Scored:
     """Some shards, sampled and scored."""
 
-    sampled: WholePart
+    sampled: WholeShards
     ref: BatchRef  # the samples with reward, score/<function>, extra/<function>/<column>, status
     failures: int  # samples whose scoring failed
     code: tuple[RewardCode, ...]  # the functions that scored

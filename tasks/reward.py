@@ -16,13 +16,13 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor
-from tasks.results import Scored, WholePart, samples_of_parts
+from tasks.results import Scored, WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
 
 @task(name="reward", task_run_name="reward {number}/{count}", **OPTIONS)
-def reward(run: Run, step: int, sampled: WholePart, number: int, count: int) -> Scored:
+def reward(run: Run, step: int, sampled: WholeShards, number: int, count: int) -> Scored:
     """Score the completions of the shards that one rollout task sampled (tasks counted from 1).
 
     An exception, a time-out or a crash in a reward function is not retried and is not a reward: the
@@ -34,20 +34,20 @@ def reward(run: Run, step: int, sampled: WholePart, number: int, count: int) -> 
 
 
 def reward_shards(
-    run: Run, step: int, sampled: Sequence[PrefectFuture[WholePart] | WholePart]
+    run: Run, step: int, sampled: Sequence[PrefectFuture[WholeShards] | WholeShards]
 ) -> list[PrefectFuture[Scored]]:
     """A reward task for what each rollout task sampled."""
     return [
-        reward.submit(run, step, part, number, len(sampled))  # type: ignore[arg-type]
-        for number, part in enumerate(sampled, 1)
+        reward.submit(run, step, shards, number, len(sampled))  # type: ignore[arg-type]
+        for number, shards in enumerate(sampled, 1)
     ]
 
 
-def scored(run: Run, step: int, sampled: WholePart, number: int) -> Scored:
+def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
     """Shards with their rewards; failures are logged. `number` tells the calls of a step apart."""
     state = trainer_state(run, step)
     rewards = run.config.rewards.model_dump(mode="json")
-    samples = samples_of_parts([sampled])
+    samples = samples_of_shards([sampled])
     prompts = sampled[0].prompts
     if len(sampled) > 1:
         prompts = BatchRef.concat([shard.prompts for shard in sampled])

@@ -16,14 +16,14 @@ from storage.objects.digests import key_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import WeightsRef
 from tasks.over_sampling import finished_groups
-from tasks.results import Prompts, Sampled, SampledPart, Unsampled, WholePart
+from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
-from tasks.run.shard_driver import Part, parts
+from tasks.run.shard_driver import ShardRange, shard_ranges
 
 
-@task(name="rollout", task_run_name="rollout {part}", **OPTIONS)
-def rollout(run: Run, step: int, prompts: Prompts, part: Part) -> SampledPart:
+@task(name="rollout", task_run_name="rollout {shards}", **OPTIONS)
+def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> SampledShards:
     """Sample `group_size` completions for each prompt of some shards.
 
     A shard that was finished before, under the same prompts, weights and sampling parameters, is
@@ -33,30 +33,30 @@ def rollout(run: Run, step: int, prompts: Prompts, part: Part) -> SampledPart:
 
     def one(shard: int) -> Sampled | Unsampled:
         begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
-        rows = prompts.ref.part(shard - 1, part.of)
+        rows = prompts.ref.part(shard - 1, shards.of)
         found = sample_or_leave(run, step, rows, run.sampling, "rollout", shard, begun)
         run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
         run.shards.ended(step, shard)
         return found
 
-    return tuple(run.shards.drive(step, "rollout", part, one))
+    return tuple(run.shards.drive(step, "rollout", shards, one))
 
 
 def rollout_shards(
     run: Run, step: int, prompts: PrefectFuture[Prompts]
-) -> Sequence[PrefectFuture[WholePart] | WholePart]:
+) -> Sequence[PrefectFuture[WholeShards] | WholeShards]:
     """Rollout tasks for the shards of a step's prompts; waits for those.
 
     With rollout.over_sampling, waits for the groups that the step trains on, and gives only those.
     """
 
-    def submit(part: Part) -> PrefectFuture[Any]:
-        return rollout.submit(run, step, prompts, part)  # type: ignore[call-overload]
+    def submit(shards: ShardRange) -> PrefectFuture[Any]:
+        return rollout.submit(run, step, prompts, shards)  # type: ignore[call-overload]
 
-    drawn, shards = prompts.result(), shards_of(run, prompts)
+    drawn, count = prompts.result(), shards_of(run, prompts)
     if run.config.over_samples or drawn.carried:
         return finished_groups(run, step, drawn, submit)
-    return [submit(part) for part in parts(1, shards, shards)]
+    return [submit(shards) for shards in shard_ranges(1, count, count)]
 
 
 def shards_of(run: Run, prompts: PrefectFuture[Prompts]) -> int:

@@ -6,19 +6,19 @@ from prefect import task
 
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from tasks.results import WholePart, samples_of_parts
+from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 
 
 @task(name="values", task_run_name="values", **OPTIONS)
-def values(run: Run, step: int, sampled: list[WholePart]) -> BatchRef:
+def values(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
     """The samples with values, by the critic after step - 1 updates.
 
     It needs no rewards, so it runs beside them.
     """
     run.gate.check_turn(step)
-    samples = samples_of_parts(sampled)
+    samples = samples_of_shards(sampled)
     key = key_of("values", samples.to_json(), step - 1)
     out_key = run.files.stage_key(step, "values", 1, key)
     with attempted(run, step, "values"):

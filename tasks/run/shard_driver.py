@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardRange:
     """The shards of one task run, `first` to `last` out of `of`, counted from 1."""
 
     first: int
@@ -41,12 +41,12 @@ class Part:
         return self.last - self.first + 1
 
 
-def parts(first: int, last: int, of: int, most: int = TASK_RUNS) -> list[Part]:
+def shard_ranges(first: int, last: int, of: int, most: int = TASK_RUNS) -> list[ShardRange]:
     """The shards `first` to `last`, of nearly equal numbers in at most so many parts."""
     count = last - first + 1
     number = min(most, count)
     edges = [first + count * k // number for k in range(number + 1)] if number else [first]
-    return [Part(a, b - 1, of) for a, b in itertools.pairwise(edges)]
+    return [ShardRange(a, b - 1, of) for a, b in itertools.pairwise(edges)]
 
 
 class ShardDriver:
@@ -62,7 +62,7 @@ class ShardDriver:
         self._changed = threading.Condition()
 
     def drive(
-        self, step: int, stage: str, shards: Part, one: Callable[[int], Result]
+        self, step: int, stage: str, shards: ShardRange, one: Callable[[int], Result]
     ) -> list[Result]:
         """What `one` returns for each shard, in their order; raises what one of them raised.
 

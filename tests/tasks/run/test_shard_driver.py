@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.futures import PrefectConcurrentFuture
 
-from tasks.over_sampling import parts_apart
-from tasks.run.shard_driver import TASK_RUNS, Part, ShardDriver, parts
+from tasks.over_sampling import ranges_apart
+from tasks.run.shard_driver import TASK_RUNS, ShardDriver, ShardRange, shard_ranges
 
 
 @given(st.integers(1, 5000))
 def test_parts_cover_every_shard_once_in_order(count: int) -> None:
-    found = parts(1, count, count)
+    found = shard_ranges(1, count, count)
     assert [shard for part in found for shard in part] == list(range(1, count + 1))
     assert len(found) == min(count, TASK_RUNS)
     assert max(map(len, found)) - min(map(len, found)) <= 1
@@ -29,15 +29,15 @@ def test_groups_that_are_awaited_are_in_task_runs_of_their_own(
     count: int, data: st.DataObject
 ) -> None:
     awaited = data.draw(st.sets(st.integers(0, count - 1)))
-    found = parts_apart(count, awaited)
+    found = ranges_apart(count, awaited)
     assert [shard for part in found for shard in part] == list(range(1, count + 1))
     for part in found:
         assert len({shard - 1 in awaited for shard in part}) == 1
 
 
 def test_names_of_parts() -> None:
-    assert [str(part) for part in parts(1, 3, 3)] == ["1/3", "2/3", "3/3"]
-    assert str(Part(5, 8, 64)) == "5-8/64"
+    assert [str(part) for part in shard_ranges(1, 3, 3)] == ["1/3", "2/3", "3/3"]
+    assert str(ShardRange(5, 8, 64)) == "5-8/64"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_retry_repeats_the_shard_that_failed_and_finds_the_others(driver: Shar
             assert going_on.wait(10)
         return f"shard {shard}"
 
-    part = Part(1, 3, 3)
+    part = ShardRange(1, 3, 3)
     with pytest.raises(OSError, match="the worker died"):
         driver.drive(7, "rollout", part, one)  # while shard 3 goes on
     going_on.set()
