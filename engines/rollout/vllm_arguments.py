@@ -16,7 +16,7 @@ from engines.rollout.vllm_plugin import TRANSFER_BACKEND
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
 
 # Tokens that one step of vLLM takes at most on CPU, where a prompt is not prefilled in parts.
 _STEP_TOKENS = 4096
@@ -86,6 +86,8 @@ def sampling_params(
         ignore_eos=sampling.ignore_eos,
         seed=seed,
         logprobs=0,
+        # Kept as an array (vllm_logprobs.py); a stop string is looked for in what vLLM's dicts have.
+        flat_logprobs=not sampling.stop,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -110,17 +112,26 @@ def completion(output: RequestOutput) -> Completion:
     if not drawn.token_ids:
         return NOTHING
     tokens = list(drawn.token_ids)
-    places, spans, reason = drawn.logprobs, drawn.weight_versions, drawn.finish_reason
-    assert places is not None, "log-probs were asked for"
+    spans, reason = drawn.weight_versions, drawn.finish_reason
     assert spans is not None, "every version is set by a sync"
     assert reason is not None, "only finished requests are handed on"
-    drawn_at = [place[token].logprob for place, token in zip(places, tokens, strict=True) if place]
     return Completion(
         tokens=tokens,
-        logprobs=drawn_at,
+        logprobs=_drawn_logprobs(drawn, tokens),
         spans=[(int(span.version), span.start, span.end) for span in spans],
         finish_reason=UNFINISHED if reason == "abort" else reason,
     )
+
+
+def _drawn_logprobs(drawn: CompletionOutput, tokens: Sequence[int]) -> list[float]:
+    from engines.rollout.vllm_logprobs import DrawnLogprobs
+
+    places = drawn.logprobs
+    assert places is not None, "log-probs were asked for"
+    assert len(places) == len(tokens), "each token has one"
+    if isinstance(places, DrawnLogprobs):
+        return places.drawn.tolist()
+    return [place[token].logprob for place, token in zip(places, tokens, strict=True) if place]
 
 
 def scores(output: RequestOutput, start: int) -> list[float]:

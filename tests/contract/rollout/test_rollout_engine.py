@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +124,34 @@ def test_logprobs_are_those_of_the_sampling_distribution(
     ):
         expected = world.logprobs(0, prompt, response, sampling)
         np.testing.assert_allclose(logprobs, expected, atol=2e-4)
+
+
+@pytest.mark.vllm
+def test_vllm_keeps_a_few_bytes_for_each_drawn_token(
+    built: Callable[[str], RolloutEngine], world: World
+) -> None:
+    """An array in place of its dicts, which it keeps for a request with stop strings."""
+    engine = built("vllm")
+    if engine.version != 0:
+        engine.sync(world.weights[0])
+    plain = Sampling(n=2, max_new_tokens=40, seed=7, ignore_eos=True)
+    drawn, with_dicts = (
+        engine.generate(world.request(world.prompts(), sampling))
+        for sampling in (plain, dataclasses.replace(plain, stop=("never drawn",)))
+    )
+    assert drawn is not None and with_dicts is not None
+    for column in ("response_ids", "rollout_logprobs"):
+        assert world.column(drawn, column) == world.column(with_dicts, column)
+    from vllm.v1.engine import logprobs
+
+    from engines.rollout.vllm_logprobs import DrawnLogprobs
+
+    kept = logprobs.create_sample_logprobs(True)
+    assert isinstance(kept, DrawnLogprobs)
+    for _ in range(1000):
+        logprobs.append_logprobs_for_next_position(kept, [7], [-1.5], iter([None]), 3, 0)
+    assert (len(kept), len(kept[-3:]), kept.drawn.itemsize) == (1000, 3, 4)
+    assert not isinstance(logprobs.create_sample_logprobs(False), DrawnLogprobs)
 
 
 def test_score_is_a_plain_forward_pass(engine: RolloutEngine, world: World) -> None:
