@@ -19,7 +19,7 @@ from engines.processes.node import NodePlan, WorkerPlan
 from engines.processes.node_process import NodeProcess
 from engines.workers.cluster import ASK_TIMEOUT, Cluster, RemoteWorkers
 from engines.workers.host import HOST, EngineHost, examine
-from engines.workers.membership import allowed_failures
+from engines.workers.membership import TellsOfWorkers, allowed_failures
 from engines.workers.placement import check_placed, place_local, this_node
 
 Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables of its workers
@@ -75,6 +75,7 @@ def open_cluster(
         start: Start = imported(f"{KINDS[config.kind]}:start")
         cluster = _connected(config, certificates, start(config, env, certificates))
     try:
+        cluster.ask(cluster.client.register_plugin, TellsOfWorkers(), name=TellsOfWorkers.name)
         cluster.ask(cluster.client.register_plugin, plugin, name=HOST)
         for pool, wanted in config.pools.items():
             cluster.wait(pool, wanted.workers, config.start_timeout, cancel)

@@ -28,6 +28,7 @@ from engines.workers.membership import (
     SCAN_AGE,
     ListedWorker,
     Member,
+    TellsOfWorkers,
     WorkerTable,
     kill_worker,
     list_workers,
@@ -80,7 +81,7 @@ class Cluster:
         self._remote = remote
         self.table = WorkerTable(config.pools, self._list)
         self.watch = CallWatch(self._look)
-        client.subscribe_topic("all", self.table.heard)
+        client.subscribe_topic(TellsOfWorkers.topic, self.table.heard)
         self.usage: dict[str, Usage] = {}  # of the store by worker process, as its last call told
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from distributed import Nanny, Scheduler
+from distributed import Nanny, Scheduler, SchedulerPlugin
 
 from engines.processes.process_tree import kill_tree
 
@@ -43,6 +43,30 @@ class ListedWorker:
     pools: tuple[str, ...]  # names of its resources
     ready: bool  # takes calls; False while it leaves
     processing: int  # calls handed to it, running or waiting for a slot
+
+
+class TellsOfWorkers(SchedulerPlugin):
+    """On the scheduler: tells the flow of every worker that joins or leaves.
+
+    Dask's own events of that are on a topic with others, of which one, that a client has gone, it
+    cannot deliver to that client, and logs so.
+    """
+
+    name = "refrain-workers"
+    topic = "refrain-workers"
+    idempotent = True  # a second flow that joins the cluster hears the first one's
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Called by Dask; the worker may not take calls yet."""
+        self._tell(scheduler, "add-worker", worker)
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: object) -> None:
+        """Called by Dask."""
+        self._tell(scheduler, "remove-worker", worker)
+
+    def _tell(self, scheduler: Scheduler, action: str, worker: str) -> None:
+        if not all(comm.closed() for comm in scheduler.client_comms.values()):
+            scheduler.log_event(self.topic, {"action": action, "worker": worker})
 
 
 def list_workers(dask_scheduler: Scheduler) -> list[ListedWorker]:
@@ -98,7 +122,7 @@ class WorkerTable:
         self._pools = tuple(pools)
         self._ask = ask
         self._looking = threading.Lock()
-        self._changes = 0
+        self.changes = 0  # heard of so far
         self._joining_until = -JOINING
         self._names: dict[str, str] = {}  # of every address ever seen
         self._seen = Seen(when=-SCAN_AGE, changes=-1, members={})
@@ -114,13 +138,13 @@ class WorkerTable:
 
     def outdate(self) -> None:
         """Have the next reader look anew."""
-        self._changes += 1
+        self.changes += 1
 
     def known(self, max_age: float = SCAN_AGE) -> Seen | None:
         """The last look, if it is good enough; asks nobody."""
         seen, now = self._seen, time.monotonic()
         age = JOINING_AGE if now < self._joining_until else SCAN_AGE
-        good = seen.changes == self._changes and now - seen.when <= min(age, max_age)
+        good = seen.changes == self.changes and now - seen.when <= min(age, max_age)
         return seen if good else None
 
     def look(self, max_age: float = SCAN_AGE) -> Seen:
@@ -133,7 +157,7 @@ class WorkerTable:
         return seen
 
     def _new(self) -> Seen:
-        changes, found = self._changes, []
+        changes, found = self.changes, []
         for one in self._ask():
             pools = [pool for pool in self._pools if pool in one.pools]
             if pools and one.ready:

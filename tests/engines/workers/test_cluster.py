@@ -203,6 +203,16 @@ def test_dask_never_runs_a_finished_call_again(cluster, pair, tmp_path):
     assert path.read_text() == "called\n"
 
 
+def test_the_scheduler_tells_of_workers_that_leave_and_join(cluster, pair):
+    before = cluster.table.changes
+    cluster.kill([pair[0]])
+    cluster.wait("pair", 2)
+    until = time.monotonic() + 10
+    while cluster.table.changes < before + 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert cluster.table.changes >= before + 2
+
+
 def test_a_lease_makes_a_call_run_once(cluster, pair):
     report = build(cluster, pair[0], tag="once")
     right = call_id("only", incarnation=report.incarnation)
