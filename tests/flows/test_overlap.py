@@ -247,9 +247,12 @@ def test_an_evaluation_measures_one_version(launch: Launch, tmp_path: Path) -> N
     rows = [{"question": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(30, 38)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = ["evaluation.source.kind=file", "evaluation.source.path=rows.jsonl"]
-    run = launch("tiny", "steps=4", *ASYNC, *source)
+    # Killed while it sums up: the samples of an evaluation are removed at the run's end.
+    summing = Fault(id="x", target="tasks.evaluate:manner", action="kill")
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [summing])
+    run = launch("tiny", "steps=4", *ASYNC, *source, environment=faults.environment)
     code, out = run.end()
-    assert code == 0, out
+    assert (code, faults.missed) == (-9, []), out
     store = run.files.store
     keys = [
         key
@@ -259,6 +262,8 @@ def test_an_evaluation_measures_one_version(launch: Launch, tmp_path: Path) -> N
     spans = [load(store.read(key))["weight_spans"].reshape(-1, 3) for key in keys]
     assert {int(version) for part in spans for version in part[:, 0]} == {4}
     assert sum(map(len, spans)) == len(rows)
+    code, out = launch("--resume", run.files.run).end()
+    assert code == 0, out
 
 
 @pytest.mark.slow
