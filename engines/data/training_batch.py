@@ -16,7 +16,7 @@ from engines.algorithms.from_config import selection_of, shaped_rewards
 from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
-from engines.data.advantage_columns import Chosen, write_advantages
+from engines.data.advantage_columns import Chosen
 from engines.data.column_reading import components, dense, jagged, numbers
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import sample_metrics
@@ -48,29 +48,6 @@ class Choice:
             dropped=self.dropped,
             metrics=self.metrics | metrics,
         )
-
-
-def training_batch(
-    store: Store,
-    samples: BatchRef,
-    baselines: BatchRef | None,
-    algorithm: AlgorithmConfig,
-    on_failure: RewardsConfig,
-    max_new_tokens: int,
-    out_key: str,
-    version: int,
-    left_out: BatchRef | None = None,
-) -> AdvantagesResult:
-    """Choose the samples that train and write their advantages, in one piece.
-
-    out_key: of the object that is written. version: the policy version that trains on them. Others
-    as for `choose`, and so are the errors.
-    """
-    choice = choose(
-        store, samples, baselines, algorithm, on_failure, max_new_tokens, version, left_out
-    )
-    ref, metrics = write_advantages(store, choice.chosen, algorithm, out_key, version)
-    return choice.result(ref, metrics)
 
 
 def choose(

@@ -11,8 +11,9 @@ import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
+from engines.data.advantage_columns import write_advantages
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.training_batch import resolve_failures, training_batch
+from engines.data.training_batch import choose, resolve_failures
 from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -64,9 +65,9 @@ def trained(
     **recipe: Any,
 ) -> AdvantagesResult:
     algorithm = AlgorithmConfig.model_validate(recipe)
-    return training_batch(
-        store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, f"run/{name}.safetensors", 7
-    )
+    choice = choose(store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, 7)
+    batch, metrics = write_advantages(store, choice.chosen, algorithm, f"run/{name}.safetensors", 7)
+    return choice.result(batch, metrics)
 
 
 def column(store: Store, batch: AdvantagesResult, name: str) -> list[list[float]]:
