@@ -33,6 +33,7 @@ from storage.runs.weights import WeightsRef
 from tasks.advantage import advantage
 from tasks.draw import draw
 from tasks.launch.server import prefect_server
+from tasks.parts import spread
 from tasks.reporting.progress import Terminal
 from tasks.results import Sampled
 from tasks.reward import reward
@@ -156,7 +157,8 @@ def large_step(run: Run, group: int, tokens: int, shard_prompts: int) -> dict[st
     batch = advantage.submit(run, 1, scored, None).result()
     memory.stage("plan")
     config = run.config.train.model_copy(update={"micro_batch_tokens": BUDGET})
-    plan = plan_of(run, 1, batch, "update", RANKS, config, COST)
+    part = plan_of(run, 1, batch, "update", RANKS, config, COST)
+    plan = spread(run, 1, "update", "plan", [part], BatchRef, run.engines.planners)[0]
     memory.end()
     attempts = run.attempts_of(1)
     return {

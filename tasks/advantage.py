@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from prefect import task
 
 from engines.data.results import AdvantageParts, AdvantagesResult, PartResult, joined
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from tasks.parts import Part, slices, spread
+from tasks.parts import Part, discard, slices, spread
 from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of
 from tasks.run.retries import OPTIONS, attempted
@@ -47,25 +48,23 @@ def advantage(
         run.algorithm.model_dump(mode="json"),
     )
     out_key = run.files.stage_key(step, "advantage", 1, key)
-    repetition = repetitions(run, step, samples, key)
-    with attempted(run, step, "advantage") as attempt:
-        result: AdvantagesResult | AdvantageParts = run.engines.scorers.call(
-            "advantages",
-            run.call_id(step, f"advantages-{key}"),
-            attempt.assignment,
-            samples=samples,
-            baselines=baselines,
-            algorithm=run.algorithm,
-            out_key=out_key,
-            version=step - 1,
-            left_out=run.left_over.get(step, LeftOver()).samples,
-            repetition=repetition,
-            part_tokens=PART_TOKENS,
-        )
-    if isinstance(result, AdvantageParts):
-        result = in_parts(run, step, result, key)
-    if repetition is not None:
-        run.files.discard(repetition.objects)
+    with repetitions(run, step, samples, key) as repetition:
+        with attempted(run, step, "advantage") as attempt:
+            result: AdvantagesResult | AdvantageParts = run.engines.scorers.call(
+                "advantages",
+                run.call_id(step, f"advantages-{key}"),
+                attempt.assignment,
+                samples=samples,
+                baselines=baselines,
+                algorithm=run.algorithm,
+                out_key=out_key,
+                version=step - 1,
+                left_out=run.left_over.get(step, LeftOver()).samples,
+                repetition=repetition,
+                part_tokens=PART_TOKENS,
+            )
+        if isinstance(result, AdvantageParts):
+            result = in_parts(run, step, result, key, out_key)
     return TrainBatch(
         ref=result.ref,
         trained=result.trained,
@@ -76,26 +75,27 @@ def advantage(
     )
 
 
-def in_parts(run: Run, step: int, parts: AdvantageParts, key: str) -> AdvantagesResult:
+def in_parts(
+    run: Run, step: int, parts: AdvantageParts, key: str, out_key: str
+) -> AdvantagesResult:
     """Have the parts of a large step written, each by a call of its own.
 
     Where the estimator compares over the whole batch, each part's share in that comes first.
+    out_key: of what was decided of each sample.
     """
     numbers = range(len(parts))
-    statistics: list[BatchRef] = []
-    if parts.measured:
-        measured = [
-            Part(
-                out_key=run.files.stage_key(step, "advantage", f"{number + 1}-statistics", key),
-                arguments={
-                    "samples": parts.part(number)[0],
-                    "rows": parts.part(number)[1],
-                    "algorithm": run.algorithm,
-                },
-            )
-            for number in numbers
-        ]
-        statistics = spread(run, step, "advantage", "advantage_statistics", measured, BatchRef)
+    measured = [
+        Part(
+            out_key=run.files.stage_key(step, "advantage", f"{number + 1}-statistics", key),
+            arguments={
+                "samples": parts.part(number)[0],
+                "rows": parts.part(number)[1],
+                "algorithm": run.algorithm,
+            },
+        )
+        for number in (numbers if parts.measured else ())
+    ]
+    statistics = spread(run, step, "advantage", "advantage_statistics", measured, BatchRef)
     shared = {
         "parts": parts,
         "statistics": BatchRef.concat(statistics) if statistics else None,
@@ -110,20 +110,23 @@ def in_parts(run: Run, step: int, parts: AdvantageParts, key: str) -> Advantages
         for number in numbers
     ]
     written = spread(run, step, "advantage", "advantage_part", calls, PartResult)
-    for passing in (parts.rows, *statistics):  # no commit names them
-        run.files.discard(passing.objects)
+    discard(run, measured, statistics)
+    run.files.discard({out_key: parts.rows.objects})
     return joined(parts, written)
 
 
-def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> BatchRef | None:
+@contextlib.contextmanager
+def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> Iterator[BatchRef | None]:
     """The repetition penalties of a large step's samples, which are made of token ids, in parts.
 
-    None where the recipe has no such penalty, or the step is small enough for one worker.
+    None where the recipe has no such penalty, or the step is small enough for one worker. They are
+    removed once the advantages are there.
     """
     rows = max(1, PART_TOKENS // run.config.rollout.max_new_tokens)
     cuts = slices(len(samples), rows, MOST_PARTS)
     if run.algorithm.shaping.repetition is None or len(cuts) == 1:
-        return None
+        yield None
+        return
     parts = [
         Part(
             out_key=run.files.stage_key(step, "advantage", f"{number}-repetition", key),
@@ -131,4 +134,6 @@ def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> BatchRef | 
         )
         for number, (start, stop) in enumerate(cuts, 1)
     ]
-    return BatchRef.concat(spread(run, step, "advantage", "repetition", parts, BatchRef))
+    refs = spread(run, step, "advantage", "repetition", parts, BatchRef)
+    yield BatchRef.concat(refs)
+    discard(run, parts, refs)

@@ -78,6 +78,11 @@ def spread(
     return [call.result() for call in calls]
 
 
+def discard(run: Run, parts: Sequence[Part], refs: Sequence[BatchRef]) -> None:
+    """Remove what some parts came to, once it has served: no commit names it."""
+    run.files.discard({part.out_key: ref.objects for part, ref in zip(parts, refs, strict=True)})
+
+
 def slices(count: int, size: int, most: int) -> list[tuple[int, int]]:
     """Ranges of about `size` of `count` items, at most `most` of them, of nearly equal length.
 

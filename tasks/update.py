@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from prefect import task
@@ -10,7 +12,7 @@ from configs.train import TrainConfig
 from engines.train.mfu import CostModel
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from tasks.parts import Part, spread
+from tasks.parts import Part, discard, spread
 from tasks.results import TrainBatch, Updated
 from tasks.run.engines import TrainRole
 from tasks.run.retries import OPTIONS, attempted
@@ -27,10 +29,8 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     stored batches, so that a retry never applies an update twice.
     """
     run.gate.check_turn(step)
-    plan = planned(run, step, "actor", batch, "update")
-    with attempted(run, step, "update"):
+    with planned(run, step, "actor", batch, "update") as plan, attempted(run, step, "update"):
         result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
-    discard(run, plan)
     return Updated(version=step, metrics=dict(result.metrics))
 
 
@@ -41,28 +41,31 @@ def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
     As with the policy, a gang that broke is brought back by snapshot and replay.
     """
     run.gate.check_turn(step)
-    plan = planned(run, step, "critic", batch, "critic_update")
-    with attempted(run, step, "critic_update"):
+    stage = "critic_update"
+    with planned(run, step, "critic", batch, stage) as plan, attempted(run, step, stage):
         result = run.engines.critic.update(step, batch.ref, run.algorithm, plan)
-    discard(run, plan)
     metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}
     return Updated(version=step, metrics=metrics)
 
 
-def discard(run: Run, plan: BatchRef | None) -> None:
-    """A plan has served; a replay makes its own."""
-    if plan is not None:
-        run.files.discard(plan.objects)
+@contextlib.contextmanager
+def planned(
+    run: Run, step: int, role: TrainRole, batch: TrainBatch, stage: str
+) -> Iterator[BatchRef | None]:
+    """The micro-batches of a large update, made once by a cpu worker; None: each rank makes them.
 
-
-def planned(run: Run, step: int, role: TrainRole, batch: TrainBatch, stage: str) -> BatchRef | None:
-    """The micro-batches of a large update, made once by a cpu worker; None: each rank makes them."""
+    They are removed when the update has succeeded: a replay makes its own.
+    """
     if len(batch.ref) < PLANNED_ROWS:
-        return None
+        yield None
+        return
     trainer = run.engines.critic if role == "critic" else run.engines.actor
     with attempted(run, step, stage):
         cost = trainer.cost(step - 1)
-    return plan_of(run, step, batch, stage, trainer.world, run.config.train_of(role), cost)
+    part = plan_of(run, step, batch, stage, trainer.world, run.config.train_of(role), cost)
+    plans = spread(run, step, stage, "plan", [part], BatchRef, run.engines.planners)
+    yield plans[0]
+    discard(run, [part], plans)
 
 
 def plan_of(
@@ -73,8 +76,8 @@ def plan_of(
     world: int,
     config: TrainConfig,
     cost: CostModel,
-) -> BatchRef:
-    """The micro-batches of an update on `world` ranks, balanced by `cost`."""
+) -> Part:
+    """The call that cuts an update into micro-batches on `world` ranks, balanced by `cost`."""
     limits = {
         "world": world,
         "budget": config.micro_batch_tokens,
@@ -82,8 +85,7 @@ def plan_of(
     }
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
     lengths = batch.ref[["prompt_ids", "response_ids", "group_id"]]
-    part = Part(
+    return Part(
         out_key=run.files.stage_key(step, stage, "plan", key),
         arguments={"batch": lengths, **limits, "cost": cost},
     )
-    return spread(run, step, stage, "plan", [part], BatchRef, run.engines.planners)[0]

@@ -125,11 +125,14 @@ class RunStore:
             return documents.decode(STAGE_FORMAT, marker, data)
         return documents.read(self.store, marker, STAGE_FORMAT)
 
-    def discard(self, keys: Iterable[str]) -> None:
-        """Remove stage results that are needed no more: their markers, then their data."""
-        data = sorted(keys)
-        self.store.delete([_marker(key) for key in data])
-        self.store.delete(data)
+    def discard(self, results: Mapping[str, Iterable[str]]) -> None:
+        """Remove stage results that are needed no more: their markers, then their data.
+
+        results: the key with which a result was finished -> the objects that its record names. They
+        are others where a late attempt's bytes differed and so went to a key of their own.
+        """
+        self.store.delete([_marker(key) for key in sorted(results)])
+        self.store.delete(sorted({key for data in results.values() for key in data}))
 
     def finished(self, key: str) -> dict[str, object] | None:
         """The record with which the stage result `key` was finished; None when it was not."""

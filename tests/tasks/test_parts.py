@@ -16,7 +16,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.parts import Part, slices, spread
+from tasks.parts import Part, discard, slices, spread
 
 
 class Pool:
@@ -96,6 +96,17 @@ def test_a_retry_makes_what_is_left(run: Any) -> None:
     found = spread(run, 1, "squares", "square", parts(run, 40), BatchRef, pool)  # type: ignore[arg-type]
     assert numbers(run.files.store, found) == [n**2 for n in range(40)]
     assert sorted(pool.made) == list(range(40))  # none twice
+
+
+def test_what_has_served_is_removed_with_its_markers(run: Any) -> None:
+    store, todo = run.files.store, parts(run, 2)
+    write_batch(store, todo[0].out_key, {"number": [7]})  # of another attempt: its key is taken
+    found = spread(run, 1, "squares", "square", todo, BatchRef, Pool(store))  # type: ignore[arg-type]
+    assert found[0].objects != {todo[0].out_key}
+    discard(run, todo, found)
+    assert [run.files.finished(part.out_key) for part in todo] == [None, None]
+    again = spread(run, 1, "squares", "square", todo, BatchRef, Pool(store))  # type: ignore[arg-type]
+    assert numbers(store, again) == [0, 1]
 
 
 def test_slices_are_even_and_bounded() -> None:
