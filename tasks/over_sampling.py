@@ -102,13 +102,21 @@ def overdue_groups(config: GRPOConfig, step: int, carried: Carried) -> frozenset
 
     Step k + 1 trains version k, and so no token of a version before k - max_staleness.
     """
-    most = config.rollout.max_carried_steps
     return frozenset(
         number
         for number, group in enumerate(carried.groups)
-        if (group.oldest is not None and step - group.oldest > config.max_staleness)
-        or (most is not None and step - group.since >= most)
+        if is_overdue(config, step, group.since, group.oldest)
     )
+
+
+def is_overdue(config: GRPOConfig, step: int, since: int, oldest: int | None) -> bool:
+    """Whether the step after this one could not train a group begun in step `since`.
+
+    oldest: the policy version of its oldest token; None without a token.
+    """
+    most = config.rollout.max_carried_steps
+    too_stale = oldest is not None and step - oldest > config.max_staleness
+    return too_stale or (most is not None and step - since >= most)
 
 
 def choose(ages: Mapping[int, int], due: frozenset[int], wanted: int) -> list[int]:
@@ -177,19 +185,29 @@ def _carried(
         return Carried()
     before = prompts.carried.groups
     oldest = {number: _oldest(run, shard) for number, shard in shards.items()}
-    begun = [samples_of(shard) for number, shard in shards.items() if oldest[number] is not None]
+    since = {number: before[number].since if number < len(before) else step for number in shards}
+    groups = handed_on(run.config, step + 1, since, oldest)
+    begun = [samples_of(shards[number]) for number, group in groups.items() if group.begun]
     return Carried(
-        prompts=prompts.ref.take(list(shards)),
+        prompts=prompts.ref.take(list(groups)),
         begun=BatchRef.concat([ref for ref in begun if ref is not None]) if begun else None,
-        groups=tuple(
-            CarriedGroup(
-                since=before[number].since if number < len(before) else step,
-                begun=oldest[number] is not None,
-                oldest=oldest[number],
-            )
-            for number in shards
-        ),
+        groups=tuple(groups.values()),
     )
+
+
+def handed_on(
+    config: GRPOConfig, step: int, since: Mapping[int, int], oldest: Mapping[int, int | None]
+) -> dict[int, CarriedGroup]:
+    """The groups that `step` goes on with, by number, in the order in which it gets them.
+
+    Those that it must train come first: it waits for them in task runs of their own, and so they are
+    one range. since: the step that began each group; oldest: policy version of its oldest token.
+    """
+    order = sorted(since, key=lambda n: (not is_overdue(config, step, since[n], oldest[n]), n))
+    return {
+        n: CarriedGroup(since=since[n], begun=oldest[n] is not None, oldest=oldest[n])
+        for n in order
+    }
 
 
 def samples_of(shard: Sampled | Unsampled) -> BatchRef | None:

@@ -16,8 +16,16 @@ from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import CarriedGroup, Ledger
 from tasks.commit import ledger_after
 from tasks.draw import new_groups
-from tasks.over_sampling import OVER_SAMPLED, OVERDUE, choose, overdue_groups
+from tasks.over_sampling import (
+    OVER_SAMPLED,
+    OVERDUE,
+    choose,
+    handed_on,
+    overdue_groups,
+    ranges_apart,
+)
 from tasks.results import Carried, LeftOver, Prompts, TrainBatch
+from tasks.run.shard_driver import TASK_RUNS
 
 
 def config_of(*words: str) -> GRPOConfig:
@@ -43,6 +51,17 @@ def test_a_group_is_overdue_when_the_next_step_could_not_train_it() -> None:
     assert overdue_groups(config_of(), 5, carried(3, None, since=4)) == frozenset()
     most = config_of("rollout.max_carried_steps=1")
     assert overdue_groups(most, 5, carried(4, None, since=4)) == {0, 1}
+
+
+def test_groups_that_the_next_step_waits_for_are_a_range_of_it() -> None:
+    config = config_of()
+    since = dict.fromkeys(range(1, 100), 4)
+    oldest = {number: 2 if number % 2 else None for number in since}
+    groups = handed_on(config, 5, since, oldest)
+    assert list(groups) == [*range(1, 100, 2), *range(2, 100, 2)]
+    due = overdue_groups(config, 5, Carried(groups=tuple(groups.values())))
+    assert due == frozenset(range(50))
+    assert len(ranges_apart(120, due)) <= TASK_RUNS + 2
 
 
 def test_due_groups_come_first_then_the_oldest() -> None:
