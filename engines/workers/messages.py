@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.failures import Failure
 from engines.workers.placement import NodeResources
 from storage.objects.usage import Usage
-
-NONE = Usage()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +49,9 @@ class CallResult:
     value: Any = None  # what the engine method returned
     failure: Failure | None = None  # or what it raised
     process: str = ""  # HOST:PID of the worker
-    usage: Usage = NONE  # what that process has asked of the store since it began
+    usage: Usage = field(
+        default_factory=Usage
+    )  # what that process has asked of the store since it began
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

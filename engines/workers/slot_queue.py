@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-LOOK = (
-    0.5  # seconds between looks at the end of the run, and of the first in the queue at who lives
-)
+# Seconds between looks at the end of the run, and of the first in the queue at who lives.
+LOOK = 0.5
 
 Turn = tuple[int, ...]
 Workers = Mapping[str, str]  # name -> address
@@ -30,8 +29,8 @@ class Waiting:
 class SlotQueue:
     """Calls in flight by worker, and those that wait. Safe to use from several threads.
 
-    Who frees a slot hands it to the first in the queue, so that a queue of thousands costs nothing
-    while it waits; only its first looks at which workers live.
+    Who frees a slot hands it to the first in the queue, so that a queue of thousands costs next to
+    nothing while it waits; only its first looks at which workers live.
     """
 
     def __init__(

@@ -82,8 +82,8 @@ def attempted(run: RunView, step: int, stage: str, shard: int | None = None) -> 
         where = attempt.assignment.worker or "the train workers"
         logger.log(
             logging.WARNING if attempt.error else logging.INFO,
-            "%sttempt %d on %s took %.2f s%s",
-            "A" if shard is None else f"Shard {shard}: a",
+            "%s %d on %s took %.2f s%s",
+            "Attempt" if shard is None else f"Shard {shard}, attempt",
             number,
             where,
             attempt.ended - attempt.started,
