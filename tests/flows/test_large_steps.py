@@ -1,0 +1,79 @@
+"""A step whose prompts, advantages and update plan are made in parts: the same weights, and no loss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from storage.runs.commit_log import read_commit
+from storage.runs.run_store import RunStore
+from tests.faults.planted import Fault, Faults
+from tests.flows.conftest import Launch
+from tests.flows.test_epochs import audited
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+# GRPO as it is, with parts so small that a step of `tiny` has several of each.
+SMALL_PARTS = """
+import sys
+
+import tasks.advantage
+import tasks.draw
+import tasks.update
+from configs.grpo import GRPOConfig
+from tasks.launch.command_line import main
+
+tasks.draw.PART_ROWS = 2
+tasks.advantage.PART_TOKENS = 60
+tasks.update.PLANNED_ROWS = 1
+
+if __name__ == "__main__":
+    sys.exit(main("flows.grpo:grpo", GRPOConfig))
+"""
+
+WORKER_DIES = Fault(
+    id="worker",
+    target="engines.data.data_engine:DataEngine.advantage_part",
+    action="kill",
+    nth=3,
+    only="cpu",
+)
+# Of a step what decided its parts is removed third, after the statistics of its parts: none here.
+FLOW_DIES = Fault(id="flow", target="storage.runs.run_store:RunStore.discard", action="kill", nth=8)
+
+
+def test_killed_and_resumed_it_has_the_weights_of_whole_steps(
+    launch: Launch, undisturbed: RunStore, tmp_path: Path
+) -> None:
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [WORKER_DIES, FLOW_DIES])
+    module = {"small_parts.py": SMALL_PARTS}
+    broken = launch(
+        "tiny", "steps=6", module="small_parts", files=module, environment=faults.environment
+    )
+    code, out = broken.end()
+    assert (code, faults.missed) == (-9, []), out
+    assert len(broken.commits()) == 2
+    resumed = launch("--resume", broken.files.run, module="small_parts")
+    code, out = resumed.end()
+    assert code == 0, out
+
+    commits = resumed.commits()
+    assert [commit.version_out.digest for commit in commits] == [
+        read_commit(undisturbed, step).version_out.digest for step in range(1, 7)
+    ]
+    for commit in commits:
+        calls = [one["stage"] for one in commit.attempts if one["shard"] is not None]
+        # What was finished before the flow died is not made again.
+        parts = 0 if commit.step == 3 else 2
+        assert calls.count("prompts") == parts
+        assert (calls.count("advantage") > 1) == bool(parts)
+        assert calls.count("update") == 1, "the plan"
+    failed = [one for commit in commits for one in commit.attempts if one["error"]]
+    assert [one["stage"] for one in failed] == ["advantage"]
+    assert audited(resumed)[-1]["recounted"]
+    command = [sys.executable, "-m", "flows.replay", resumed.files.run, "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
