@@ -1,4 +1,7 @@
-"""Which flow made a run: its name in run.json, the flow that has this name, the settings it takes."""
+"""Which flow made a run: its name in run.json, the flow that has this name, the settings it takes.
+
+A resumed run reads its settings by this before anything else, so Prefect is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
-
-from prefect import Flow
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.flows import fork_command, resume_command
 from configs.grpo import GRPOConfig
@@ -17,6 +18,9 @@ from configs.imports import imported
 from configs.overrides import ConfigError, validate
 from configs.storage import StoreConfig
 from storage.runs.run_store import RunStore
+
+if TYPE_CHECKING:
+    from prefect import Flow
 
 LOADED_FROM_FILE = "__prefect_loader_"  # what Prefect calls a module that it loads by its file
 
@@ -54,6 +58,8 @@ def load_flow(path: str) -> Flow[..., Any]:
 
     Raises ConfigError if there is none.
     """
+    from prefect import Flow
+
     if ":" not in path:
         path = f"flows.{path}:{path}"
     module, _, name = path.partition(":")

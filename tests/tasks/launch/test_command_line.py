@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from configs.grpo import GRPOConfig
+from configs.recipe import load_recipe
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+
 FLOWS = Path(__file__).parents[3] / "flows"
 COMMANDS = sorted(path.stem for path in FLOWS.glob("[!_]*.py"))
 HEAVY = ["prefect", "distributed", "torch", "transformers", "mlflow", "vllm"]
@@ -59,3 +64,16 @@ def test_a_refused_setting_answers_at_once(command: str, word: str, tmp_path: Pa
     assert done.returncode == 2
     assert word.partition("=")[0] in done.stderr
     assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_a_resumed_run_is_checked_at_once_too(tmp_path: Path) -> None:
+    """Its settings are read before the imports that go on beside the other checks."""
+    config = load_recipe(GRPOConfig, "tiny", [])
+    files = RunStore(Store(f"file://{tmp_path}/.refrain/store"), "mine")
+    files.write_run({"flow": "flows.grpo:grpo", "config": config.model_dump(mode="json")})
+    done = answer(tmp_path, "grpo", "--resume", "mine", "steps=x")
+    assert (done.returncode, "steps" in done.stderr) == (2, True)
+    done = answer(tmp_path, "ppo", "--resume", "mine")
+    assert (done.returncode, "flows.grpo" in done.stderr) == (2, True)
+    done = answer(tmp_path, "grpo", "--resume", "nobody")
+    assert (done.returncode, "There is no run nobody" in done.stderr) == (2, True)
