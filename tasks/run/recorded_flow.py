@@ -1,6 +1,6 @@
 """Which flow made a run: its name in run.json, the flow that has this name, the settings it takes.
 
-A resumed run reads its settings by this before anything else, so Prefect is imported where it is used.
+A resumed run reads its settings by this before anything else: Prefect is imported where it is used.
 """
 
 from __future__ import annotations
