@@ -95,7 +95,7 @@ def test_a_call_that_has_ended_is_not_woken(watch: CallWatch) -> None:
         assert not ended.attention.is_set()
 
 
-def test_closing_wakes_everyone_and_ends_the_thread(watch: CallWatch) -> None:
+def test_closing_wakes_everyone(watch: CallWatch) -> None:
     call = Call()
     with watch.over(call):
         watch.close()
