@@ -80,7 +80,8 @@ def in_parts(
 ) -> AdvantagesResult:
     """Have the parts of a large step written, each by a call of its own.
 
-    Where the estimator compares over the whole batch, each part's share in that comes first.
+    Where the estimator compares over the whole batch, or corrections are made here, each part's
+    share in that comes first.
     out_key: of what was decided of each sample.
     """
     numbers = range(len(parts))

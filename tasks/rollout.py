@@ -128,12 +128,10 @@ def usable_weights(run: Run, step: int) -> list[WeightsRef]:
     them.
     """
     pool = run.engines.rollouts
-    current, synced = pool.weights, pool.synced
-    ahead = run.config.max_staleness - run.config.reserved_versions
-    oldest = max(step - 1 - ahead, run.start)
+    current = pool.weights
     return [current] + [
-        synced[version] if version in synced else version_weights(run.files, version)
-        for version in range(current.version - 1, oldest - 1, -1)
+        pool.synced.get(version) or version_weights(run.files, version)
+        for version in range(current.version - 1, run.oldest_version(step) - 1, -1)
     ]
 
 

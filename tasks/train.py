@@ -23,7 +23,7 @@ from tasks.promotion import judge_policy
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew, skipped
-from tasks.run.flow_options import result_of
+from tasks.run.flow_options import forget_results, result_of
 from tasks.run.life_cycle import finish, shown, started
 from tasks.run.opening import open_run
 from tasks.run.preflight import check
@@ -85,6 +85,7 @@ def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
     run.progress.step(step, run.config.shards_at_once)
     with tags(f"step {step}"):
         step_flow(run, step)
+    forget_results()
     run.gate.check_end(step)
 
 
@@ -108,6 +109,8 @@ def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
         try:
             with contextlib.suppress(StepGivenUp):  # what failed is raised below
                 for step in run.steps_left():
+                    # A failure stays, to be raised below; what went well is not kept for every step.
+                    under_way = [one for one in under_way if not _went_well(one)]
                     here = contextvars.copy_context()  # the flow run that a step's is a part of
                     under_way.append(threads.submit(here.run, make, step))
             for one in under_way:
@@ -117,6 +120,10 @@ def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
         except BaseException:
             run.gate.give_up()
             raise
+
+
+def _went_well(step: Future[None]) -> bool:
+    return step.done() and not step.cancelled() and step.exception() is None
 
 
 def keep_last(run: Run, commit: Commit) -> None:

@@ -79,6 +79,7 @@ class Scope(enum.Enum):
     GROUP = "group"  # its sample's group alone: each part is estimated by itself
     SAMPLES = "samples"  # one number per sample, from totals, token counts, components of all
     TOKENS = "tokens"  # its sample alone, and the mean and variance of all tokens
+    TURNS = "turns"  # its sample's group, and one number for each turn of all
     BATCH = "batch"  # anything: the batch is not cut
 
 
@@ -103,7 +104,7 @@ def scope_of(kind: str, params: Mapping[str, Any]) -> Scope:
         return Scope.SAMPLES
     if kind == "reinforce_plus_plus" or (kind == "gae" and params["whiten"]):
         return Scope.TOKENS
-    return Scope.BATCH if params.get("among") == "batch" else Scope.GROUP
+    return Scope.TURNS if params.get("among") == "batch" else Scope.GROUP
 
 
 def before_whitening(batch: AdvantageBatch, params: Mapping[str, Any]) -> Advantages:

@@ -53,6 +53,7 @@ class AdvantageBatch:
     # Of batches that stand for more than they hold, see engines/data/advantage_parts.py:
     counts: Tensor | None = None  # float64 [N] tokens with mask 1; None: those of `mask`
     moments: tuple[Tensor, Tensor] | None = None  # to whiten by; None: those of these tokens
+    turn_advantages: Tensor | None = None  # [K] of these turns among all; None: among these
 
     def tokens(self) -> Tensor:
         """Tokens with mask 1 of each sample, float64 [N]."""

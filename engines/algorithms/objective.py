@@ -1,8 +1,9 @@
 """The number to call backward on: policy loss + KL + entropy of one micro-batch.
 
 Built once from a recipe (from_config.objective_of); it holds functions and numbers only. What the
-terms are is in losses.py, kl.py and rollout_correction.py; here they are put together. The critic has
-no part in it (losses.value_loss).
+terms are is in losses.py, kl.py and rollout_correction.py; here they are put together, and the
+proximal policy's log-probs are interpolated (`loglinear`). The critic has no part in it
+(losses.value_loss).
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from engines.algorithms.aggregation import MetricSums, Normaliser, aggregate, me
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.kl import KLPenalty
 from engines.algorithms.losses import PolicyLoss
-from engines.algorithms.proximal import loglinear
 from engines.algorithms.rollout_correction import Mismatch, Step, correct
-from engines.algorithms.rollout_correction_metrics import correction_sums, gap_sums
+from engines.algorithms.rollout_correction_sums import correction_sums, gap_sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,3 +187,37 @@ def high_entropy(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     high = min(low + 1, ordered.numel() - 1)
     bound = torch.lerp(ordered[low], ordered[high], place - low)
     return mask & (entropy >= bound)
+
+
+def loglinear(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor) -> Tensor:
+    """log pi_prox = log pi_b + alpha (log pi - log pi_b), alpha = (v_prox - v_b) / (v_theta - v_b).
+
+    The proximal policy is the one whose ratio to the policy in training a loss bounds: version
+    k - 1, out of which the update of step k makes version k. Where its log-probs are neither a
+    column nor made in a first pass, they are estimated from the two ends of a line: the behaviour
+    policy's and those of the policy in training.
+
+    v_b is the version that wrote the token, v_prox = k - 1 the one before the update and v_theta = k
+    the one that the update makes, so alpha = s / (s + 1) with the staleness s = k - 1 - v_b. pi is
+    the policy as it is at the optimizer step: only after the last of them is it version k. At the
+    first it still is version k - 1, so there the result is too near to the behaviour policy.
+
+    A token of version k - 1 has alpha = 0: its proximal log-prob is what the rollout engine said,
+    and the engine's rounding, or another number format, stays in the ratio.
+
+    AReaL's prox_logp_method: loglinear (github.com/inclusionAI/AReaL, decoupled PPO of
+    arXiv:2505.24298), described in A-3PO, arXiv:2512.06547. AReaL takes v_theta from its engine
+    during the update, where it is k - 1: its alpha is this one for a staleness of s - 1.
+
+    Args:
+        logprobs: log pi [T] of the policy in training, nats.
+        rollout_logprobs: log pi_b [T], nats; where one is not known (NaN), log pi stands for it.
+        staleness: s [T], in versions; alpha is kept within [0, 1].
+
+    Returns:
+        log pi_prox [T], nats, detached.
+    """
+    policy, behaviour = logprobs.detach(), rollout_logprobs.detach()
+    stale = staleness.to(policy.dtype).clamp(min=0)
+    found = behaviour + stale / (stale + 1) * (policy - behaviour)
+    return torch.where(behaviour.isnan(), policy, found)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.algorithms.aggregation import masked_mean
 from engines.algorithms.inputs import LOG_RATIO_BOUND
 from engines.algorithms.jagged import Rows, divide
 from engines.algorithms.kl import DIVERGENCES, binary_kl, inside_trust_region
@@ -53,6 +52,14 @@ class Mismatch:
         ratio = torch.where(ratio.isnan(), 0.0, ratio)
         return ratio if bound is None else ratio.clamp(-bound, bound)
 
+    def by_row(self, values: Tensor) -> Tensor:
+        """Sum of values [T] over each row's tokens with mask 1, float64 [N]."""
+        return self.rows.masked_sum(values.double(), self.mask)
+
+    def tokens(self) -> Tensor:
+        """Tokens with mask 1 of each row, float64 [N]."""
+        return self.rows.tokens(self.mask, torch.float64)
+
 
 def truncate(
     mismatch: Mismatch, *, level: str, lower: float | None, upper: float | None, normalize: bool
@@ -67,12 +74,14 @@ def truncate(
         lower: smallest weight; None: unbounded.
         upper: largest weight; None: unbounded.
         normalize: divide by the weights' mean over the tokens ("token"), or by the mean over the
-            non-empty rows ("sequence"), of the batch given, which must then be the whole.
+            non-empty rows ("sequence"), of the batch given, which must then be the whole. For parts
+            of it see rollout_correction_metrics.with_mean_weights.
 
     Returns:
         Weights [T], 0 where masked.
     """
-    weights = raw_weights(mismatch, level).clamp(min=lower, max=upper)
+    # A weight is never below 0, and clamp wants a bound.
+    weights = raw_weights(mismatch, level).clamp(min=0.0 if lower is None else lower, max=upper)
     return _finished(mismatch, weights, level, normalize)
 
 
@@ -106,21 +115,30 @@ def _finished(mismatch: Mismatch, weights: Tensor, level: str, normalize: bool) 
     weights = torch.where(mismatch.mask, weights, 0.0)
     if not normalize:
         return weights
-    mean = mean_weight(mismatch, weights, level)
+    return divided(weights, mean_weight(mismatch.by_row(weights), mismatch.tokens(), level))
+
+
+def divided(weights: Tensor, mean: Tensor) -> Tensor:
+    """Weights [T] by their mean (scalar); as they are where that is 0."""
+    mean = mean.to(weights.dtype)
     return torch.where(mean > 1e-8, weights / mean.clamp(min=1e-8), weights)
 
 
-def mean_weight(mismatch: Mismatch, weights: Tensor, level: str) -> Tensor:
-    """The mean of weights [T] (scalar), 0 for a batch without a token of mask 1.
+def mean_weight(sums: Tensor, tokens: Tensor, level: str) -> Tensor:
+    """The mean weight of a batch (float64 scalar), 0 for one without a token of mask 1.
 
     Over the tokens with mask 1 ("token"), or of the rows' means over the rows that have such tokens
-    ("sequence").
+    ("sequence"). It is made of numbers by row, so a batch in parts has the same mean to the bit.
+
+    Args:
+        sums: [N], the weights of each row's tokens added up.
+        tokens: [N], tokens with mask 1.
+        level: "token" or "sequence".
     """
     if level == "token":
-        return masked_mean(weights, mismatch.mask)
-    filled = mismatch.rows.tokens(mismatch.mask) > 0
-    per_row = mismatch.rows.masked_mean(weights, mismatch.mask)
-    return divide(per_row.sum(), filled.sum().to(weights.dtype))
+        return sums.sum() / tokens.sum().clamp(min=1)
+    means = sums / tokens.clamp(min=1)
+    return divide(means.sum(), (tokens > 0).sum().double())
 
 
 def reject(mismatch: Mismatch, *, statistic: str, lower: float | None, upper: float) -> Tensor:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -111,40 +113,82 @@ def gigpo(
         epsilon: added to them.
         among: whose turns are compared: "group", of the prompt's samples; "batch", of all.
     """
-    assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
+    episode = _within_groups(normalize, epsilon)(batch, lone="reward").advantages
     kept = batch.rows.kept(batch.mask)
-    rows = kept.rows
-    turns, first = _turns(rows, kept.take(batch.steps))
-    rewards = turns.sum(batch.dense_kept(kept))
-    row = rows.ids[first]
-    episode = Rows.of_lengths(torch.bincount(row, minlength=rows.count))
-    returns = discounted_sums(rewards, episode, gamma)
-    began = kept.take(batch.states)[first]
-    state = torch.unique(began, return_inverse=True)[1]
-    same = state
-    if among == "group":
-        same = Groups.of(batch.groups).member[row] * (state.numel() + 1) + state
-    of_turns = AdvantageBatch(
-        rows=turns,
-        mask=torch.ones_like(rows.ids, dtype=torch.bool),
-        rewards=returns,
-        groups=same,
-    )
-    kind = "group" if normalize else "none"
-    relative = functools.partial(
-        grpo, baseline="group", leave_one_out=False, normalize=kind, epsilon=epsilon
-    )
-    per_turn, per_episode = relative(of_turns, lone="zero"), relative(batch, lone="reward")
-    total = per_episode.advantages + step_weight * kept.put(per_turn.advantages)
+    turns = turns_of(batch, gamma)
+    per_turn = batch.turn_advantages
+    if per_turn is None:
+        same = turns.states
+        if among == "group":
+            state = torch.unique(turns.states, return_inverse=True)[1]
+            same = Groups.of(batch.groups).member[turns.row] * (state.numel() + 1) + state
+        per_turn = among_turns(turns.returns, same, normalize, epsilon)
+    total = episode + step_weight * kept.put(turns.rows.spread(per_turn))
     return Advantages(advantages=total, returns=total)
 
 
-def _turns(rows: Rows, steps: Tensor) -> tuple[Rows, Tensor]:
-    """From the turn of each token [T]: turns as rows of their own, and the first token of each."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turns:
+    """The K turns of a batch, in the order of its rows.
+
+    Two samples of two turns and one, the first with the rewards 1 and 0, gamma 0.5, the second with
+    the reward 3: returns [1, 0, 3], row [0, 0, 1].
+    """
+
+    rows: Rows  # K turns, of the tokens with mask 1
+    returns: Tensor  # [K], discounted from the turn to the end of its row
+    states: Tensor  # int64 [K], in which they began
+    row: Tensor  # int64 [K], the sample of each, ascending
+    samples: Rows  # N samples, K turns
+
+
+def turns_of(batch: AdvantageBatch, gamma: float) -> Turns:
+    """The turns of N samples; a row without a token of mask 1 has none.
+
+    Args:
+        batch: N samples, with steps and states.
+        gamma: discount per turn.
+    """
+    assert batch.steps is not None and batch.states is not None, "gigpo needs steps and states"
+    kept = batch.rows.kept(batch.mask)
+    rows, steps = kept.rows, kept.take(batch.steps)
     begins = torch.ones_like(steps, dtype=torch.bool)
     begins[1:] = (steps[1:] != steps[:-1]) | (rows.ids[1:] != rows.ids[:-1])
     first = begins.nonzero().squeeze(-1)
-    return Rows.of_offsets(torch.cat([first, first.new_full((1,), steps.numel())])), first
+    turns = Rows.of_offsets(torch.cat([first, first.new_full((1,), steps.numel())]))
+    row = rows.ids[first]
+    samples = Rows.of_lengths(torch.bincount(row, minlength=rows.count))
+    return Turns(
+        rows=turns,
+        returns=discounted_sums(turns.sum(batch.dense_kept(kept)), samples, gamma),
+        states=kept.take(batch.states)[first],
+        row=row,
+        samples=samples,
+    )
+
+
+def among_turns(returns: Tensor, states: Tensor, normalize: bool, epsilon: float) -> Tensor:
+    """GRPO's advantage of each turn among those of one state [K]; 0 for a state that was met once.
+
+    Args:
+        returns: [K].
+        states: int64 [K], equal where turns are compared.
+        normalize: divide by the state's standard deviation (divisor n - 1).
+        epsilon: added to it.
+    """
+    one = torch.ones_like(states)  # a token stands for each turn
+    turns = AdvantageBatch(
+        rows=Rows.of_lengths(one), mask=one.bool(), rewards=returns, groups=states
+    )
+    return _within_groups(normalize, epsilon)(turns, lone="zero").advantages
+
+
+def _within_groups(normalize: bool, epsilon: float) -> Callable[..., Advantages]:
+    """GRPO within groups, as GiGPO takes it of samples and of turns."""
+    kind = "group" if normalize else "none"
+    return functools.partial(
+        grpo, baseline="group", leave_one_out=False, normalize=kind, epsilon=epsilon
+    )
 
 
 def rewards_to_go(batch: AdvantageBatch) -> Tensor:

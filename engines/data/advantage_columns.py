@@ -7,7 +7,7 @@ before (training_batch.py); of a large step, parts are written one by one (advan
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from engines.algorithms.from_config import advantages_of, corrections_of, fields
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import without_truncated
-from engines.algorithms.rollout_correction import Mismatch, correct
+from engines.algorithms.rollout_correction import Mismatch, Step, correct
 from engines.algorithms.rollout_correction_metrics import correction_metrics
 from engines.data.column_reading import jagged, numbers, tokens
 from engines.data.results import with_written
@@ -48,13 +48,22 @@ class Estimated:
     """The estimator's inputs and its result, of samples as they are stored."""
 
     batch: AdvantageBatch
-    mismatch: Mismatch | None
+    mismatch: Mismatch | None  # with the advantages; None: corrections are not made here
+    steps: tuple[Step, ...]  # the corrections
     result: Advantages  # [T]
 
-    @property
-    def mask(self) -> Tensor:
-        """bool [T]"""
-        return self.batch.mask
+    @classmethod
+    def of(
+        cls,
+        batch: AdvantageBatch,
+        mismatch: Mismatch | None,
+        steps: tuple[Step, ...],
+        result: Advantages,
+    ) -> Estimated:
+        """With what the corrections are given."""
+        if mismatch is not None:
+            mismatch = replace(mismatch, advantages=result.advantages.float())
+        return cls(batch=batch, mismatch=mismatch, steps=steps, result=result)
 
 
 def write_advantages(
@@ -64,17 +73,18 @@ def write_advantages(
 
     version: the policy version that trains on them.
     """
-    batch, mismatch = estimator_batch(store, chosen, algorithm)
+    steps = corrections_of(algorithm)
+    mismatch = mismatch_of(store, chosen, algorithm)
+    batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
     result = advantages_of(batch, algorithm)
-    found = Estimated(batch=batch, mismatch=mismatch, result=result)
+    found = Estimated.of(batch, mismatch, steps, result)
     advantages = result.advantages.float()
     metrics = {**result.metrics.values(), **_summary(advantages[batch.mask])}
     if batch.values is not None and result.returns is not None:
         metrics["explained_variance"] = explained_variance(batch, result.returns)
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
-    if mismatch is not None:
-        mismatch = replace(mismatch, advantages=advantages)
-        gap = correction_metrics(mismatch, corrections_of(algorithm))
+    if found.mismatch is not None:
+        gap = correction_metrics(found.mismatch, steps)
         metrics |= {f"correction/{name}": value for name, value in gap.items()}
     written = write_columns(store, chosen, found, algorithm, out_key, version)
     return with_written(chosen.samples, written), metrics
@@ -95,9 +105,8 @@ def write_columns(
     columns: dict[str, Tensor] = {"advantages": advantages, "response_mask": batch.mask.byte()}
     if batch.values is not None and result.returns is not None:
         columns["returns"] = result.returns.float()
-    steps = corrections_of(algorithm)
-    if found.mismatch is not None and steps:
-        weights, kept = correct(replace(found.mismatch, advantages=advantages), steps)
+    if found.mismatch is not None and found.steps:
+        weights, kept = correct(found.mismatch, found.steps)
         columns |= {"correction_weights": weights.float(), "correction_kept": kept.byte()}
     stored: dict[str, object] = {
         name: Jagged(values.numpy(), offsets) for name, values in columns.items()
@@ -110,31 +119,61 @@ def write_columns(
     return write_batch(store, out_key, stored)
 
 
-def estimator_batch(
-    store: Store, chosen: Chosen, algorithm: AlgorithmConfig
-) -> tuple[AdvantageBatch, Mismatch | None]:
-    """What the estimator is given; and the two policies' log-probs, where corrections look at them.
+def corrected(samples: BatchRef, algorithm: AlgorithmConfig) -> bool:
+    """Whether the corrections are made before the update, with the columns that there are."""
+    needed = {"old_logprobs", "rollout_logprobs"}
+    return algorithm.ratio_against == "old_logprobs" and needed <= set(samples.names)
 
-    Columns that neither looks at are not read.
-    """
-    samples, fields = chosen.samples, fields_of(algorithm)
-    values, offsets = jagged(store, samples, "response_mask")
+
+def mismatch_of(store: Store, chosen: Chosen, algorithm: AlgorithmConfig) -> Mismatch | None:
+    """The two policies' log-probs, where the corrections are made before the update."""
+    samples = chosen.samples
+    if not corrected(samples, algorithm):
+        return None
+    ours, theirs = (tokens(store, samples, f"{name}_logprobs") for name in ("old", "rollout"))
+    assert ours is not None and theirs is not None
+    rows, mask = _counting(store, chosen)
+    return Mismatch(rows=rows, mask=mask, logprobs=ours, rollout_logprobs=theirs)
+
+
+def _counting(store: Store, chosen: Chosen) -> tuple[Rows, Tensor]:
+    """The rows, and which of their tokens count, bool [T]."""
+    values, offsets = jagged(store, chosen.samples, "response_mask")
     rows = Rows.of_offsets(torch.from_numpy(offsets.copy()))
     mask = torch.from_numpy(values.astype(bool))
     if bool(chosen.masked.any()):
         mask = without_truncated(mask, rows, chosen.masked)
-    corrected = algorithm.ratio_against == "old_logprobs" and "old_logprobs" in samples.names
-    ours = tokens(store, samples, "old_logprobs") if corrected or "logprobs" in fields else None
-    theirs = tokens(store, samples, "rollout_logprobs") if corrected else None
-    mismatch = None
-    if ours is not None and theirs is not None:
-        mismatch = Mismatch(rows=rows, mask=mask, logprobs=ours, rollout_logprobs=theirs)
-    steps, states = _turns(store, samples, rows) if "steps" in fields else (None, None)
+    return rows, mask
+
+
+def estimator_batch(
+    store: Store,
+    chosen: Chosen,
+    algorithm: AlgorithmConfig,
+    mismatch: Mismatch | None,
+    steps: Sequence[Step],
+) -> AdvantageBatch:
+    """What the estimator is given; columns that it does not look at are not read.
+
+    Args:
+        store: of the batches.
+        chosen: the samples.
+        algorithm: the recipe's.
+        mismatch: theirs, if the corrections are made before the update.
+        steps: the corrections.
+    """
+    samples, fields = chosen.samples, fields_of(algorithm)
+    if mismatch is None:
+        rows, mask = _counting(store, chosen)
+        ours = tokens(store, samples, "old_logprobs") if "logprobs" in fields else None
+    else:
+        rows, mask, ours = mismatch.rows, mismatch.mask, mismatch.logprobs
+    turns, states = _turns(store, samples, rows) if "steps" in fields else (None, None)
 
     def wanted(name: str) -> Tensor | None:
         return tokens(store, samples, name) if name in fields else None
 
-    batch = AdvantageBatch(
+    return AdvantageBatch(
         rows=rows,
         mask=mask,
         rewards=chosen.rewards,
@@ -144,13 +183,12 @@ def estimator_batch(
         logprobs=ours,
         ref_logprobs=wanted("ref_logprobs"),
         sum_pi_squared=wanted("sum_pi_squared"),
-        correction_weights=_path_weights(mismatch, algorithm, fields),
+        correction_weights=_path_weights(mismatch, algorithm, steps, fields),
         baselines=chosen.baselines,
-        steps=steps,
+        steps=turns,
         states=states,
         components=chosen.components,
     )
-    return batch, mismatch
 
 
 def _turns(store: Store, samples: BatchRef, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -166,17 +204,20 @@ def _turns(store: Store, samples: BatchRef, rows: Rows) -> tuple[Tensor, Tensor]
 
 
 def _path_weights(
-    mismatch: Mismatch | None, algorithm: AlgorithmConfig, fields: Collection[str]
+    mismatch: Mismatch | None,
+    algorithm: AlgorithmConfig,
+    steps: Sequence[Step],
+    fields: Collection[str],
 ) -> Tensor | None:
     """The importance weights that the optimal token baseline takes into account [T]."""
-    steps = [
+    weighing = [
         step
-        for step, config in zip(corrections_of(algorithm), algorithm.correction, strict=True)
+        for step, config in zip(steps, algorithm.correction, strict=True)
         if isinstance(config, WeightCorrection)
     ]
-    if mismatch is None or not steps or "correction_weights" not in fields:
+    if mismatch is None or not weighing or "correction_weights" not in fields:
         return None
-    return correct(mismatch, steps)[0]
+    return correct(mismatch, weighing)[0]
 
 
 def _summary(advantages: Tensor) -> dict[str, float]:

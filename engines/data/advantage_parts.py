@@ -6,7 +6,7 @@ would write, to the bit, however it was cut. Parts lie between groups.
 
 1. `choose` (training_batch.py), once: rewards, shaping, selection, by row. `parts_of` cuts the rest.
 2. `write_statistics`, each part, where the estimator compares over the whole batch (Scope.SAMPLES,
-   Scope.TOKENS): what each row adds to that.
+   Scope.TOKENS, Scope.TURNS) or corrections are made here: what each row adds to that.
 3. `write_part`, each part: the columns of its tokens.
 """
 
@@ -20,24 +20,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.algorithm.methods import UserFunction
 from engines.algorithms.advantages import Scope, before_whitening, penalised
-from engines.algorithms.aggregation import MetricSums
-from engines.algorithms.from_config import advantages_of, estimator_of, reward_kl_of
+from engines.algorithms.from_config import (
+    advantages_of,
+    corrections_of,
+    estimator_of,
+    reward_kl_of,
+)
 from engines.algorithms.groups import RowMoments
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.jagged import Rows
-from engines.data.advantage_columns import Chosen, Estimated, estimator_batch, write_columns
-from engines.data.column_reading import components, numbers
+from engines.algorithms.rollout_correction import Step, correct
+from engines.algorithms.rollout_correction_metrics import (
+    correction_rows,
+    kept_sums,
+    mean_weight_columns,
+    metrics_of_rows,
+    with_mean_weights,
+)
+from engines.algorithms.token_advantages import among_turns, turns_of
+from engines.data.advantage_columns import (
+    Chosen,
+    Estimated,
+    corrected,
+    estimator_batch,
+    mismatch_of,
+    write_columns,
+)
+from engines.data.column_reading import components, jagged, numbers
 from engines.data.results import AdvantageParts, PartResult
 from engines.data.training_batch import Choice
 from storage.batches.columns import SCORE
 from storage.batches.refs import BatchRef
-from storage.batches.writing import write_batch
+from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
 
 MOST_PARTS = 256  # of a step
 SHAPED, MASKED, BASELINE = "reward", "masked", "baseline_reward"  # columns of what was decided
 COUNTS, SUMS, SQUARES = "tokens", "sums", "squares"  # columns of the statistics by row
+RETURNS, STATES = "turn_returns", "turn_states"  # likewise, jagged: each row's turns
+CORRECTION = "correction/"  # likewise, before the names of `correction_rows`
 
 
 def parts_of(
@@ -45,8 +68,9 @@ def parts_of(
 ) -> AdvantageParts | None:
     """Cut the samples that train into parts of about `part_tokens`; None where they are one part.
 
-    One part is also the answer where the estimator wants the whole batch, or corrections that are
-    made before the update do. What was decided of each sample is stored under `out_key`.
+    One part is also the answer where a user's estimator wants the whole batch, or a user's
+    correction that is made before the update does. What was decided of each sample is stored under
+    `out_key`.
     """
     chosen = choice.chosen
     scope = scope_in(chosen.samples, algorithm)
@@ -66,19 +90,15 @@ def parts_of(
         samples=chosen.samples,
         rows=write_batch(store, out_key, columns),
         edges=edges,
-        measured=scope is not Scope.GROUP,
+        measured=scope is not Scope.GROUP or corrected(chosen.samples, algorithm),
         result=choice.result(chosen.samples, {}),
     )
 
 
 def scope_in(samples: BatchRef, algorithm: AlgorithmConfig) -> Scope:
-    """What the advantages and corrections of a recipe depend on, with the columns that there are."""
-    corrected = algorithm.ratio_against == "old_logprobs" and {
-        "old_logprobs",
-        "rollout_logprobs",
-    } <= set(samples.names)
-    # Their metrics, and normalised weights, are over the whole batch.
-    return Scope.BATCH if corrected else estimator_of(algorithm)[1]
+    """What the advantages of a recipe depend on; BATCH also where a correction may look at all."""
+    own = any(isinstance(step, UserFunction) for step in algorithm.correction)
+    return Scope.BATCH if own and corrected(samples, algorithm) else estimator_of(algorithm)[1]
 
 
 def part_edges(
@@ -127,17 +147,43 @@ def write_statistics(
 
     Scope.SAMPLES: `sums`, the sample's reward in all, and `tokens`, those with mask 1.
     Scope.TOKENS: the RowMoments of what is whitened.
+    Scope.TURNS: return and state of each of the row's turns.
+    Where corrections are made here: their `correction_rows`.
     """
-    batch, _ = estimator_batch(store, read_chosen(store, samples, rows), algorithm)
-    batch, _ = penalised(batch, reward_kl_of(algorithm))
-    if scope_in(samples, algorithm) is Scope.SAMPLES:
-        columns = {SUMS: batch.totals(), COUNTS: batch.tokens()}
-    else:
-        raw = before_whitening(batch, algorithm.advantage.arguments())
-        kept = batch.rows.kept(batch.mask)
-        moments = RowMoments.of(kept.take(raw.advantages), kept.rows)
-        columns = {COUNTS: moments.counts, SUMS: moments.sums, SQUARES: moments.squares}
-    return write_batch(store, out_key, {name: part.numpy() for name, part in columns.items()})
+    chosen, scope = read_chosen(store, samples, rows), scope_in(samples, algorithm)
+    steps = corrections_of(algorithm)
+    mismatch = mismatch_of(store, chosen, algorithm)
+    columns: dict[str, object] = {}
+    if mismatch is not None:
+        found = correction_rows(mismatch, steps)
+        columns |= {f"{CORRECTION}{name}": part.numpy() for name, part in found.items()}
+    if scope is not Scope.GROUP:
+        batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
+        batch, _ = penalised(batch, reward_kl_of(algorithm))
+        columns |= _compared(batch, scope, algorithm)
+    return write_batch(store, out_key, columns)
+
+
+def _compared(batch: AdvantageBatch, scope: Scope, algorithm: AlgorithmConfig) -> dict[str, object]:
+    """What an estimator of this scope compares over the whole batch, by row."""
+    arguments = algorithm.advantage.arguments()
+    if scope is Scope.TURNS:
+        turns = turns_of(batch, arguments["gamma"])
+        offsets = turns.samples.offsets.numpy()
+        return {
+            RETURNS: Jagged(turns.returns.numpy(), offsets),
+            STATES: Jagged(turns.states.numpy(), offsets),
+        }
+    if scope is Scope.SAMPLES:
+        return {SUMS: batch.totals().numpy(), COUNTS: batch.tokens().numpy()}
+    raw = before_whitening(batch, arguments)
+    kept = batch.rows.kept(batch.mask)
+    moments = RowMoments.of(kept.take(raw.advantages), kept.rows)
+    return {
+        COUNTS: moments.counts.numpy(),
+        SUMS: moments.sums.numpy(),
+        SQUARES: moments.squares.numpy(),
+    }
 
 
 def write_part(
@@ -151,28 +197,91 @@ def write_part(
 ) -> PartResult:
     """Store the columns of a part's tokens (parts are counted from 0).
 
-    statistics: those of all parts in their order, where `parts.measured`.
+    statistics: those of all parts in their order, where `parts.measured`. What they say of the
+    corrections is told by the first part.
     """
     samples, rows = parts.part(number)
     chosen = read_chosen(store, samples, rows)
-    batch, mismatch = estimator_batch(store, chosen, algorithm)
-    scope = scope_in(samples, algorithm)
-    if scope is Scope.SAMPLES:
+    mismatch = mismatch_of(store, chosen, algorithm)
+    steps = corrections_of(algorithm)
+    if mismatch is not None:
         assert statistics is not None
-        start, stop = parts.edges[number : number + 2]
+        steps = _with_mean_weights(store, statistics, steps)
+    batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
+    result = _estimated(store, parts, number, statistics, batch, algorithm)
+    found = Estimated.of(batch, mismatch, steps, result)
+    written = write_columns(store, chosen, found, algorithm, out_key, version)
+    sums, extremes = _metrics(found)
+    metrics = {}
+    if mismatch is not None and number == 0:
+        assert statistics is not None
+        metrics = _correction_metrics(store, statistics, corrections_of(algorithm))
+    return PartResult(ref=written, sums=sums, extremes=extremes, metrics=metrics)
+
+
+def _estimated(
+    store: Store,
+    parts: AdvantageParts,
+    number: int,
+    statistics: BatchRef | None,
+    batch: AdvantageBatch,
+    algorithm: AlgorithmConfig,
+) -> Advantages:
+    """The advantages of a part, given what its estimator compares over the whole batch."""
+    scope = scope_in(parts.samples, algorithm)
+    if scope is Scope.GROUP:
+        return advantages_of(batch, algorithm)
+    assert statistics is not None
+    start, stop = parts.edges[number : number + 2]
+    if scope is Scope.SAMPLES:
         every = _per_sample(store, parts, statistics, algorithm)[start:stop]
         advantages = batch.at_tokens(every)
         _, metrics = penalised(batch, reward_kl_of(algorithm))
-        result = Advantages(advantages=advantages, returns=advantages, metrics=metrics)
+        return Advantages(advantages=advantages, returns=advantages, metrics=metrics)
+    if scope is Scope.TURNS:
+        own = _per_turn(store, statistics, start, stop, algorithm)
+        batch = dataclasses.replace(batch, turn_advantages=own)
     else:
-        if scope is Scope.TOKENS:
-            assert statistics is not None
-            batch = dataclasses.replace(batch, moments=_moments(store, statistics))
-        result = advantages_of(batch, algorithm)
-    found = Estimated(batch=batch, mismatch=mismatch, result=result)
-    written = write_columns(store, chosen, found, algorithm, out_key, version)
-    sums, extremes = _metrics(batch, result)
-    return PartResult(ref=written, sums=sums, extremes=extremes)
+        batch = dataclasses.replace(batch, moments=_moments(store, statistics))
+    return advantages_of(batch, algorithm)
+
+
+def _with_mean_weights(
+    store: Store, statistics: BatchRef, steps: tuple[Step, ...]
+) -> tuple[Step, ...]:
+    """The corrections, those that normalise with the mean weight over all parts."""
+    columns = mean_weight_columns(steps)
+    found = {name: numbers(store, statistics, f"{CORRECTION}{name}") for name in columns}
+    return with_mean_weights(steps, found)
+
+
+def _correction_metrics(
+    store: Store, statistics: BatchRef, steps: tuple[Step, ...]
+) -> dict[str, float]:
+    """The metrics of the corrections over all parts."""
+    found = {
+        name.removeprefix(CORRECTION): numbers(store, statistics, name)
+        for name in statistics.names
+        if name.startswith(CORRECTION)
+    }
+    metrics = metrics_of_rows(found, steps)
+    return {f"{CORRECTION}{name}": value for name, value in metrics.items()}
+
+
+def _per_turn(
+    store: Store, statistics: BatchRef, start: int, stop: int, algorithm: AlgorithmConfig
+) -> Tensor:
+    """The advantage of each turn of the rows start … stop among the turns of all parts."""
+    returns, offsets = jagged(store, statistics, RETURNS)
+    states, _ = jagged(store, statistics, STATES)
+    arguments = algorithm.advantage.arguments()
+    every = among_turns(
+        torch.from_numpy(np.array(returns)),
+        torch.from_numpy(np.array(states)),
+        arguments["normalize"],
+        arguments["epsilon"],
+    )
+    return every[int(offsets[start]) : int(offsets[stop])]
 
 
 def _per_sample(
@@ -202,27 +311,30 @@ def _moments(store: Store, statistics: BatchRef) -> tuple[Tensor, Tensor]:
     ).combined()
 
 
-def _metrics(
-    batch: AdvantageBatch, result: Advantages
-) -> tuple[dict[str, float], dict[str, float]]:
+def _metrics(found: Estimated) -> tuple[dict[str, float], dict[str, float]]:
     """What `joined` makes the step's metrics of: sums, and extremes."""
-    found = result.advantages.float()[batch.mask].double()
+    batch, result = found.batch, found.result
+    own = result.advantages.float()[batch.mask].double()
     sums = {
-        "tokens": float(found.numel()),
-        "advantages": float(found.sum()),
-        "advantages_squared": float(found.square().sum()),
+        "tokens": float(own.numel()),
+        "advantages": float(own.sum()),
+        "advantages_squared": float(own.square().sum()),
     }
     extremes = {}
-    if found.numel():
-        extremes = {"max": float(found.max()), "negative_min": float(-found.min())}
+    if own.numel():
+        extremes = {"max": float(own.max()), "negative_min": float(-own.min())}
     if batch.values is not None and result.returns is not None:
         returns = result.returns[batch.mask].double()
         rest = returns - batch.values[batch.mask]
         for name, values in (("returns", returns), ("rest", rest)):
             sums |= {name: float(values.sum()), f"{name}_squared": float(values.square().sum())}
-    metrics: MetricSums = result.metrics
-    for name, pair in metrics.means.items():
-        sums |= {f"mean/{name}": float(pair[0]), f"count/{name}": float(pair[1])}
-    sums |= {f"sum/{name}": float(total) for name, total in metrics.sums.items()}
-    extremes |= {f"max/{name}": float(value) for name, value in metrics.maxima.items()}
+    added = {"advantage": result.metrics}
+    if found.mismatch is not None and found.steps:
+        kept = correct(found.mismatch, found.steps)[1]
+        added["correction"] = kept_sums(found.mismatch, kept)
+    for of, metrics in added.items():
+        for name, pair in metrics.means.items():
+            sums |= {f"mean/{of}/{name}": float(pair[0]), f"count/{of}/{name}": float(pair[1])}
+        sums |= {f"sum/{of}/{name}": float(total) for name, total in metrics.sums.items()}
+        extremes |= {f"max/{of}/{name}": float(value) for name, value in metrics.maxima.items()}
     return sums, extremes

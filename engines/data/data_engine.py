@@ -62,6 +62,7 @@ class DataEngine(Engine):
 
     REMOTE: ClassVar[tuple[str, ...]] = (
         "prompts",
+        "row_digests",
         "probe",
         "score",
         "repetition",
@@ -106,6 +107,10 @@ class DataEngine(Engine):
                 [state_number(found[p][state]) for p in made.kept], dtype=np.int64
             )
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=dropped)
+
+    def row_digests(self, start: int, stop: int) -> NDArray[np.uint64]:
+        """What tells the rows start … stop of the data set apart (storage/runs/seen_rows.py)."""
+        return self._source.row_digests(range(start, stop))
 
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """A few short sequences of the dataset, and how many tokens of each stand for the prompt."""

@@ -64,7 +64,7 @@ class AdvantageParts:
     samples: BatchRef  # those that train, [N]
     rows: BatchRef  # what was decided of each, [N]: shaped reward, whether its tokens count, …
     edges: tuple[int, ...]  # between which rows the parts lie; never within a group
-    measured: bool  # whether the estimator first needs a statistic over all parts
+    measured: bool  # whether estimator or corrections first need a statistic over all parts
     result: AdvantagesResult  # with the metrics of rows; its ref is `samples`
 
     def __len__(self) -> int:
@@ -83,6 +83,7 @@ class PartResult:
     ref: BatchRef  # those columns
     sums: dict[str, float]  # metrics that add up over parts, by name
     extremes: dict[str, float]  # metrics of which the largest over parts counts, by name
+    metrics: dict[str, float] = field(default_factory=dict)  # of all parts; one part has them
 
 
 def with_written(samples: BatchRef, written: BatchRef) -> BatchRef:
@@ -99,7 +100,9 @@ def joined(parts: AdvantageParts, written: Sequence[PartResult]) -> AdvantagesRe
             sums[name] = sums.get(name, 0.0) + value
         for name, value in part.extremes.items():
             extremes[name] = max(extremes.get(name, value), value)
-    metrics = {f"advantage/{name}": value for name, value in _metrics(sums, extremes).items()}
+    metrics = _metrics(sums, extremes)
+    for part in written:
+        metrics |= part.metrics
     ref = with_written(parts.samples, BatchRef.concat([part.ref for part in written]))
     return replace(parts.result, ref=ref, metrics=parts.result.metrics | metrics)
 
@@ -122,17 +125,18 @@ def _metrics(sums: dict[str, float], extremes: dict[str, float]) -> dict[str, fl
     if count := sums["tokens"]:
         mean = sums["advantages"] / count
         metrics |= {
-            "mean": mean,
-            "std": max(0.0, sums["advantages_squared"] / count - mean**2) ** 0.5,
-            "max": extremes["max"],
-            "min": -extremes["negative_min"],
+            "advantage/mean": mean,
+            "advantage/std": max(0.0, sums["advantages_squared"] / count - mean**2) ** 0.5,
+            "advantage/max": extremes["max"],
+            "advantage/min": -extremes["negative_min"],
         }
     if "returns" in sums:
         spread, rest = (
             sums[f"{name}_squared"] - sums[name] ** 2 / max(count, 1.0)
             for name in ("returns", "rest")
         )
-        metrics["explained_variance"] = 1 - rest / spread if count > 1 and spread > 0 else 0.0
+        explained = 1 - rest / spread if count > 1 and spread > 0 else 0.0
+        metrics["advantage/explained_variance"] = explained
     return metrics
 
 

@@ -58,11 +58,12 @@ class RolloutPool(EnginePool):
         self.tolerance = tolerance  # nats per token
         self.mode = mode
         self._weights: WeightsRef | None = None
-        self.synced: dict[int, WeightsRef] = {}  # every version that was current, by number
+        # By number, the versions that were current and that a step may still be sampled with.
+        self.synced: dict[int, WeightsRef] = {}
         self._probe: Probe | None = None
         self._loaded: dict[str, str] = {}  # address -> digest of the weights it holds
         self._sampling: dict[str, tuple[RolloutRequest, str]] = {}  # by out_key: with its address
-        # Step -> its shards that do not end as they stand.
+        # Step that is not committed -> its shards that do not end as they stand.
         self._cut: dict[int, frozenset[int]] = {}
         self._drawn: dict[str, int] = {}  # worker -> tokens, at the last look at it
         self._looks = 0
@@ -121,6 +122,17 @@ class RolloutPool(EnginePool):
         with ThreadPoolExecutor(CUT_AT_ONCE) as threads:
             list(threads.map(end, on.keys(), on.values()))
 
+    def committed(self, step: int, oldest: int) -> None:
+        """A step is committed: forget what neither it nor those before it ask for again.
+
+        oldest: the first version with which a later step may be sampled.
+        """
+        with self._lock:
+            for before in [number for number in self._cut if number <= step]:
+                del self._cut[before]
+            for version in [number for number in self.synced if number < oldest]:
+                del self.synced[version]
+
     def _is_cut(self, request: RolloutRequest) -> bool:
         kept = self._cut.get(request.step)
         return request.may_be_cut and kept is not None and request.shard not in kept
@@ -132,7 +144,8 @@ class RolloutPool(EnginePool):
         fail, the last failure is raised.
         """
         self._weights, self._probe = weights, probe
-        self.synced[weights.version] = weights
+        with self._lock:
+            self.synced[weights.version] = weights
         workers = self.live()
         reports: dict[str, CheckedLoad] = {}
         failures: list[InfrastructureError] = []
@@ -162,7 +175,8 @@ class RolloutPool(EnginePool):
         """Worker -> tokens that its engine has drawn since it was built, those in flight among them.
 
         For a look from outside: asks at most LOOKED_AT workers, the others stay as they were at an
-        earlier look. A worker that does not answer within `timeout` seconds is left out.
+        earlier look. A worker that does not answer within `timeout` seconds is left out, and so is
+        one that is gone.
         """
         ready = list(self._ready.items())
         first = self._looks * LOOKED_AT % max(1, len(ready))
@@ -172,6 +186,8 @@ class RolloutPool(EnginePool):
                 self._drawn[name] = control(
                     self.cluster, address, "rollout", "status", timeout=timeout
                 ).tokens
+        there = set(self._ready.values())
+        self._drawn = {name: count for name, count in self._drawn.items() if name in there}
         return dict(self._drawn)
 
     def _load(self, name: str, address: str) -> CheckedLoad:

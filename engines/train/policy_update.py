@@ -22,7 +22,7 @@ from configs.train import TrainConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, mean_over
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.objective import Objective
-from engines.algorithms.rollout_correction_metrics import sample_sizes
+from engines.algorithms.rollout_correction_sums import sample_sizes
 from engines.train.mfu import CostModel, utilisation
 from engines.train.micro_batch import (
     PER_TOKEN,

@@ -15,13 +15,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 Range = tuple[str, int, int]  # key, first byte, byte after the last
 Keys = list[str]
 Views = list[memoryview | BaseException]
+LISTED = 3  # objects of one folder whose sizes cost less in a listing than one by one
 ABANDONED = 3600.0  # seconds without a write after which a half-written file is nobody's
 LOCAL_TRANSIENT = {errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EREMOTEIO}
 
@@ -40,6 +41,7 @@ class Backend(Protocol):
     def create(self, key: str, chunks: Sequence[memoryview]) -> None: ...
     def replace(self, key: str, data: bytes, expected: bytes) -> bool: ...
     def size(self, key: str) -> int: ...
+    def sizes(self, folder: str, keys: Sequence[str]) -> Mapping[str, int]: ...  # of those there
     def list(self, prefix: str) -> Keys: ...
     def children(self, prefix: str) -> Keys: ...
     def delete(self, keys: Sequence[str]) -> None: ...
@@ -146,6 +148,9 @@ class LocalBackend:
             raise FileNotFoundError(key)
         return path.stat().st_size
 
+    def sizes(self, folder: str, keys: Sequence[str]) -> Mapping[str, int]:
+        return _one_by_one(self, keys)
+
     def list(self, prefix: str) -> Keys:
         found = []
         for folder, _, names in os.walk(self.root / prefix):
@@ -204,6 +209,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _one_by_one(backend: Backend, keys: Sequence[str]) -> dict[str, int]:
+    found = {}
+    for key in keys:
+        with contextlib.suppress(FileNotFoundError):
+            found[key] = backend.size(key)
+    return found
 
 
 class FsspecBackend:
@@ -265,6 +278,18 @@ class FsspecBackend:
         if info["type"] != "file":
             raise FileNotFoundError(key)
         return int(info["size"])
+
+    def sizes(self, folder: str, keys: Sequence[str]) -> Mapping[str, int]:
+        if len(keys) < LISTED:
+            return _one_by_one(self, keys)
+        try:
+            entries = self.fs.ls(self._path(folder), detail=True)
+        except FileNotFoundError:
+            return {}
+        cut = len(self.root) + 1
+        return {
+            entry["name"][cut:]: int(entry["size"]) for entry in entries if entry["type"] == "file"
+        }
 
     def list(self, prefix: str) -> Keys:
         cut = len(self.root) + 1

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from storage.objects.backends import Backend, FsspecBackend, Keys, LocalBackend, Range
@@ -243,6 +243,23 @@ class Store:
     def size(self, key: str) -> int:
         """Bytes of the object. Raises ObjectMissing."""
         return self._try("look up", key, lambda _: self.backend.size(_checked(key)))
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """Bytes of each object; of several in a folder by listing it. Raises ObjectMissing."""
+        folders: dict[str, Keys] = {}
+        for key in keys:
+            folders.setdefault(_checked(key).rpartition("/")[0], []).append(key)
+        found: dict[str, int] = {}
+        for folder, members in folders.items():
+            found |= self._sizes_in(folder, members)
+        return found
+
+    def _sizes_in(self, folder: str, keys: Keys) -> dict[str, int]:
+        found = self._try("look up", keys[0], lambda _: self.backend.sizes(folder, keys))
+        for key in keys:
+            if key not in found:
+                raise ObjectMissing(f"{self.uri}/{key} does not exist")
+        return {key: found[key] for key in keys}
 
     def list(self, prefix: str = "") -> Keys:
         """Every key below the folder `prefix`, sorted; objects being written are not listed."""

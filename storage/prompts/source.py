@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from storage.objects.json_values import Row, plain
 if TYPE_CHECKING:
     from pyarrow import Table
 
-DIGEST_ROWS = 4096  # read at once to make digests
+DIGEST_ROWS = 4096  # read at once to make a source's digest; the digest of some depends on it
+READ_ROWS = 512  # read at once to make the digests of rows
 
 
 class PromptSource(ABC):
@@ -44,13 +46,25 @@ class PromptSource(ABC):
         """
         return self
 
-    def row_digests(self) -> np.ndarray:
-        """What tells rows apart wherever they stand: uint64 [rows], of each row's content."""
-        found = np.empty(len(self), np.uint64)
-        for start in range(0, len(self), DIGEST_ROWS):
-            stop = min(start + DIGEST_ROWS, len(self))
-            for index, row in enumerate(self.rows(range(start, stop)), start):
-                found[index] = xxhash.xxh3_64_intdigest(canonical(row))
+    def row_digests(self, rows: range | None = None) -> np.ndarray:
+        """What tells rows apart wherever they stand: uint64 [rows], of each row's content.
+
+        rows: ascending, one after the other; None: all, whose digests are kept, 8 bytes a row.
+        """
+        return self._all_row_digests if rows is None else self._row_digests(rows)
+
+    @cached_property
+    def _all_row_digests(self) -> np.ndarray:
+        found = self._row_digests(range(len(self)))
+        found.setflags(write=False)
+        return found
+
+    def _row_digests(self, rows: range) -> np.ndarray:
+        """Made anew, of READ_ROWS rows in memory at once."""
+        found = np.empty(len(rows), np.uint64)
+        for start in range(0, len(rows), READ_ROWS):
+            for place, row in enumerate(self.rows(rows[start : start + READ_ROWS]), start):
+                found[place] = xxhash.xxh3_64_intdigest(canonical(row))
         return found
 
     def _in_range(self, indices: Sequence[int]) -> None:

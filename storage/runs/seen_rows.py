@@ -29,14 +29,14 @@ class RowSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def row_digests(self) -> np.ndarray: ...
+    def row_digests(self, rows: range | None = None) -> np.ndarray: ...
 
     def as_recorded(self, digest: str) -> RowSource: ...
 
 
-def write_rows(run: RunStore, source: RowSource) -> None:
-    """Keep the digests of the run's data, for runs that go on from this one."""
-    run.store.write(_rows_key(run), source.row_digests().astype("<u8").tobytes())
+def write_rows(run: RunStore, digests: np.ndarray) -> None:
+    """Keep the digests of the run's data, uint64 [rows], for runs that go on from this one."""
+    run.store.write(_rows_key(run), digests.astype("<u8").tobytes())
 
 
 def write_seen(run: RunStore, seen: np.ndarray) -> None:

@@ -119,7 +119,7 @@ def step_view(files: RunStore, commit: Commit) -> StepView:
     failed = [f"{one.get('stage')}: {one['error']}" for one in commit.attempts if one.get("error")]
     workers = [str(one["worker"]) for one in commit.attempts if one.get("worker")]
     try:
-        batch_bytes: int | None = sum(files.store.size(key) for key in commit.objects)
+        batch_bytes: int | None = sum(files.store.sizes(commit.objects).values())
     except ObjectMissing:
         batch_bytes = None
     samples = commit.refs.get("samples")

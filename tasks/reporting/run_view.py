@@ -30,7 +30,7 @@ class RunView(Protocol):
     source: PromptSource
     origin: Origin | None
     epoch: int
-    attempts: list[Attempt]
+    attempts: dict[int, list[Attempt]]
     cancelled: threading.Event
     terminal: Terminal
     progress: Progress

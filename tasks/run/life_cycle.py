@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
+from engines.failures import InfrastructureError
 from storage.prompts.datasets import open_source
 from storage.runs.live import DataOver, End, write_end
 from storage.runs.orphans import clear
@@ -17,6 +21,8 @@ from tasks.results import RunSummary
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.opening import OpenedRun, begin, take_over
 from tasks.run.run import Run
+
+ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seconds
 
 
 @contextlib.contextmanager
@@ -105,4 +111,28 @@ def _keep_rows(run: Run) -> None:
     """Keep which rows the data had, unless they changed meanwhile, for runs that go on."""
     now = open_source(run.config.data.source).as_recorded(run.source.digest)
     if now.digest == run.source.digest:
-        write_rows(run.files, run.source)
+        write_rows(run.files, row_digests(run))
+
+
+def row_digests(run: Run) -> np.ndarray:
+    """Of each row of the data, uint64 [rows]; of many rows the workers of the pool `cpu` make them.
+
+    Where no worker can, this process does: the run's steps are all made by now.
+    """
+    source = run.source
+    starts = range(0, len(source), ROWS_AT_ONCE)
+    if len(starts) == 1:
+        return source.row_digests()
+
+    def made(start: int) -> np.ndarray:
+        rows = range(start, min(start + ROWS_AT_ONCE, len(source)))
+        call = run.call_id(run.after, f"row-digests-{start}")
+        try:
+            found: np.ndarray = engines.call("row_digests", call, start=start, stop=rows.stop)
+        except InfrastructureError:
+            found = source.row_digests(rows)
+        return found
+
+    engines = run.engines.scorers
+    with ThreadPoolExecutor(max(1, len(engines.live()))) as threads:
+        return np.concatenate(list(threads.map(made, starts)))

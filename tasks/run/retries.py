@@ -78,7 +78,7 @@ def attempted(run: RunView, step: int, stage: str, shard: int | None = None) -> 
         raise
     finally:
         attempt.ended = time.time()
-        run.attempts.append(attempt)
+        run.attempts.setdefault(step, []).append(attempt)
         where = attempt.assignment.worker or "the train workers"
         logger.log(
             logging.WARNING if attempt.error else logging.INFO,

@@ -69,7 +69,7 @@ class Run:
         self.carried = {position.head + 1: position.carried}  # step -> groups handed on to it
         self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
-        self.attempts: list[Attempt] = []  # of steps that are not committed
+        self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
         self.shards = ShardDriver(_shards_at_once(opened.config))
@@ -128,6 +128,11 @@ class Run:
         """Whether data.epochs leave too little for a step after `cursor`, carried groups counted."""
         left = cursor.remaining(self.config.data.epochs)
         return left is not None and left + carried < self.config.fewest_prompts
+
+    def oldest_version(self, step: int) -> int:
+        """The first policy version with which a step may be sampled."""
+        ahead = self.config.max_staleness - self.config.reserved_versions
+        return max(step - 1 - ahead, self.start)
 
     def first_group(self, step: int) -> int:
         """Number of a step's first group of prompts; no two steps of a run or fork share one."""
@@ -216,7 +221,7 @@ class Run:
 
     def attempts_of(self, step: int) -> list[Attempt]:
         """What was tried for a step, in the order in which it ended."""
-        return [attempt for attempt in self.attempts if attempt.step == step]
+        return list(self.attempts.get(step, ()))
 
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Token ids of a few short sequences, and where each one's response begins."""
@@ -233,7 +238,9 @@ class Run:
             before.pop(record.step, None)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
-        self.attempts = [attempt for attempt in self.attempts if attempt.step > record.step]
+        for step in [step for step in list(self.attempts) if step <= record.step]:
+            del self.attempts[step]
+        self.engines.rollouts.committed(record.step, self.oldest_version(record.step + 1))
         self.shards.committed(record.step)
         self.gate.committed(record.step)
 

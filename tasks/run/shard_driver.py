@@ -120,8 +120,10 @@ class ShardDriver:
         return len(self._ended.get(step, set()).intersection(among))
 
     def committed(self, step: int) -> None:
-        """Nothing of a step is needed any more."""
-        self._ended.pop(step, None)
+        """Nothing of a step, or of those before it, is needed any more."""
+        with self._changed:
+            for before in [number for number in self._ended if number <= step]:
+                del self._ended[before]
 
     def close(self) -> None:
         """Begin nothing more; what is under way ends with the engines."""

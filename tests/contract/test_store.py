@@ -80,6 +80,21 @@ def test_listing(store: Store) -> None:
     assert store.children("r/w") == ["v2"]
 
 
+def test_sizes_of_many(store: Store) -> None:
+    keys = {f"r/steps/1/rollout/{number}.bin": number for number in range(1, 6)}
+    keys |= {"r/steps/2/rollout/1.bin": 7, "top": 0}
+    for key, size in keys.items():
+        store.write(key, b"x" * size)
+    store.write("r/steps/1/rollout/more/1.bin", b"not asked for")
+    assert store.sizes(keys) == keys
+    assert store.sizes([]) == {}
+    for missing in ("r/steps/1/rollout/9.bin", "r/steps/1/rollout/more", "r/steps/8/x.bin"):
+        with pytest.raises(ObjectMissing, match=missing):
+            store.sizes([*keys, missing])
+    with pytest.raises(ObjectMissing, match=r"none/1\.bin"):
+        store.sizes([f"none/{number}.bin" for number in range(1, 5)])
+
+
 def test_a_stream_appears_at_its_end(store: Store) -> None:
     with store.write_stream("big") as out:
         out.write(b"one")

@@ -145,6 +145,15 @@ def test_only_the_rows_asked_for_travel(s3_store: Store, s3: Endpoint) -> None:
     assert sorted(sizes) == [12000, 24000]
 
 
+def test_sizes_of_a_folder_are_one_listing(s3_store: Store, s3: Endpoint) -> None:
+    keys = [f"run/steps/1/rollout/{number}.bin" for number in range(30)]
+    for key in keys:
+        s3_store.write(key, b"abc")
+    s3.requests.clear()
+    assert set(s3_store.sizes(keys).values()) == {3}
+    assert [method for method, _, _ in s3.requests] == ["GET"]
+
+
 def test_nothing_else_retries(s3_store: Store, s3: Endpoint) -> None:
     """A retry inside s3fs or botocore would make a lost answer look like another writer's win."""
     s3.faults = [Fault("HEAD", "/k", 100)]

@@ -9,13 +9,8 @@ from torch import Tensor
 
 from configs.algorithm.corrections import BandCorrection, RejectCorrection, TruncateCorrection
 from engines.algorithms.jagged import Rows
-from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, bounds_of, correct
-from engines.algorithms.rollout_correction_metrics import (
-    kept_metrics,
-    mismatch_metrics,
-    rejection_metrics,
-    weight_metrics,
-)
+from engines.algorithms.rollout_correction import CORRECTIONS, Mismatch, correct
+from engines.algorithms.rollout_correction_metrics import correction_metrics
 from tests.parity.answers import Adapter, Answer, shaped
 from tests.parity.vectors import Case
 
@@ -59,19 +54,14 @@ def weights_and_metrics(
     mismatch: Mismatch, choice: TruncateCorrection | BandCorrection
 ) -> tuple[Tensor, dict[str, float]]:
     """Weights, and their metrics under the reference's names."""
-    plain = choice.model_copy(update={"normalize": False})
-    before = CORRECTIONS[choice.kind](mismatch, **plain.arguments())
-    band = choice.kind == "band"
-    assert choice.upper is not None
-    metrics = weight_metrics(
-        mismatch, before, choice.level, choice.lower if band else None, choice.upper
-    )
-    if not band:
+    step = (CORRECTIONS[choice.kind], choice.arguments())
+    metrics = correction_metrics(mismatch, [step])
+    if choice.kind != "band":
         metrics.pop("weight_oob_ratio", None)
     if not choice.normalize:
         metrics.pop("weight_batch_norm_factor", None)
-    names = {name.replace("weight_", "rollout_is_", 1): v for name, v in metrics.items()}
-    return CORRECTIONS[choice.kind](mismatch, **choice.arguments()), names
+    function, arguments = step
+    return function(mismatch, **arguments), renamed(metrics, "weight_", "rollout_is_")
 
 
 def kept_and_metrics(
@@ -80,12 +70,16 @@ def kept_and_metrics(
     """Mask after rejection, and its metrics under the reference's names."""
     steps = [(CORRECTIONS["reject"], choice.arguments()) for choice in choices]
     _, kept = correct(mismatch, steps)
-    metrics = kept_metrics(mismatch, kept)
-    for choice, (function, arguments) in zip(choices, steps, strict=True):
-        low, high = bounds_of(choice.statistic, choice.lower, choice.upper)
-        own = function(mismatch, **arguments)
-        metrics |= rejection_metrics(mismatch, own, choice.statistic, low, high)
-    return kept, {name.replace("reject_", "rollout_rs_", 1): v for name, v in metrics.items()}
+    return kept, renamed(correction_metrics(mismatch, steps), "reject_", "rollout_rs_")
+
+
+def renamed(metrics: dict[str, float], ours: str, theirs: str) -> dict[str, float]:
+    """Those whose name begins with `ours`, under the reference's names."""
+    return {
+        name.replace(ours, theirs, 1): value
+        for name, value in metrics.items()
+        if name.startswith(ours)
+    }
 
 
 def rollout_corrected(
@@ -93,7 +87,7 @@ def rollout_corrected(
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """Weights (None: not asked for), mask, metrics with the reference's prefix."""
     mismatch = Mismatch(rows=rows, mask=mask, logprobs=logprobs, rollout_logprobs=rollout)
-    weights, kept, metrics = None, mask, mismatch_metrics(mismatch)
+    weights, kept, metrics = None, mask, correction_metrics(mismatch, [])
     if params.get("rollout_is") and params.get("rollout_is_threshold", 2.0) is not None:
         weights, more = weights_and_metrics(mismatch, weight_choice(params))
         metrics |= more
@@ -146,7 +140,7 @@ def offpolicy_case(case: Case) -> Answer:
         logprobs=case.flat("old_log_prob"),
         rollout_logprobs=case.flat("rollout_log_prob"),
     )
-    return {"metrics": mismatch_metrics(mismatch)}
+    return {"metrics": correction_metrics(mismatch, [])}
 
 
 ADAPTERS: dict[str, Adapter] = {

@@ -28,7 +28,7 @@ from engines.algorithms.losses import value_loss
 from engines.algorithms.objective import Objective
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.rollout_correction import Mismatch, correct
-from engines.algorithms.rollout_correction_metrics import (
+from engines.algorithms.rollout_correction_sums import (
     correction_sums,
     gap_sums,
     sample_sizes,

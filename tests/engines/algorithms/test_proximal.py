@@ -15,9 +15,8 @@ from engines.algorithms.from_config import objective_of
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.jagged import Rows
 from engines.algorithms.losses import POLICY_LOSSES
-from engines.algorithms.objective import Objective
-from engines.algorithms.proximal import loglinear
-from engines.algorithms.rollout_correction_metrics import sample_sizes
+from engines.algorithms.objective import Objective, loglinear
+from engines.algorithms.rollout_correction_sums import sample_sizes
 from tests.engines.algorithms.batches import policy_batch
 
 CORRECTED = {"correction": [{"kind": "truncate", "upper": 1.5}]}

@@ -17,11 +17,8 @@ from engines.algorithms.rollout_correction import (
     truncate,
     veto,
 )
-from engines.algorithms.rollout_correction_metrics import (
-    effective_sample_size,
-    mismatch_metrics,
-    weight_metrics,
-)
+from engines.algorithms.rollout_correction_metrics import correction_metrics
+from engines.algorithms.rollout_correction_sums import effective_sample_size
 
 LN2 = math.log(2)
 
@@ -45,6 +42,8 @@ def test_truncation_and_band_by_token_and_by_row():
     options = {"lower": None, "upper": 2.0, "normalize": False}
     assert truncate(both, level="token", **options).tolist() == pytest.approx([0.5, 2.0, 1.5])
     assert truncate(both, level="sequence", **options).tolist() == pytest.approx([2.0, 2.0, 1.5])
+    unbounded = {**options, "upper": None}
+    assert truncate(both, level="token", **unbounded).tolist() == pytest.approx([0.5, 4.0, 1.5])
     options["lower"] = 0.75
     assert truncate(both, level="token", **options).tolist() == pytest.approx([0.75, 2.0, 1.5])
     assert band(both, level="token", **options).tolist() == pytest.approx([0.0, 0.0, 1.5])
@@ -123,18 +122,18 @@ def test_a_logprob_that_is_not_known_counts_as_equal():
 
 def test_equal_policies_have_no_gap():
     both = mismatch([[1.0, 1.0], [1.0]])
-    gap = mismatch_metrics(both)
+    options = {"level": "token", "lower": None, "upper": 2.0, "normalize": False}
+    gap = correction_metrics(both, [(truncate, options)])
     for name in ("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "chi2_token", "chi2_seq"):
         assert gap[name] == pytest.approx(0.0, abs=1e-12)
     assert gap["ppl_ratio"] == pytest.approx(1.0)
     assert gap["training_ppl"] == pytest.approx(4.0)
-    metrics = weight_metrics(both, torch.ones(3, dtype=torch.float64), "token", None, 2.0)
-    assert metrics["weight_eff_sample_size"] == pytest.approx(1.0)
+    assert gap["weight_eff_sample_size"] == pytest.approx(1.0)
 
 
 def test_no_token_no_metrics():
     both = mismatch([[]])
-    assert mismatch_metrics(both) == {}
+    assert correction_metrics(both, []) == {}
     assert set(CORRECTIONS) >= {"truncate", "band", "reject", "veto", "dppo"}
 
 

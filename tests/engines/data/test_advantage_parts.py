@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.algorithms.advantages import ADVANTAGES, AdvantageEstimator, Scope
 from engines.algorithms.from_config import estimator_of
 from engines.algorithms.inputs import AdvantageBatch, Advantages
+from engines.algorithms.rollout_correction import Mismatch
 from engines.data.advantage_columns import write_advantages
 from engines.data.advantage_parts import part_edges, parts_of, write_part, write_statistics
 from engines.data.results import AdvantagesResult, joined
@@ -24,6 +26,15 @@ from storage.objects.store import Store
 
 GROUPS, SIZE = 12, 4
 ROWS = GROUPS * SIZE
+WRITTEN = {
+    "advantages",
+    "response_mask",
+    "returns",
+    "baseline_reward",
+    "staleness",
+    "correction_weights",
+    "correction_kept",
+}
 REWARDS = RewardsConfig.model_validate({"functions": [{"kind": "function", "path": "json:loads"}]})
 PENALTY = {"coefficient": 0.1, "estimator": "k1", "placement": "reward"}
 MORE: list[dict[str, Any]] = [
@@ -33,6 +44,8 @@ MORE: list[dict[str, Any]] = [
     {"advantage": {"kind": "gae", "whiten": False, "gamma": 0.9, "lam": 0.9}},
     {"advantage": {"kind": "gae", "gamma": 0.9, "lam": 0.9}},
     {"advantage": {"kind": "gdpo", "over": "samples"}},
+    {"advantage": {"kind": "gigpo", "among": "batch", "gamma": 0.9}},
+    {"advantage": {"kind": "gigpo", "among": "batch", "normalize": True}, "kl": PENALTY},
     {"advantage": {"kind": "grpo"}, "kl": PENALTY},
     {"advantage": {"kind": "reinforce_plus_plus"}, "kl": PENALTY},
     {"advantage": {"kind": "reinforce_plus_plus_baseline"}, "kl": PENALTY},
@@ -48,6 +61,40 @@ MORE: list[dict[str, Any]] = [
     },
 ]
 RECIPES = [{"advantage": {"kind": kind}} for kind in ADVANTAGES] + MORE
+OLD = {"ratio_against": "old_logprobs"}
+TRUNCATE = {"kind": "truncate", "upper": 1.5, "normalize": True}
+BAND = {"kind": "band", "level": "sequence", "normalize": True}
+CORRECTED: dict[str, dict[str, Any]] = {
+    "no correction": {"advantage": {"kind": "grpo"}},
+    "token weights": {"advantage": {"kind": "grpo"}, "correction": [TRUNCATE]},
+    "row weights": {"advantage": {"kind": "gpg"}, "correction": [BAND, {"kind": "veto"}]},
+    "two weights": {
+        "advantage": {"kind": "reinforce_plus_plus"},
+        "correction": [BAND, TRUNCATE, {"kind": "truncate", "upper": None}],
+    },
+    "rejections": {
+        "advantage": {"kind": "gae", "gamma": 0.9, "lam": 0.9},
+        "correction": [
+            {"kind": "reject", "statistic": "token_k3", "upper": 0.5},
+            {"kind": "reject", "statistic": "seq_mean_k1", "lower": 0.8, "upper": 1.2},
+            {"kind": "reject", "statistic": "seq_max_k2", "upper": 3.0},
+        ],
+    },
+    "by the advantages": {
+        "advantage": {"kind": "gpg"},
+        "correction": [{"kind": "dppo"}, {"kind": "off_policy_sequence"}],
+    },
+    "in a baseline": {
+        "advantage": {"kind": "multi_turn_optimal_token_baseline"},
+        "correction": [TRUNCATE],
+    },
+    "masked rows": {
+        "advantage": {"kind": "gigpo", "among": "batch"},
+        "shaping": {"truncated": "mask"},
+        "kl": PENALTY,
+        "correction": [TRUNCATE],
+    },
+}
 
 
 @pytest.fixture
@@ -83,6 +130,9 @@ def samples(store: Store, *, old: bool) -> BatchRef:
     }
     if old:
         columns |= {"old_logprobs": drawn(-3.0, -0.1), "sum_pi_squared": drawn(0.1, 0.9)}
+    # Turns of 7 tokens, in few states, which prompts share.
+    columns["turn_ids"] = [np.arange(n) // 7 for n in lengths]
+    columns["turn_states"] = [(np.arange(n) // 7 + row) % 5 for row, n in enumerate(lengths)]
     return write_batch(store, "run/samples.safetensors", columns)
 
 
@@ -148,34 +198,81 @@ def test_parts_are_the_whole_to_the_bit(store: Store, recipe: dict[str, Any]) ->
     ref = samples(store, old=algorithm.needs_stored_logprobs)
     whole = in_one(store, ref, algorithm)
     for tokens in (400, 150):
+        assert_equal(store, in_parts(store, ref, algorithm, tokens), whole)
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_corrections_of_parts_are_those_of_the_whole_to_the_bit(store: Store, name: str) -> None:
+    algorithm = AlgorithmConfig.model_validate(OLD | CORRECTED[name])
+    ref = samples(store, old=True)
+    whole = in_one(store, ref, algorithm)
+    gap = {name: value for name, value in whole.metrics.items() if name.startswith("correction/")}
+    assert "correction/chi2_seq" in gap
+    if algorithm.correction:
+        assert ("correction_weights" in whole.ref.names) and "correction/kl" in gap
+    for tokens in (400, 150):
         found = in_parts(store, ref, algorithm, tokens)
+        assert_equal(store, found, whole)
         assert found is not None
-        assert found.ref.names == whole.ref.names
-        for column in ("advantages", "response_mask", "returns", "baseline_reward", "staleness"):
-            if column not in whole.ref.names:
-                continue
-            ours, theirs = (one.ref.fetch_numpy(store, column) for one in (found, whole))
-            np.testing.assert_array_equal(ours[0], theirs[0], err_msg=column)
-            if theirs[1] is not None:
-                np.testing.assert_array_equal(ours[1], theirs[1], err_msg=column)
-        assert found.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
-        assert (found.trained, found.filtered, found.dropped) == (
-            whole.trained,
-            whole.filtered,
-            whole.dropped,
-        )
+        assert gap == {name: found.metrics[name] for name in gap}
+
+
+def assert_equal(store: Store, found: AdvantagesResult | None, whole: AdvantagesResult) -> None:
+    assert found is not None
+    assert found.ref.names == whole.ref.names
+    for column in WRITTEN & set(whole.ref.names):
+        ours, theirs = (one.ref.fetch_numpy(store, column) for one in (found, whole))
+        np.testing.assert_array_equal(ours[0], theirs[0], err_msg=column)
+        if theirs[1] is not None:
+            np.testing.assert_array_equal(ours[1], theirs[1], err_msg=column)
+    assert found.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
+    assert (found.trained, found.filtered, found.dropped) == (
+        whole.trained,
+        whole.filtered,
+        whole.dropped,
+    )
+
+
+def test_turns_of_other_parts_are_compared(store: Store) -> None:
+    """Were each part compared by itself, the advantages would be others."""
+    ref = samples(store, old=False)
+    one, other = (
+        AlgorithmConfig.model_validate({"advantage": {"kind": "gigpo", "among": among}})
+        for among in ("batch", "group")
+    )
+    advantages = [
+        in_one(store, ref, recipe).ref.fetch_numpy(store, "advantages")[0]
+        for recipe in (one, other)
+    ]
+    assert not np.array_equal(*advantages)
+
+
+def test_a_normalised_weight_is_divided_by_the_mean_of_all_parts(store: Store) -> None:
+    algorithm = AlgorithmConfig.model_validate(
+        {**OLD, "advantage": {"kind": "grpo"}, "correction": [TRUNCATE]}
+    )
+    found = in_parts(store, samples(store, old=True), algorithm, 150)
+    assert found is not None
+    weights, mask = (
+        found.ref.fetch_numpy(store, name)[0] for name in ("correction_weights", "response_mask")
+    )
+    assert weights[mask > 0].mean(dtype=np.float64) == pytest.approx(1.0, rel=1e-6)
 
 
 def test_what_looks_at_the_whole_batch_is_not_cut(store: Store) -> None:
     ref = samples(store, old=True)
+    own = {"kind": "function", "path": f"{__name__}:fresh"}
     for recipe in (
-        {"advantage": {"kind": "gigpo", "among": "batch"}},
         {"advantage": {"kind": "function", "path": f"{__name__}:half"}},
-        {"advantage": {"kind": "grpo"}, "correction": [{"kind": "truncate", "upper": 2.0}]},
+        {**OLD, "advantage": {"kind": "grpo"}, "correction": [own]},
     ):
-        against = {} if "correction" in recipe else {"ratio_against": "rollout_logprobs"}
-        algorithm = AlgorithmConfig.model_validate({**against, **recipe})
+        algorithm = AlgorithmConfig.model_validate({"ratio_against": "rollout_logprobs", **recipe})
         assert in_parts(store, ref, algorithm, 150) is None
+
+
+def fresh(mismatch: Mismatch) -> Tensor:
+    """A user's correction; it may look at anything."""
+    return mismatch.log_ratio() > mismatch.log_ratio().mean()
 
 
 def half(batch: AdvantageBatch) -> Advantages:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -147,6 +148,25 @@ def test_unusable_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
             open_source(FileSource(path=str(tmp_path / name)))
     with pytest.raises(ValueError, match="cannot be opened"):
         open_source(FileSource(path="nosuch://place/rows.jsonl"))
+
+
+def test_digests_of_rows_are_those_of_before_however_they_are_read(tmp_path: Path) -> None:
+    """Runs keep them: a row has the same digest in every version and format."""
+    rows = [{"question": f"{n}?", "answer": n, "tags": ["a", None]} for n in range(1100)]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n \n".join(lines) + "\n\n")
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=7)
+    known = [
+        xxhash.xxh3_64_intdigest(json.dumps(row, sort_keys=True, separators=(",", ":")).encode())
+        for row in rows
+    ]
+    for name in ("rows.jsonl", "rows.parquet"):
+        source = open_source(FileSource(path=str(tmp_path / name)))
+        assert source.row_digests().tolist() == known
+        assert source.row_digests(range(511, 1030)).tolist() == known[511:1030]
+        assert source.row_digests(range(3, 3)).tolist() == []
+        assert source.row_digests() is source.row_digests()  # made once
 
 
 # Hub

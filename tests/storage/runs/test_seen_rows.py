@@ -29,7 +29,7 @@ def test_of_data_that_grew_and_was_sorted_anew_only_new_rows_are_unseen(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     first = source_of(path, [0, 1, 2, 3, 4])
-    write_rows(run, first)
+    write_rows(run, first.row_digests())
     rows, cursor = draw(first, Cursor.start(data(path), first), 3)
     grown = source_of(path, [9, 4, 3, 2, 1, 0, 8])
     seen = seen_at(run, cursor, grown)
@@ -59,13 +59,13 @@ def test_unseen_rows_come_first_and_then_all(run: RunStore, tmp_path: Path) -> N
 def test_a_chain_of_runs_remembers_what_all_have_seen(run: RunStore, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     source = source_of(path, list(range(6)))
-    write_rows(run, source)
+    write_rows(run, source.row_digests())
     _, cursor = draw(source, Cursor.start(data(path), source), 4)
     seen = seen_at(run, cursor, source)
     assert seen is not None
     child = RunStore(run.store, "child")
     write_seen(child, seen)
-    write_rows(child, source)
+    write_rows(child, source.row_digests())
     fresh = unseen(source, seen_before(child))
     assert len(fresh) == 2
     _, after = draw(source, Cursor.start(data(path), source, 2), 1, fresh=fresh)

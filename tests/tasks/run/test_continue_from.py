@@ -69,7 +69,7 @@ def parent(tmp_path: Path) -> RunStore:
         commit(run, record)
     run.store.write(f"{run.state_key(2)}/0.distcp", b"state")
     mark(run, 2)
-    write_rows(run, source)
+    write_rows(run, source.row_digests())
     return run
 
 
@@ -152,7 +152,7 @@ def test_with_nothing_new_there_is_nothing_to_do(parent: RunStore, tmp_path: Pat
         step=1, parent=0, version_in=version, version_out=version, cursor=cursor.to_json()
     )
     commit(run, record)
-    write_rows(run, source)
+    write_rows(run, source.row_digests())
     with pytest.raises(
         NothingNew, match="all 6 rows of .* were seen by child@1 or the runs before"
     ):

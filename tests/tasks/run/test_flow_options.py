@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from prefect import flow, tags, task
+from prefect.context import FlowRunContext
 from prefect.runtime import task_run
 from prefect.settings import (
     PREFECT_API_URL,
@@ -11,7 +12,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tasks.run.flow_options import STEP, result_of
+from tasks.run.flow_options import STEP, forget_results, result_of
 from tests.flows.conftest import prefect_api
 
 __all__ = ["prefect_api"]  # a fixture
@@ -51,6 +52,18 @@ def undeclared() -> int:
     return result_of(adds.submit(1))
 
 
+@flow
+def several(forgetful: bool) -> list[int]:
+    context, kept, known = FlowRunContext.get(), [], []
+    assert context is not None
+    for step in range(3):
+        kept.append(tagged(step))  # so that no id is used again
+        if forgetful:
+            forget_results()
+        known.append(len(context.run_results))
+    return known
+
+
 @pytest.mark.cluster
 def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) -> None:
     with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
@@ -61,3 +74,11 @@ def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) ->
             assert tagged(3) == []  # a task run with tags waits for the server, a slot for each
         with pytest.raises(ValueError, match=r"Declare it by @flow\(name=…, \*\*RUN\)"):
             undeclared()
+
+
+@pytest.mark.cluster
+def test_results_of_steps_are_not_noted_for_as_long_as_the_run(prefect_api: str) -> None:
+    with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+        noted = several(False)
+        assert noted[2] > noted[0] > 0, "Prefect forgets by itself: forget_results may go"
+        assert several(True) == [0, 0, 0]

@@ -101,6 +101,16 @@ def test_the_wait_ends_with_enough_shards_of_those_asked_for(driver: ShardDriver
     thread.join(10)
 
 
+def test_steps_that_are_committed_leave_nothing_behind(driver: ShardDriver) -> None:
+    for step in range(1, 301):
+        for part in shard_ranges(1, 64, 64):
+            assert driver.drive(step, "rollout", part, lambda shard: shard) == list(part)
+            for shard in part:
+                driver.ended(step, shard)
+        driver.committed(step)
+    assert driver._under_way == driver._ended == {}
+
+
 def test_the_wait_raises_what_a_task_raised(driver: ShardDriver) -> None:
     failing = Future[None]()
     failing.set_exception(ValueError("no such column"))

@@ -1,0 +1,84 @@
+"""What the flow's view of the rollout engines remembers of the steps behind it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from engines.rollout.contract import RolloutRequest, SyncReport
+from engines.rollout.rollout_pool import RolloutPool
+from engines.rollout.weight_probe import CheckedLoad, Probe
+from storage.runs.weights import WeightsRef
+
+WORKERS = {"rollout-0": "tcp://a:1", "rollout-1": "tcp://b:1"}
+PROBE = Probe(tokens=[[1, 2]], prompt_lengths=[1], logprobs=[[0.0]])
+
+
+class Pool(RolloutPool):
+    """Two workers that load whatever they are told to."""
+
+    def live(self) -> dict[str, str]:
+        return WORKERS
+
+    def _load(self, name: str, address: str) -> CheckedLoad:
+        return CheckedLoad(report=cast("SyncReport", None), logprob_error=0.0)
+
+
+@pytest.fixture
+def pool() -> Pool:
+    cluster: Any = SimpleNamespace(
+        config=SimpleNamespace(pools={"gpu": SimpleNamespace(slots=1)}),
+        table=SimpleNamespace(outdate=lambda: None),
+    )
+    made = Pool(
+        cluster,
+        "gpu",
+        cast("Any", None),
+        run="run",
+        epoch=1,
+        deadline=1.0,
+        start_timeout=1.0,
+        tolerance=0.1,
+    )
+    made._ready = {address: name for name, address in WORKERS.items()}
+    return made
+
+
+def weights(version: int) -> WeightsRef:
+    return WeightsRef(version=version, key=f"run/weights/{version}", digest=f"{version}", nbytes=1)
+
+
+def request(step: int, shard: int) -> RolloutRequest:
+    return cast("RolloutRequest", SimpleNamespace(step=step, shard=shard, may_be_cut=True))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_what_no_later_step_asks_for_is_forgotten(pool: Pool, max_staleness: int) -> None:
+    """A thousand steps, of which max_staleness + 1 are under way at once."""
+    pool.sync(weights(0), PROBE)
+    for step in range(1, 1001):
+        for ahead in range(max_staleness + 1):
+            pool.cut(step + ahead, keep=[2])
+        pool.sync(weights(step), PROBE)
+        oldest = max(step - max_staleness, 0)
+        pool.committed(step, oldest)
+        assert len(pool.synced) <= max_staleness + 1
+        assert len(pool._cut) <= max_staleness
+        # What a later step may ask for is there.
+        assert sorted(pool.synced) == list(range(oldest, step + 1))
+        assert not pool._is_cut(request(step + max_staleness + 1, 1))
+        for ahead in range(1, max_staleness + 1):
+            assert pool._is_cut(request(step + ahead, 1))
+            assert not pool._is_cut(request(step + ahead, 2))
+
+
+def test_a_worker_that_is_gone_is_not_counted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "engines.rollout.rollout_pool.control",
+        lambda cluster, address, role, what, timeout: SimpleNamespace(tokens=7),
+    )
+    assert pool.tokens() == {"rollout-0": 7, "rollout-1": 7}
+    pool.forget(WORKERS["rollout-0"])
+    assert pool.tokens() == {"rollout-1": 7}

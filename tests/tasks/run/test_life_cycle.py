@@ -1,0 +1,72 @@
+"""What a run keeps of its data at its end, made by its workers where there are many rows."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.data import FileSource
+from engines.failures import WorkerLost
+from storage.prompts.datasets import open_source
+from storage.prompts.source import PromptSource
+from tasks.run import life_cycle
+
+
+class Workers:
+    """Three workers that have the data; the call for the rows from `fails` on loses its worker."""
+
+    def __init__(self, source: PromptSource, fails: int | None = None) -> None:
+        self.source, self.fails = source, fails
+        self.asked: list[tuple[int, int]] = []
+        self.lock = threading.Lock()
+
+    def live(self) -> dict[str, str]:
+        return {name: name for name in "abc"}
+
+    def call(self, method: str, call_id: str, *, start: int, stop: int) -> np.ndarray:
+        with self.lock:
+            self.asked.append((start, stop))
+        assert method == "row_digests"
+        if start == self.fails:
+            raise WorkerLost("a", "it was killed")
+        return self.source.row_digests(range(start, stop))
+
+
+def run_of(source: PromptSource, workers: Workers) -> Any:
+    return SimpleNamespace(
+        source=source,
+        after=9,
+        engines=SimpleNamespace(scorers=workers),
+        call_id=lambda step, call: f"{step}-{call}",
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> PromptSource:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": str(n)}) + "\n" for n in range(23)))
+    return open_source(FileSource(path=str(path)))
+
+
+def test_few_rows_are_digested_here(source: PromptSource) -> None:
+    workers = Workers(source)
+    assert len(life_cycle.row_digests(run_of(source, workers))) == 23
+    assert workers.asked == []
+
+
+@pytest.mark.parametrize("fails", [None, 10])
+def test_many_rows_are_digested_by_the_workers(
+    source: PromptSource, monkeypatch: pytest.MonkeyPatch, fails: int | None
+) -> None:
+    monkeypatch.setattr(life_cycle, "ROWS_AT_ONCE", 10)
+    workers = Workers(source, fails)
+    found = life_cycle.row_digests(run_of(source, workers))
+    np.testing.assert_array_equal(found, source.row_digests())
+    assert found.dtype == np.uint64
+    assert sorted(workers.asked) == [(0, 10), (10, 20), (20, 23)]

@@ -1,0 +1,89 @@
+"""What a run remembers of the steps behind it: a bounded number of them, however many there were."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tasks import train
+from tasks.results import Carried, LeftOver
+from tasks.run import run as runs
+from tasks.run.retries import attempted
+from tasks.run.run import Run
+
+STEPS, AT_ONCE, SHARDS = 400, 3, 8
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run with max_staleness 2, as far as its own memory goes."""
+    monkeypatch.setattr("tasks.run.retries.get_run_logger", lambda: logging.getLogger("run"))
+    monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
+    after = SimpleNamespace(cursor="cursor", carried=Carried())
+    monkeypatch.setattr(runs, "Position", SimpleNamespace(after=lambda record: after))
+    made = object.__new__(Run)
+    made.name = "run"
+    made.attempts, made.drawn, made.carried, made.left_over = {}, {}, {}, {}
+    made.start = 0
+    told: list[tuple[int, int]] = []
+    for name, fake in {
+        "config": SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0),
+        "progress": SimpleNamespace(attempt=lambda *words: None),
+        "shards": SimpleNamespace(committed=lambda step: None),
+        "gate": SimpleNamespace(committed=lambda step: None, drawn=lambda step: None),
+        "engines": SimpleNamespace(
+            trained=[],
+            rollouts=SimpleNamespace(committed=lambda *words: told.append(words)),
+            told=told,
+        ),
+    }.items():
+        setattr(made, name, fake)
+    return made
+
+
+def test_a_long_run_remembers_the_steps_under_way_only(run: Any) -> None:
+    begun = 0
+    for head in range(1, STEPS):
+        for step in range(begun + 1, head + AT_ONCE):
+            for shard in range(SHARDS):
+                with attempted(run, step, "rollout", shard):
+                    pass
+            run.leave(step, "cursor", LeftOver())
+            begun = step
+        for step in range(head, head + AT_ONCE):
+            with attempted(run, step, "update"):
+                pass
+        assert len(run.attempts_of(head)) >= 1
+        run.advance(SimpleNamespace(step=head))
+        with attempted(run, head, "evaluate"):  # after its commit: goes with the next one
+            pass
+        assert run.attempts_of(head + 1)
+        assert len(run.attempts) <= AT_ONCE + 2
+        for kept in (run.drawn, run.carried, run.left_over):
+            assert len(kept) <= AT_ONCE + 2
+    assert run.engines.told[-1] == (STEPS - 1, STEPS - AT_ONCE)  # and the oldest version of use
+    assert run.engines.told[0] == (1, 0)
+
+
+def test_steps_that_overlap_raise_the_failure_of_the_first(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, given_up = [], threading.Event()
+
+    def make(flow: object, run: object, step: int) -> None:
+        if step == 5:
+            raise OSError("step 5 failed")
+
+    here = SimpleNamespace(
+        config=run.config,
+        gate=SimpleNamespace(fail=failed.append, give_up=given_up.set),
+        steps_left=lambda: iter(range(1, 60)),
+    )
+    monkeypatch.setattr(train, "_make", make)
+    with pytest.raises(OSError, match="step 5 failed"):
+        train._overlapping(lambda run, step: None, here)  # type: ignore[arg-type]
+    assert failed == [5] and given_up.is_set()
