@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,35 @@ def test_killed_and_resumed_it_has_the_weights_of_whole_steps(
     command = [sys.executable, "-m", "flows.replay", resumed.files.run, "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
+
+
+def test_corrections_in_parts_give_the_weights_of_whole_steps(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """What they need of the whole batch is made in parts too, one of which dies with its worker."""
+    words = ["tiny", "steps=3", "train.mini_batches=2"]
+    words += ["algorithm.correction=[{kind: truncate, normalize: true}]"]
+    whole = launch(*words, "store.uri=file://whole")
+    code, out = whole.end()
+    assert code == 0, out
+    whole.store_uri = f"file://{tmp_path}/whole"
+    dies = dataclasses.replace(
+        WORKER_DIES, target="engines.data.data_engine:DataEngine.advantage_statistics"
+    )
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies])
+    run = launch(
+        *words,
+        module="small_parts",
+        files={"small_parts.py": SMALL_PARTS},
+        environment=faults.environment,
+    )
+    code, out = run.end()
+    assert (code, faults.missed) == (0, []), out
+    for one, other in zip(run.commits(), whole.commits(), strict=True):
+        assert one.version_out.digest == other.version_out.digest
+        corrected = [name for name in other.metrics if name.startswith("correction/")]
+        assert corrected
+        assert {name: one.metrics[name] for name in corrected} == {
+            name: other.metrics[name] for name in corrected
+        }
+    assert audited(run)[-1]["recounted"]
