@@ -228,7 +228,6 @@ def measure(
     needed = []
     names = list(sides)
     for repeat in range(repeats + 1):
-        # Another batch each time: a head that a reader knows would not be read again.
         number = time.time_ns() % 2**40
         batch = make_batch(*shape, number)
         needed.append(sum(value_bytes(select(batch, share)) for share in wanted))

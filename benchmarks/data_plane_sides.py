@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from storage.batches import reading
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -30,6 +31,8 @@ from storage.objects.usage import COUNTER
 
 # Of each column its values and, where rows differ in length, the offsets [N + 1].
 Columns = dict[str, tuple[NDArray[Any], NDArray[np.int64] | None]]
+
+CONNECTIONS = 96  # of all readers to moto's server, whose queue of new ones holds 128
 
 IDS = ("prompt_ids", "response_ids")
 TRAIN = (*IDS, "rollout_logprobs", "response_mask")
@@ -179,7 +182,9 @@ class StoreSide:
         ]
         whole = BatchRef.concat(refs)
         self._keys = sorted(whole.objects)
-        return [(self.store, pickle.dumps(_narrowed(whole, share))) for share in shares]
+        limit = {"config_kwargs": {"max_pool_connections": max(1, CONNECTIONS // len(shares))}}
+        store = Store(self.store.uri, self.store.options | limit)
+        return [(store, pickle.dumps(_narrowed(whole, share))) for share in shares]
 
     def counted(self) -> tuple[int, int]:
         return (COUNTER.total() - self._before).bytes_written, 0
@@ -196,6 +201,7 @@ def _narrowed(ref: BatchRef, share: Share) -> BatchRef:
 
 def _from_store(address: tuple[Store, bytes], share: Share) -> tuple[Columns, int]:
     store, pickled = address
+    reading._heads.clear()  # each batch is new to its readers, whatever side brought it before
     before = COUNTER.total()
     ref: BatchRef = pickle.loads(pickled)
     found = ref.fetch(store)
