@@ -16,7 +16,7 @@ file, s3    write_batch, a ref to each reader, fetch. Files are mapped: their by
             reader looked at. s3 is moto's server, in Python: its bytes are S3's, its seconds are not.
 gzip        pickle + gzip over HTTP, as AReaL's first RPC had it: a body for each reader.
 json        base64 in JSON over HTTP, as AReaL's RTensor has it: a body for each reader.
-rpc         torch.distributed.rpc over TensorPipe: the producer cuts what a reader asks for.
+rpc         torch.distributed.rpc, TensorPipe over TCP: the producer cuts what a reader asks for.
 ray-near    one ray.put, on the node of the readers, who map it and take their share.
 ray         one ray.put on another node (of this machine), from where it is pulled as a whole, once
             for all readers of their node: more nodes of readers would pull as often.
@@ -100,7 +100,10 @@ def quiet() -> None:
 def join_rpc(address: str, name: str, rank: int, world: int) -> None:
     from torch.distributed import rpc
 
-    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=300)
+    # TCP, as between machines; its shared memory refuses some of 64 that connect at once.
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=address, rpc_timeout=300, _transports=["uv"], _channels=["basic"]
+    )
     rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
 
 

@@ -314,9 +314,7 @@ class RpcSide:
     """The producer cuts a share when it is asked, and TensorPipe carries the tensors."""
 
     kind = "rpc"
-    measured = (
-        "bytes of pickle and tensors, counted by the sender; TensorPipe may use shared memory"
-    )
+    measured = "bytes of pickle and tensors, counted by the sender"
     batch: Columns = {}  # noqa: RUF012 - what calls from readers find in this process
     sent: list[int] = []  # noqa: RUF012
 
