@@ -13,7 +13,9 @@ order that rotates; shown are medians. Bytes are counted, never computed: what i
 each side. HTTP headers count for nobody, and refs to our batches do.
 
 file, s3    write_batch, a ref to each reader, fetch. Files are mapped: their bytes are those that a
-            reader looked at. s3 is moto's server, in Python: its bytes are S3's, its seconds are not.
+            reader looked at, head and ref included. s3 is moto's server, in Python, with few
+            connections a reader: its bytes are S3's, its seconds are not. Both end in a TensorDict,
+            the other sides in arrays.
 gzip        pickle + gzip over HTTP, as AReaL's first RPC had it: a body for each reader.
 json        base64 in JSON over HTTP, as AReaL's RTensor has it: a body for each reader.
 rpc         torch.distributed.rpc, TensorPipe over TCP: the producer cuts what a reader asks for.
