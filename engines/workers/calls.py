@@ -158,6 +158,11 @@ class PendingCall:
                 gone = self.cluster.pool_of(self.address) is None
                 if gone or time.monotonic() >= until:
                     raise self._lost("its process ended before the result was fetched") from None
+            except OSError as error:  # the result comes by way of the scheduler
+                self.cluster.check()
+                raise self.cluster.why_lost(
+                    f"the Dask scheduler cannot be reached: {error}"
+                ) from error
 
     def _lost(self, cause: str) -> WorkerLost:
         seconds = time.monotonic() - self.began

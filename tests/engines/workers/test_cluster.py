@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 from distributed import LocalCluster
+from distributed.comm import CommClosedError
 
 from configs.cluster.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
@@ -321,6 +322,27 @@ def test_a_lost_scheduler_ends_calls_and_workers(number, monkeypatch):
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert left_after(0, pids) == []
+
+
+def test_a_result_that_the_scheduler_does_not_hand_out_any_more_is_a_lost_cluster(monkeypatch):
+    """It died between the call's end and the fetch, which goes by way of it."""
+
+    class Future:
+        def result(self, timeout: float) -> None:
+            raise CommClosedError("in <TCP (closed) local=… remote=…>: Stream is closed")
+
+        def release(self) -> None: ...
+
+    config = ClusterConfig(pools={"p": PoolConfig()}, roles=one_pool_roles("p"))
+    with open_cluster(config) as cluster:
+        (address,) = cluster.workers("p").values()
+        build(cluster, address)
+        pending = calls.start(cluster, address, "role", "nap", {"seconds": 0.0}, None, deadline=60)
+        assert pending.done.wait(30)
+        os.kill(cluster._node.pid, signal.SIGKILL)
+        monkeypatch.setattr(pending, "future", Future())
+        with pytest.raises(ClusterLost, match=r"ended \(exit status -9\)"):
+            pending.wait(60)
 
 
 def test_the_settings_hold_on_the_scheduler(cluster):
