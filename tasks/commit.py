@@ -17,7 +17,7 @@ from storage.objects.errors import StoreUnavailable
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
-from storage.runs.curves import EVERY, write_curves
+from storage.runs.curves import are_due, write_curves
 from storage.runs.retention import sweep
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_step
@@ -178,7 +178,7 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
         run.tracker.register(record)
     try:
         show_step(run, record, scored, attempts)
-        if record.step % EVERY == 0:
+        if are_due(record.step):
             write_curves(run.files, record.step, run.tracker.history)
         tell(run, record, scored, metrics)
         tidy(run)

@@ -21,7 +21,7 @@ from storage.tracking.plots import KL, REWARD_MEAN, REWARD_STD, STAGE_SECONDS
 log = logging.getLogger(__name__)
 
 FORMAT = "refrain.curves/1"
-EVERY = 10  # steps between two writes; at most so many commits are read on resuming
+EVERY = 10  # steps between two writes in the first 2,000; then a hundredth of the steps so far
 SHOWN = (REWARD_MEAN, REWARD_STD, KL, "retries")  # besides the seconds of each stage
 
 History = list[tuple[int, dict[str, float]]]  # step, its metrics by name; ascending
@@ -54,6 +54,15 @@ def shown(metrics: Mapping[str, float | None]) -> dict[str, float]:
         for name, value in metrics.items()
         if value is not None and (name in SHOWN or name.startswith(STAGE_SECONDS))
     }
+
+
+def are_due(step: int) -> bool:
+    """Whether the curves are written after a step.
+
+    Each write has all steps, so what is written in all would grow with their square; so it grows with
+    their number, and a resumed run reads at most a hundredth of the commits, or ten.
+    """
+    return step % (EVERY * max(1, step // (100 * EVERY))) == 0
 
 
 def write_curves(run: RunStore, step: int, history: Sequence[tuple[int, dict[str, float]]]) -> None:

@@ -1,5 +1,6 @@
 """What a run's picture shows is kept in one object, and read from the commits where that is wrong."""
 
+import itertools
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from storage.objects import documents
 from storage.objects.usage import COUNTER
 from storage.runs.commit_log import Commit, commit, read_outline
-from storage.runs.curves import FORMAT, History, read_history, shown, write_curves
+from storage.runs.curves import FORMAT, History, are_due, read_history, shown, write_curves
 from storage.runs.run_store import RunStore
 from tests.storage.runs.test_commit_log import version
 
@@ -66,3 +67,13 @@ def test_curves_that_do_not_hold_are_not_believed(
         assert read_history(run, 7) == made
     assert "The commits are read instead." in caplog.text
     assert read_outline(run, 7).step == 7
+
+
+def test_what_is_written_grows_with_the_steps_and_not_with_their_square() -> None:
+    def written(steps: int) -> int:  # rows of all writes
+        return sum(step for step in range(1, steps + 1) if are_due(step))
+
+    assert written(100_000) < 2.5 * written(50_000)
+    due = [step for step in range(1, 100_001) if are_due(step)]
+    for before, after in itertools.pairwise([0, *due]):
+        assert after - before <= max(10, before // 100)
