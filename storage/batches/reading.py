@@ -171,10 +171,10 @@ def read_columns(store: Store, columns: Mapping[str, ColumnRef]) -> dict[str, Re
     result = {}
     for name, (parts, order) in plans.items():
         read = [[next(data) for _ in part.ranges] for part in parts]
-        for part, pieces in zip(parts, read, strict=True):
-            _check(part, pieces)
-        copy = store.backend.remote  # what is cached must not be handed out for writing
-        result[name] = _assemble(columns[name], parts, read, order, copy)
+        values = [_checked(part, pieces) for part, pieces in zip(parts, read, strict=True)]
+        # What is cached must not be handed out for writing; joined pieces are nobody else's.
+        cached = store.backend.remote and [len(pieces) for pieces in read] == [1]
+        result[name] = _assemble(columns[name], parts, values, order, cached)
     return result
 
 
@@ -244,8 +244,8 @@ def _byte_ranges(edges: Offsets, rows: NDArray[np.int64]) -> list[tuple[int, int
     return list(zip(edges[firsts].tolist(), edges[lasts + 1].tolist(), strict=True))
 
 
-def _check(part: _Part, pieces: list[memoryview]) -> None:
-    """Compare what was read with the column's digest, or row by row with its checksums."""
+def _checked(part: _Part, pieces: list[memoryview]) -> Bytes:
+    """What was read, joined; compared with the column's digest, or by row with its checksums."""
     for (start, stop), piece in zip(part.ranges, pieces, strict=True):
         if piece.nbytes < stop - start:
             edges = part.stored.byte_offsets()
@@ -255,33 +255,33 @@ def _check(part: _Part, pieces: list[memoryview]) -> None:
                 f"within row {row} of column {part.name!r}."
             )
     if part.whole and digest(pieces[0]) == part.stored.digest:
-        return
+        return np.frombuffer(pieces[0], np.uint8)
+    arrays = [np.frombuffer(piece, np.uint8) for piece in pieces]
+    values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     edges = part.stored.byte_offsets()
-    breaks = np.flatnonzero(np.diff(part.rows) != 1) + 1
-    for rows, piece in zip(np.split(part.rows, breaks), pieces, strict=True):
-        at = edges[rows[0] : rows[-1] + 2] - edges[rows[0]]
-        sums = row_checksums(np.frombuffer(piece, np.uint8), at, part.stored.kind)
-        wrong = np.flatnonzero(sums != part.stored.sums[rows])
-        if len(wrong):
-            raise ObjectDamaged(
-                f"Row {rows[wrong[0]]} of {part.label} is damaged: its checksum does not match."
-            )
+    lengths = edges[part.rows + 1] - edges[part.rows]
+    at = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
+    sums = row_checksums(values, at, part.stored.kind)
+    wrong = np.flatnonzero(sums != part.stored.sums[part.rows])
+    if len(wrong):
+        row = part.rows[wrong[0]]
+        raise ObjectDamaged(f"Row {row} of {part.label} is damaged: its checksum does not match.")
     if part.whole:
         raise ObjectDamaged(f"The {part.label} is damaged: its digest does not match.")
+    return values
 
 
 def _assemble(
     column: ColumnRef,
     parts: list[_Part],
-    read: list[list[memoryview]],
+    read: list[Bytes],
     order: NDArray[np.int64] | None,
     copy: bool,
 ) -> ReadColumn:
     """Join what was read, and put the rows in the ref's order."""
     views = [
-        _as(np.frombuffer(piece, np.uint8), part.stored.dtype, column.dtype)
-        for part, pieces in zip(parts, read, strict=True)
-        for piece in pieces
+        _as(values, part.stored.dtype, column.dtype)
+        for part, values in zip(parts, read, strict=True)
     ]
     if len(views) == 1:
         values = views[0].copy() if copy else views[0]
