@@ -8,8 +8,8 @@ export UV_HTTP_TIMEOUT ?= 300
 # Every run starts a dozen Python processes: without bytecode each would compile torch anew.
 export UV_COMPILE_BYTECODE ?= 1
 
-# Many tests wait for processes to start, so two at once pay even on two cores.
-TEST_PROCESSES ?= 2
+# Many tests wait for processes to start or to be missed, so three at once pay even on two cores.
+TEST_PROCESSES ?= 3
 
 .PHONY: demo test check deploy lock clean
 
