@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from engines.failures import InfrastructureError
+from engines.failures import ClusterLost, InfrastructureError
 from storage.prompts.datasets import open_source
 from storage.runs.live import DataOver, End, write_end
 from storage.runs.orphans import clear
@@ -129,10 +129,14 @@ def row_digests(run: Run) -> np.ndarray:
         call = run.call_id(run.after, f"row-digests-{start}")
         try:
             found: np.ndarray = engines.call("row_digests", call, start=start, stop=rows.stop)
-        except InfrastructureError:
+        except (ClusterLost, InfrastructureError):
             found = source.row_digests(rows)
         return found
 
     engines = run.engines.scorers
-    with ThreadPoolExecutor(max(1, len(engines.live()))) as threads:
+    try:
+        workers = len(engines.live())
+    except (ClusterLost, InfrastructureError):  # closed while the promotion waited for a person
+        return source.row_digests()
+    with ThreadPoolExecutor(max(1, workers)) as threads:
         return np.concatenate(list(threads.map(made, starts)))

@@ -30,6 +30,7 @@ import sys
 
 import tasks.advantage
 import tasks.draw
+import tasks.run.life_cycle
 import tasks.update
 from configs.grpo import GRPOConfig
 from tasks.launch.command_line import main
@@ -37,6 +38,7 @@ from tasks.launch.command_line import main
 tasks.draw.PART_ROWS = 2
 tasks.advantage.PART_TOKENS = 60
 tasks.update.PLANNED_ROWS = 1
+tasks.run.life_cycle.ROWS_AT_ONCE = 10
 
 if __name__ == "__main__":
     sys.exit(main("flows.grpo:grpo", GRPOConfig))
@@ -85,6 +87,9 @@ def test_killed_and_resumed_it_has_the_weights_of_whole_steps(
         assert calls.count("update") == 1, "the plan"
     failed = [one for commit in commits for one in commit.attempts if one["error"]]
     assert [one["stage"] for one in failed] == ["advantage"]
+    assert resumed.files.store.read(f"{resumed.files.run}/rows.u64") == undisturbed.store.read(
+        f"{undisturbed.run}/rows.u64"
+    )
     assert audited(resumed)[-1]["recounted"]
     command = [sys.executable, "-m", "flows.replay", resumed.files.run, "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from configs.data import FileSource
-from engines.failures import WorkerLost
+from engines.failures import ClusterLost, WorkerLost
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from tasks.run import life_cycle
@@ -70,3 +70,16 @@ def test_many_rows_are_digested_by_the_workers(
     np.testing.assert_array_equal(found, source.row_digests())
     assert found.dtype == np.uint64
     assert sorted(workers.asked) == [(0, 10), (10, 20), (20, 23)]
+
+
+def test_they_are_digested_here_once_the_engines_are_closed(
+    source: PromptSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(Workers):
+        def live(self) -> dict[str, str]:
+            raise ClusterLost("the cluster has been closed")
+
+    monkeypatch.setattr(life_cycle, "ROWS_AT_ONCE", 10)
+    workers = Closed(source)
+    assert len(life_cycle.row_digests(run_of(source, workers))) == 23
+    assert workers.asked == []
