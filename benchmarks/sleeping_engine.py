@@ -53,7 +53,8 @@ class SleepingEngine(HFEngine):
             if shard.ended is not None:
                 raise shard.ended
         last = self._holding().version
-        new = min(whole - drawn, int((time.monotonic() - start) / each))
+        slept = time.monotonic() - start
+        new = min(whole - drawn, int(slept / each)) if each else whole - drawn
         reason = "length" if drawn + new == whole else UNFINISHED
         half = new // 2 if last != first else 0
         spans = [(first, 0, half), (last, half, new)]

@@ -12,7 +12,7 @@ from tasks.reward import scored
 from tasks.rollout import sample_shard, shards_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
-from tasks.run.shard_driver import ShardRange, shard_ranges
+from tasks.run.shard_driver import ShardRange
 
 
 @task(name="baseline", task_run_name="baseline {shards}", **OPTIONS)
@@ -40,5 +40,5 @@ def baseline_shards(
     count = shards_of(run, prompts)
     return [
         baseline.submit(run, step, prompts, shards)  # type: ignore[call-overload]
-        for shards in shard_ranges(1, count, count)
+        for shards in run.shards.ranges(count)
     ]

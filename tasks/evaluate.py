@@ -24,7 +24,7 @@ from tasks.reward import trainer_state
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
-from tasks.run.shard_driver import ShardRange, shard_ranges
+from tasks.run.shard_driver import ShardRange
 
 ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
 
@@ -57,7 +57,7 @@ def evaluate(run: Run) -> Evaluation:
     prompts = held_out.submit(run, run.config.evaluation)
     evaluated = [
         evaluate_shards.submit(run, prompts, shards)  # type: ignore[call-overload]
-        for shards in shard_ranges(1, count, count)
+        for shards in run.shards.ranges(count)
     ]
     summed = summarize.submit(run, run.config.evaluation, evaluated)
     return result_of(summed)

@@ -33,7 +33,7 @@ from tasks.results import (
     WholeShards,
 )
 from tasks.run.run import Run
-from tasks.run.shard_driver import TASK_RUNS, ShardRange, shard_ranges
+from tasks.run.shard_driver import ShardRange, shard_ranges
 
 OVERDUE = "overdue"  # reasons for which groups are dropped, in the ledger
 OVER_SAMPLED = "over_sampled"
@@ -57,7 +57,9 @@ def finished_groups(
     wanted = min(config.prompts_per_step, count)
     due = overdue_groups(config, step, prompts.carried)
     awaited = due if config.rollout.overdue == "wait" else frozenset[int]()
-    tasks = {shards: submit(shards) for shards in ranges_apart(count, awaited)}
+    tasks = {
+        shards: submit(shards) for shards in ranges_apart(count, awaited, run.shards.task_runs)
+    }
     others = {shards: task for shards, task in tasks.items() if shards.first - 1 not in awaited}
     numbers = frozenset(number for shards in others for number in shards)
     run.shards.wait_for(step, wanted - len(awaited), numbers, list(tasks.values()))
@@ -82,17 +84,17 @@ def finished_groups(
         if shards not in others
     } | {
         chosen[places.first - 1]: tuple(finished[chosen[place - 1]] for place in places)
-        for places in shard_ranges(1, len(chosen), len(chosen))
+        for places in run.shards.ranges(len(chosen))
     }
     return [members[first] for first in sorted(members)]
 
 
-def ranges_apart(count: int, awaited: Collection[int]) -> list[ShardRange]:
+def ranges_apart(count: int, awaited: Collection[int], task_runs: int) -> list[ShardRange]:
     """So many groups, those that are awaited in tasks of their own: the others' are cut first."""
     found: list[ShardRange] = []
     for _, run_of in itertools.groupby(range(count), lambda number: number in awaited):
         numbers = list(run_of)
-        most = math.ceil(TASK_RUNS * len(numbers) / count)
+        most = math.ceil(task_runs * len(numbers) / count)
         found += shard_ranges(numbers[0] + 1, numbers[-1] + 1, count, max(1, most))
     return found
 

@@ -19,7 +19,7 @@ from tasks.over_sampling import finished_groups
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
-from tasks.run.shard_driver import ShardRange, shard_ranges
+from tasks.run.shard_driver import ShardRange
 
 
 @task(name="rollout", task_run_name="rollout {shards}", **OPTIONS)
@@ -56,7 +56,7 @@ def rollout_shards(
     drawn, count = prompts.result(), shards_of(run, prompts)
     if run.config.over_samples or drawn.carried:
         return finished_groups(run, step, drawn, submit)
-    return [submit(shards) for shards in shard_ranges(1, count, count)]
+    return [submit(shards) for shards in run.shards.ranges(count)]
 
 
 def shards_of(run: Run, prompts: PrefectFuture[Prompts]) -> int:
@@ -117,8 +117,10 @@ def sample_or_leave(
     if result is None:  # the step did not wait for it
         partial = PartialSamples(run.store, out_key).take()
         return Unsampled(begun=partial or begun)
-    done = run.files.finish(out_key, {"ref": result.ref.to_json(), "stats": asdict(result.stats)})
-    return sampled(prompts, weights, done)
+    record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
+    if (stands := run.files.finish(out_key, record)) != record:
+        return sampled(prompts, weights, stands)
+    return Sampled(prompts=prompts, weights=weights, ref=result.ref, stats=result.stats)
 
 
 def usable_weights(run: Run, step: int) -> list[WeightsRef]:

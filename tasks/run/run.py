@@ -28,7 +28,7 @@ from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
-from tasks.run.shard_driver import TASK_RUNS, ShardDriver
+from tasks.run.shard_driver import ShardDriver, task_runs
 from tasks.run.staleness_gate import Gate
 from tasks.run.staleness_guard import bound_in_force
 
@@ -72,7 +72,7 @@ class Run:
         self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
-        self.shards = ShardDriver(_shards_at_once(opened.config))
+        self.shards = _shards_of(opened.config)
         self.background = Background()
         self.tracker = RunTracker(self)
         self.engines = Engines(self)
@@ -245,10 +245,11 @@ class Run:
         self.gate.committed(record.step)
 
 
-def _shards_at_once(config: GRPOConfig) -> int:
-    """As many as the rollout engines take, and some that wait for the next free one."""
-    pool = config.cluster.pools[config.cluster.roles.rollout]
-    return pool.workers * pool.slots + TASK_RUNS
+def _shards_of(config: GRPOConfig) -> ShardDriver:
+    """Drives as many shards as the rollout engines take, and some that wait for a free one."""
+    pools, roles = config.cluster.pools, config.cluster.roles
+    engines, most = pools[roles.rollout], task_runs(pools[roles.reward])
+    return ShardDriver(engines.workers * engines.slots + most, most)
 
 
 def _patience(config: GRPOConfig) -> float:

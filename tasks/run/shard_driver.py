@@ -1,8 +1,8 @@
 """Task runs that drive several shards each, so that thousands of shards are a few dozen task runs.
 
-A task run costs the flow and Prefect's server many milliseconds, however small its shard. Above
-TASK_RUNS shards a stage, several share one: their calls go out at the same time, each has attempts
-of its own, and a retry repeats those alone that failed.
+A task run costs the flow and Prefect's server many milliseconds, however small its shard. Of more
+shards a stage than `task_runs` says, several share one: their calls go out at the same time, each has
+attempts of its own, and a retry repeats those alone that failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 
 from prefect.futures import PrefectFuture
 
-TASK_RUNS = 24  # of a stage in a step, at most
+from configs.cluster.cluster import PoolConfig
+
+FEWEST, MOST = 8, 24  # task runs of a stage in a step that has more shards than those
 Result = TypeVar("Result")
 
 
@@ -41,7 +43,15 @@ class ShardRange:
         return self.last - self.first + 1
 
 
-def shard_ranges(first: int, last: int, of: int, most: int = TASK_RUNS) -> list[ShardRange]:
+def task_runs(pool: PoolConfig) -> int:
+    """Task runs of a stage in a step, at most: as many as the workers that score take at once.
+
+    What a task run sampled is scored by one call, so fewer would leave some of them idle.
+    """
+    return min(max(pool.workers * pool.slots, FEWEST), MOST)
+
+
+def shard_ranges(first: int, last: int, of: int, most: int) -> list[ShardRange]:
     """The shards `first` to `last`, of nearly equal numbers in at most so many parts."""
     count = last - first + 1
     number = min(most, count)
@@ -52,14 +62,22 @@ def shard_ranges(first: int, last: int, of: int, most: int = TASK_RUNS) -> list[
 class ShardDriver:
     """The threads in which the shards of task runs are driven, and which shards have ended."""
 
-    def __init__(self, threads: int) -> None:
-        """`threads`: shards at once; as many as the engines take, and some that wait."""
+    def __init__(self, threads: int, task_runs: int) -> None:
+        """`task_runs`: of a stage, at most.
+
+        `threads`: shards at once; as many as the engines take, and some that wait.
+        """
+        self.task_runs = task_runs
         self._first = ThreadPoolExecutor(threads, thread_name_prefix="shards")
         # A shard that is tried again is due before those of later steps, which may be queued.
         self._again = ThreadPoolExecutor(threads, thread_name_prefix="shards-again")
         self._under_way: dict[tuple[int, str, int], Future[Any]] = {}
         self._ended: dict[int, set[int]] = {}  # step -> its shards that have been sampled
         self._changed = threading.Condition()
+
+    def ranges(self, count: int) -> list[ShardRange]:
+        """The shards of each task run, of `count` shards."""
+        return shard_ranges(1, count, count, self.task_runs)
 
     def drive(
         self, step: int, stage: str, shards: ShardRange, one: Callable[[int], Result]

@@ -16,7 +16,7 @@ import pytest
 
 from storage.runs.commit_log import read_commit
 from storage.runs.run_store import RunStore
-from tasks.run.shard_driver import TASK_RUNS
+from tasks.run.shard_driver import FEWEST
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch
 from tests.flows.test_epochs import audited
@@ -170,7 +170,7 @@ def test_the_weights_are_those_of_few_shards_though_a_worker_dies(
                 json={"flow_runs": {"id": {"any_": [step["id"]]}}, "limit": 200},
             ).json()
         )
-        assert names["rollout"] == names["reward"] == TASK_RUNS
+        assert names["rollout"] == names["reward"] == FEWEST
 
 
 def test_groups_that_share_task_runs_are_cut_and_carried(launch: Launch) -> None:
@@ -193,5 +193,5 @@ def test_groups_that_share_task_runs_are_cut_and_carried(launch: Launch) -> None
     assert [commit.ledger.in_flight for commit in commits] == [16, 16, 16, 0]
     for commit in commits:
         calls = [one for one in commit.attempts if one["stage"] == "reward"]
-        assert len(calls) == TASK_RUNS
+        assert len(calls) == FEWEST
     assert audited(run)[-1]["recounted"]

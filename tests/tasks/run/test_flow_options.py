@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import pytest
 from prefect import flow, tags, task
 from prefect.context import FlowRunContext
@@ -13,6 +16,7 @@ from prefect.settings import (
 )
 
 from tasks.run.flow_options import STEP, forget_results, result_of
+from tasks.run.retries import OPTIONS
 from tests.flows.conftest import prefect_api
 
 __all__ = ["prefect_api"]  # a fixture
@@ -47,6 +51,41 @@ def tagged(step: int) -> list[str]:
     return result_of(own_tags.submit(step))
 
 
+@dataclass
+class Walked:
+    """A result that counts how often someone looks into it."""
+
+    number: int = 2
+    looks: ClassVar[int] = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "number":
+            Walked.looks += 1
+        return super().__getattribute__(name)
+
+
+@task
+def walked() -> tuple[Walked, ...]:
+    return (Walked(), Walked())
+
+
+@task(**OPTIONS)
+def counts(
+    whole: tuple[Walked, ...],
+    parts: list[tuple[Walked, ...]],
+    named: dict[str, tuple[Walked, ...]],
+    plain: Walked,
+) -> int:
+    given = [*whole, *parts[0], *parts[1], *named["x"], plain]
+    return sum(one.number for one in given)
+
+
+@flow(name="counted", **STEP)
+def counted(step: int) -> int:
+    one, other = walked.submit(), walked.submit()
+    return result_of(counts.submit(one, [other, other], {"x": other}, Walked()))
+
+
 @flow
 def undeclared() -> int:
     return result_of(adds.submit(1))
@@ -74,6 +113,14 @@ def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) ->
             assert tagged(3) == []  # a task run with tags waits for the server, a slot for each
         with pytest.raises(ValueError, match=r"Declare it by @flow\(name=…, \*\*RUN\)"):
             undeclared()
+
+
+@pytest.mark.cluster
+def test_prefect_does_not_walk_through_what_tasks_hand_to_each_other(prefect_api: str) -> None:
+    with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+        Walked.looks = 0
+        assert counted(1) == 18
+        assert Walked.looks == 9, "each once, by the task itself"
 
 
 @pytest.mark.cluster

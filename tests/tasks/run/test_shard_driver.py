@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect.futures import PrefectConcurrentFuture
 
+from configs.cluster.cluster import PoolConfig
 from tasks.over_sampling import ranges_apart
-from tasks.run.shard_driver import TASK_RUNS, ShardDriver, ShardRange, shard_ranges
+from tasks.run.shard_driver import ShardDriver, ShardRange, shard_ranges, task_runs
 
 
-@given(st.integers(1, 5000))
-def test_parts_cover_every_shard_once_in_order(count: int) -> None:
-    found = shard_ranges(1, count, count)
+@given(st.integers(1, 5000), st.integers(1, 24))
+def test_parts_cover_every_shard_once_in_order(count: int, most: int) -> None:
+    found = shard_ranges(1, count, count, most)
     assert [shard for part in found for shard in part] == list(range(1, count + 1))
-    assert len(found) == min(count, TASK_RUNS)
+    assert len(found) == min(count, most)
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
@@ -29,20 +30,26 @@ def test_groups_that_are_awaited_are_in_task_runs_of_their_own(
     count: int, data: st.DataObject
 ) -> None:
     awaited = data.draw(st.sets(st.integers(0, count - 1)))
-    found = ranges_apart(count, awaited)
+    found = ranges_apart(count, awaited, 8)
     assert [shard for part in found for shard in part] == list(range(1, count + 1))
     for part in found:
         assert len({shard - 1 in awaited for shard in part}) == 1
 
 
+def test_task_runs_are_as_many_as_are_scored_at_once() -> None:
+    assert task_runs(PoolConfig(workers=1, slots=2)) == 8
+    assert task_runs(PoolConfig(workers=3, slots=4)) == 12
+    assert task_runs(PoolConfig(workers=16, slots=4)) == 24
+
+
 def test_names_of_parts() -> None:
-    assert [str(part) for part in shard_ranges(1, 3, 3)] == ["1/3", "2/3", "3/3"]
+    assert [str(part) for part in shard_ranges(1, 3, 3, 8)] == ["1/3", "2/3", "3/3"]
     assert str(ShardRange(5, 8, 64)) == "5-8/64"
 
 
 @pytest.fixture
 def driver() -> ShardDriver:
-    return ShardDriver(8)
+    return ShardDriver(8, task_runs=24)
 
 
 def test_a_retry_repeats_the_shard_that_failed_and_finds_the_others(driver: ShardDriver) -> None:
@@ -103,7 +110,7 @@ def test_the_wait_ends_with_enough_shards_of_those_asked_for(driver: ShardDriver
 
 def test_steps_that_are_committed_leave_nothing_behind(driver: ShardDriver) -> None:
     for step in range(1, 301):
-        for part in shard_ranges(1, 64, 64):
+        for part in driver.ranges(64):
             assert driver.drive(step, "rollout", part, lambda shard: shard) == list(part)
             for shard in part:
                 driver.ended(step, shard)
