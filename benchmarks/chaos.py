@@ -3,6 +3,7 @@
     python -m benchmarks.chaos --kills 100 --seed 0            kills fall on a run of 30 steps
     python -m benchmarks.chaos --kills 40 --apart              each after the last one is mended
     python -m benchmarks.chaos --kills 30 --overlapping        steps overlap, and carry groups on
+    python -m benchmarks.chaos --kills 12 --apart --workers 64 many rollout workers, a shard for each
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
 of an undisturbed run bit for bit. Any process of the run may be killed, the flow too, which is then
@@ -158,6 +159,17 @@ class Subject:
         return found
 
 
+def many(workers: int) -> tuple[str, ...]:
+    """Settings for so many rollout workers, each of which has one shard of a prompt in a step."""
+    return (
+        f"cluster.pools.rollout={{workers: {workers}, threads: 1, slots: 1}}",
+        f"prompts_per_step={workers}",
+        f"rollout.shards={workers}",
+        "group_size=2",
+        "data.source.size=4096",
+    )
+
+
 def undisturbed(folder: Path, words: Sequence[str], steps: int) -> tuple[float, Subject]:
     """Seconds that the run takes when it is left alone."""
     began = time.monotonic()
@@ -270,10 +282,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--apart", action="store_true", help="wait for a commit between kills")
     parser.add_argument("--overlapping", action="store_true", help="steps overlap, carry groups on")
+    parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     words = (*RECIPE, *OVERLAPPING) if arguments.overlapping else RECIPE
+    if arguments.workers != 2:
+        words = (*words, *many(arguments.workers))
     report = Report(steps=arguments.steps, seed=arguments.seed, overlapping=arguments.overlapping)
     (folder / "whole").mkdir()
     (folder / "broken").mkdir()

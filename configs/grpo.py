@@ -9,6 +9,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
 from configs.data import DataConfig, ReasoningGymSource
+from configs.environment import cpu_multiplies_bfloat16
 from configs.model import Model
 from configs.retraining import (
     CONTINUE_FROM,
@@ -139,6 +140,27 @@ class GRPOConfig(Settings):
     def train_of(self, role: Role) -> TrainConfig:
         """The settings with which a role is trained."""
         return self.train
+
+    @model_validator(mode="after")
+    def _number_formats_suit_the_cpu(self) -> Self:
+        """Float32 on CPUs that are slow in bfloat16, where the settings do not name a format.
+
+        A run's record names it, so a resumed run keeps it on whatever machine.
+        """
+        if cpu_multiplies_bfloat16():
+            return self
+        trained: list[Role] = ["actor", "ref", "critic"]
+        groups: list[tuple[str, str, list[Role]]] = [
+            ("rollout", "dtype", ["rollout"]),
+            ("train", "compute_dtype", trained),
+        ]
+        for name, field, roles in groups:
+            pools = [self.cluster.pools.get(self.cluster.roles.pool_of(role)) for role in roles]
+            group: Settings = getattr(self, name)
+            if field not in group.model_fields_set and not any(p and p.gpus for p in pools):
+                self.__dict__[name] = group.model_copy(update={field: "float32"})
+                self.__pydantic_fields_set__.add(name)
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:

@@ -27,7 +27,9 @@ class RolloutConfig(Settings):
         "under the same weights give the same completions; none is faster on CPU.",
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="Number format of the rollout engine's weights and activations."
+        "bfloat16",
+        description="Number format of the rollout engine's weights and activations. Unless set, "
+        "float32 on a CPU without AVX-512 or bf16 instructions.",
     )
     shards: int = Field(
         8,

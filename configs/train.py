@@ -33,7 +33,9 @@ class TrainConfig(Settings):
         1024, ge=1, description="Response tokens whose logits are held at once, per rank."
     )
     compute_dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Number format of matrix products; weights and sums stay float32."
+        "bfloat16",
+        description="Number format of matrix products; weights and sums stay float32. Unless set, "
+        "float32 on a CPU without AVX-512 or bf16 instructions.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, more time."

@@ -134,7 +134,9 @@ def check_devices(config: GRPOConfig) -> str:
     described = []
     for role in (*roles, "rollout"):
         gpus = _gpus_of(config, role)
-        described.append(f"{role} on {f'{gpus} GPU' + 's' * (gpus > 1) if gpus else 'CPU'}")
+        device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
+        form = config.rollout.dtype if role == "rollout" else config.train_of(role).compute_dtype
+        described.append(f"{role} on {device} in {form}")
     return ", ".join(described)
 
 
