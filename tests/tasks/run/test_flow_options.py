@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import httpx
 import pytest
 from prefect import flow, tags, task
 from prefect.context import FlowRunContext
@@ -86,6 +88,13 @@ def counted(step: int) -> int:
     return result_of(counts.submit(one, [other, other], {"x": other}, Walked()))
 
 
+def inputs_of(prefect_api: str, name: str) -> dict[str, list[object]]:
+    """What Prefect noted of a task run's inputs; nothing until it has it."""
+    asked = {"task_runs": {"name": {"like_": name}}}
+    found = httpx.post(f"{prefect_api}/task_runs/filter", json=asked).json()
+    return found[0]["task_inputs"] if found else {}
+
+
 @flow
 def undeclared() -> int:
     return result_of(adds.submit(1))
@@ -121,6 +130,15 @@ def test_prefect_does_not_walk_through_what_tasks_hand_to_each_other(prefect_api
         Walked.looks = 0
         assert counted(1) == 18
         assert Walked.looks == 9, "each once, by the task itself"
+    deadline = time.monotonic() + 20
+    while not (inputs := inputs_of(prefect_api, "counts")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    # The dashboard's arrows: which tasks' results a task was given.
+    assert {name: len(given) for name, given in inputs.items() if given} == {
+        "whole": 1,
+        "parts": 1,
+        "named": 1,
+    }
 
 
 @pytest.mark.cluster
