@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -275,24 +275,26 @@ def open_manifest(store: Store, ref: WeightsRef) -> Manifest:
     return manifest
 
 
-def stream(store: Store, ref: WeightsRef) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a version, in the order in which they were published.
+def stream(
+    store: Store, ref: WeightsRef, names: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a version (or those `names`), in the order in which they were published.
 
     From local files they map the file's pages privately, without a copy; from elsewhere at most
     two windows of 64 MiB are held beside what the caller keeps. Each tensor's digest is checked:
     raises ObjectMissing, and ObjectDamaged naming the tensor.
     """
     manifest = open_manifest(store, ref)
-    for names, views in _read_ahead(store, ref.key, manifest):
-        for name in names:
+    windows = _windows(manifest, names)
+    for window, views in _read_ahead(store, ref.key, manifest, windows):
+        for name in window:
             yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name))
 
 
 def _read_ahead(
-    store: Store, key: str, manifest: Manifest
+    store: Store, key: str, manifest: Manifest, windows: list[list[str]]
 ) -> Iterator[tuple[list[str], dict[str, memoryview]]]:
     """The names and bytes of each window; of a remote store the next one is already coming."""
-    windows = _windows(manifest)
     if not store.backend.remote:  # mapping costs nothing
         for window in windows:
             yield window, _read(store, key, manifest, window)
@@ -306,11 +308,13 @@ def _read_ahead(
             yield window, views
 
 
-def _windows(manifest: Manifest) -> list[list[str]]:
+def _windows(manifest: Manifest, wanted: Container[str] | None) -> list[list[str]]:
     """Names in order, gathered to about WINDOW_BYTES of one file."""
     windows: list[list[str]] = []
     held, file = WINDOW_BYTES, ""
     for name, entry in manifest.tensors.items():
+        if wanted is not None and name not in wanted:
+            continue
         if held >= WINDOW_BYTES or entry.file != file:
             windows.append([])
             held, file = 0, entry.file

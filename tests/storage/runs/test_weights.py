@@ -8,6 +8,7 @@ import torch
 
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.objects.store import Store
+from storage.objects.usage import COUNTER
 from storage.runs import weights
 from storage.runs.weights import WeightsRef, publish, stream, tensor_digest, weights_digest
 
@@ -33,6 +34,16 @@ def test_the_digest_can_be_made_from_what_was_loaded(store: Store) -> None:
     entries = [(name, "F32", tuple(t.shape), tensor_digest(t)) for name, t in loaded]
     assert weights_digest(entries) == ref.digest
     assert publish(store, "other", 5, TENSORS.items(), {}).digest == ref.digest
+
+
+def test_some_of_the_tensors_are_read_alone(store: Store) -> None:
+    ref = publish(store, "run", 0, TENSORS.items(), {}, shard_bytes=1000)
+    before = COUNTER.total().bytes_read
+    some = list(stream(store, ref, {"layer.4.weight", "layer.1.weight"}))
+    read = COUNTER.total().bytes_read - before
+    assert [name for name, _ in some] == ["layer.1.weight", "layer.4.weight"]
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in some)
+    assert read == store.size(f"{ref.key}/manifest.json") + 2 * 8 * 16 * 4
 
 
 def test_tensors_are_held_one_shard_at_a_time(store: Store) -> None:
