@@ -2,8 +2,8 @@
 
 `check_model` answers before anything starts and imports neither torch nor transformers; what a
 model's files say of it is in model_facts.py. `materialize` gives a directory in transformers'
-format, made once and then found again; `load_tokenizer`, `load_for_training` and `build_untied`
-read such a directory.
+format, made once and then found again; `load_tokenizer`, `load_for_training`, `build_empty` and
+`build_untied` read such a directory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import string
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from configs.model import PretrainedModel, RandomModel
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_CACHE = Path(".refrain/models")
 
@@ -149,13 +149,40 @@ def end_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
-    """The model in `directory` with its weights in `dtype`, on CPU, attention by torch's SDPA."""
+    """The whole model in `directory` with its weights in `dtype`, on CPU, attention by torch's SDPA.
+
+    Raises ValueError naming a tensor that the files lack, have in another shape, or have although
+    config.json knows none of that name; transformers would draw it at random or leave it out.
+    """
     from transformers import AutoModelForCausalLM
 
+    from engines.model_files import unfit
+
     with _quiet():
-        return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=_torch_dtype(dtype), attn_implementation="sdpa"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=_torch_dtype(dtype),
+            attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,  # they are reported, like the others
+            output_loading_info=True,
         )
+    model, info = loaded
+    mismatched = [name for name, *_ in info["mismatched_keys"]]
+    for names, what in (
+        (info["missing_keys"], "is not in its files"),
+        (mismatched, "has another shape in its files"),
+        (info["unexpected_keys"], "is in its files, but not in the model of config.json"),
+    ):
+        if names:
+            raise ValueError(unfit(directory, min(names), what))
+    return model
+
+
+def build_empty(directory: Path) -> PreTrainedModel:
+    """The model of `directory` in float32 on the meta device: names and shapes, no memory."""
+    from transformers import AutoConfig
+
+    return _build(AutoConfig.from_pretrained(directory), "float32", "meta")
 
 
 def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
@@ -164,16 +191,21 @@ def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
     A rollout engine takes every weight, also the head's, from a published policy version; a head
     that is tied only sometimes is one that can stay stale.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory)
     config.tie_word_embeddings = False
+    return _build(config, dtype, device).eval().requires_grad_(False)
+
+
+def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with _quiet(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             config, dtype=_torch_dtype(dtype), attn_implementation="sdpa"
         )
-    return model.eval().requires_grad_(False)
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -5,8 +5,7 @@ The update is the policy's (engines/train/policy_update.py) with the value loss 
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 from configs.algorithm.algorithm import CriticConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.losses import value_loss
-from engines.models import load_for_training
 from engines.train.micro_batch import MicroBatch, PackedBatch
 from engines.train.policy import decoder_states, packed_attention
 from engines.train.policy_update import TrainRank, Updater
@@ -27,12 +25,20 @@ class Critic(nn.Module):
     """Packed tokens in, the value of each response token out."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """`model`: a causal language model, of which only the decoder is kept."""
         super().__init__()
-        self.model = model
-        self.value = nn.Linear(model.config.get_text_config().hidden_size, 1)
-        # All values begin at 0, so that no seed decides what the first advantages are.
-        nn.init.zeros_(self.value.weight)
-        nn.init.zeros_(self.value.bias)
+        decoder = packed_attention(model).get_decoder()
+        assert isinstance(decoder, PreTrainedModel)
+        self.model = decoder
+        size = decoder.config.get_text_config().hidden_size
+        self.value = nn.Linear(size, 1, device=decoder.device)
+        self.reset_head()
+
+    @torch.no_grad()
+    def reset_head(self) -> None:
+        """Make all values 0, so that no seed decides what the first advantages are."""
+        self.value.weight.zero_()
+        self.value.bias.zero_()
 
     @property
     def head(self) -> Tensor:
@@ -48,14 +54,6 @@ class Critic(nn.Module):
         values = functional.linear(states, self.value.weight.float(), self.value.bias.float())
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
         return (values.squeeze(-1).clone(),)
-
-
-def load_critic(directory: Path) -> Critic:
-    """A critic on the decoder of a checkpoint directory, in float32."""
-    model = packed_attention(load_for_training(directory, "float32"))
-    decoder = model.get_decoder()
-    assert isinstance(decoder, PreTrainedModel)
-    return Critic(decoder)
 
 
 class CriticUpdater(Updater):

@@ -6,36 +6,44 @@ compared with one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from engines.failures import WeightMismatch
 from engines.train.spec import TensorDifference, WeightsComparison
 from storage.batches.tensors import code_of
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef, stream, tensor_digest, weights_digest
+from storage.runs.weights import (
+    TensorEntry,
+    WeightsRef,
+    open_manifest,
+    stream,
+    tensor_digest,
+    weights_digest,
+)
 
 
 def shard(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device, compute: torch.dtype
 ) -> None:
-    """Shard a module that holds a language model over a group, in place.
+    """Shard a module that holds a language model over a group, in place; its values are not set.
 
     A lone rank keeps gathered weights between forward and backward pass: there is nothing to save.
 
     Args:
-        module: A policy or a critic, in float32; weights and sums of gradients stay so.
+        module: A policy or a critic in float32 on the meta device; weights and sums of gradients
+            stay float32. Of each weight the rank gets memory for its rows alone.
         group: All ranks.
         device: This rank's.
         compute: In what a layer's weights are gathered and multiplied.
     """
-    module.to(device)
     mesh = DeviceMesh.from_group(group, device.type)
     precision = MixedPrecisionPolicy()
     if compute != torch.float32:
@@ -44,6 +52,7 @@ def shard(
     for layer in layers(module):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=several)
     fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    module.to_empty(device=device)
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
@@ -71,35 +80,95 @@ def whole_tensors(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tupl
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def fill(model: nn.Module, store: Store, weights: WeightsRef) -> None:
-    """Copy a version's tensors into a (sharded) model; every rank reads all and keeps its part.
+def own_part(target: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a (sharded) weight, and how many elements of the whole stand before them.
 
-    Raises WeightMismatch naming a tensor that one of the two lacks or has in another shape.
+    The last ranks of many may have none. What is not sharded is every rank's.
+    """
+    if not isinstance(target, DTensor):
+        return target.detach(), 0
+    assert target.placements == (Shard(0),), f"FSDP shards rows, here it was {target.placements}"
+    mesh = target.device_mesh
+    with torch.no_grad():
+        own = target.to_local().detach()
+    rows, first = Shard.local_shard_size_and_offset(len(target), mesh.size(), mesh.get_local_rank())
+    assert rows == len(own)
+    return own, first * math.prod(target.shape[1:])
+
+
+def spread(target: Tensor, whole: Tensor | None, source: int, group: dist.ProcessGroup) -> None:
+    """Copy a whole tensor of one rank into a (sharded) weight; a collective.
+
+    Args:
+        target: Changed in place; each rank gets its rows alone.
+        whole: Of the target's shape and of any number format on rank `source`; else None.
+        source: A rank of the group.
+        group: All ranks.
+    """
+    own, _ = own_part(target)
+    if whole is not None:
+        whole = whole.to(own.device, own.dtype)
+    if not isinstance(target, DTensor):
+        received = own if whole is None else whole.contiguous()
+        dist.broadcast(received, group=group, group_src=source)
+    else:
+        rows = -(-len(target) // group.size())
+        received = own.new_empty(rows, *own.shape[1:])
+        parts = None if whole is None else _equal_parts(whole, rows, group.size())
+        dist.scatter(received, parts, group=group, group_src=source)
+    own.copy_(received[: len(own)] if own.dim() else received)
+
+
+def _equal_parts(whole: Tensor, rows: int, number: int) -> list[Tensor]:
+    """So many parts of so many rows each; what the tensor lacks for that is zeros at its end."""
+    parts = list(whole.split(rows))
+    while len(parts) < number:
+        parts.append(whole[:0])
+    missing = [rows - len(part) for part in parts]
+    return [
+        part if not lack else torch.cat([part, part.new_zeros(lack, *part.shape[1:])])
+        for part, lack in zip(parts, missing, strict=True)
+    ]
+
+
+def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.ProcessGroup) -> None:
+    """Copy a version's tensors into a (sharded) model; a collective.
+
+    Each tensor is read by one rank, which checks its digest and gives the others their rows, so
+    the ranks together read every byte once, and no byte is used that was not checked.
+
+    Raises WeightMismatch naming a tensor that one of the two lacks or has in another shape, before
+    anything is copied. A rank that finds one damaged raises ObjectDamaged.
     """
     held = model.state_dict()
-    missing = set(held)
-    for name, tensor in stream(store, weights):
-        if name not in held or held[name].shape != tensor.shape:
+    entries = open_manifest(store, weights).tensors
+    for name, entry in entries.items():
+        if name not in held or tuple(held[name].shape) != entry.shape:
             has = tuple(held[name].shape) if name in held else "no such tensor"
             raise WeightMismatch(
-                f"Tensor {name} of {weights.key} has shape {tuple(tensor.shape)}, the model has "
+                f"Tensor {name} of {weights.key} has shape {entry.shape}, the model has "
                 f"{has}. Set model to the one that these weights were trained from."
             )
-        _copy(held[name], tensor)
-        missing.discard(name)
-    if missing:
+    if missing := held.keys() - entries.keys():
         raise WeightMismatch(
             f"{weights.key} has no tensor {min(missing)}, which the model needs. "
             "Set model to the one that these weights were trained from."
         )
+    readers = _readers(entries, group.size())
+    mine = stream(store, weights, {name for name in entries if readers[name] == group.rank()})
+    for name in entries:
+        whole = next(mine)[1] if readers[name] == group.rank() else None
+        spread(held[name], whole, readers[name], group)
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    with torch.no_grad():
-        whole = source.to(device=target.device, dtype=target.dtype)
-        if isinstance(target, DTensor):
-            whole = distribute_tensor(whole, target.device_mesh, target.placements)
-        target.copy_(whole)
+def _readers(entries: Mapping[str, TensorEntry], ranks: int) -> dict[str, int]:
+    """Which rank reads each tensor: the one that has least to read until then."""
+    found = {}
+    loads = [0] * ranks
+    for name, entry in entries.items():
+        found[name] = loads.index(min(loads))
+        loads[found[name]] += entry.stop - entry.start
+    return found
 
 
 def compare_weights(

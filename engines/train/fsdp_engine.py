@@ -22,15 +22,16 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
-from engines.models import companion_files, materialize
+from engines.models import build_empty, companion_files, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
-from engines.train.critic import Critic, CriticUpdater, load_critic
+from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import compare_weights, fill, shard, whole_tensors
+from engines.train.loading import load, open_checkpoint
 from engines.train.logprob_pass import write_token_columns
 from engines.train.mfu import CostModel, cost_model
 from engines.train.micro_batch import MicroBatch, pack
 from engines.train.optimizer import Optimizer
-from engines.train.policy import Policy, load_policy
+from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
 from engines.train.rendezvous import Meeting, meet
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
@@ -72,7 +73,8 @@ class FSDPEngine(Ranked):
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = materialize(spec.model, Path(spec.model_cache))
-        self._policy: Policy | Critic | None = self._load()
+        self._checkpoint = open_checkpoint(self._directory)
+        self._policy: Policy | Critic | None = None
         self._optimizer: Optimizer | None = None
         self._meeting: Meeting | None = None
 
@@ -81,13 +83,14 @@ class FSDPEngine(Ranked):
     def join(
         self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
     ) -> JoinReport:
-        """Meet the other ranks and shard the model, whose weights are then version 0's."""
+        """Meet the other ranks and load this rank's part of the model: version 0."""
         self.leave()
         self._meeting = meet(
             rank, world, host, port, self._device, timeout, self._spec.train.deadline
         )
         began = time.monotonic()
-        policy = self._policy or self._load()
+        model = build_empty(self._directory)
+        policy = Critic(model) if self._spec.role == "critic" else Policy(model)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
         if self._spec.role == "ref":
@@ -95,6 +98,11 @@ class FSDPEngine(Ranked):
         if self._spec.train.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         shard(policy, self._meeting.group, self._device, self._compute)
+        if isinstance(policy, Critic):
+            load(policy.model, self._checkpoint.decoder, self._checkpoint, self._meeting.group)
+            policy.reset_head()
+        else:
+            load(policy.model, "", self._checkpoint, self._meeting.group)
         self._policy = policy.train()
         if self._spec.role != "ref":
             self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
@@ -105,7 +113,7 @@ class FSDPEngine(Ranked):
         )
 
     def leave(self) -> None:
-        """Leave the process group and forget the weights; a model that was never sharded stays."""
+        """Leave the process group and forget the weights."""
         if self._meeting is None:
             return
         self._meeting = self._policy = self._optimizer = self.version = None
@@ -114,14 +122,8 @@ class FSDPEngine(Ranked):
     def close(self) -> None:
         """Give memory back."""
         self.leave()
-        self._policy = None
-        gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _load(self) -> Policy | Critic:
-        """The model of version 0."""
-        return (load_critic if self._spec.role == "critic" else load_policy)(self._directory)
 
     # --- forward passes -----------------------------------------------------------------------
 
@@ -311,10 +313,10 @@ class FSDPEngine(Ranked):
 
     def load_weights(self, weights: WeightsRef, version: int) -> None:
         """Take the weights of a published policy version, with the optimizer as it is."""
-        self._joined()
+        meeting = self._joined()
         model = self._loaded()
         self.version = None
-        fill(model.model, self._store, weights)
+        fill(model.model, self._store, weights, meeting.group)
         self.version = version
 
     def _files_of(self, run: str | None) -> RunStore:

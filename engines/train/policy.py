@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.models import load_for_training
 from engines.train.attention import PACKED
 from engines.train.logprobs import token_statistics
 from engines.train.micro_batch import PackedBatch
@@ -22,7 +19,7 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model = packed_attention(model)
 
     @property
     def head(self) -> Tensor:
@@ -78,16 +75,6 @@ def decoder_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
     ).last_hidden_state[0]
     assert isinstance(hidden, Tensor)
     return hidden.index_select(0, packed.predictors)
-
-
-def load_policy(directory: Path) -> Policy:
-    """The model of a checkpoint directory in float32."""
-    return policy_of(load_for_training(directory, "float32"))
-
-
-def policy_of(model: PreTrainedModel) -> Policy:
-    """Make a policy of a transformers model, in place."""
-    return Policy(packed_attention(model))
 
 
 def packed_attention(model: PreTrainedModel) -> PreTrainedModel:
