@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from configs.environment import cpu_multiplies_bfloat16
+
 PROVIDER = "refrain_cpu"
 OPERATIONS = ("rms_norm", "fused_add_rms_norm")
 _VECTOR = 32  # rows of a multiple of so many elements suit the kernels, whatever the vector width
@@ -46,8 +48,10 @@ def register() -> None:
 
 
 def _suits(x: Tensor, weight: Tensor | None) -> bool:
+    """On x86 without AVX-512 the kernels cut bfloat16 off where torch rounds it (vLLM 0.32)."""
     return (
         weight is not None
+        and (x.dtype != torch.bfloat16 or cpu_multiplies_bfloat16())
         and weight.dtype == x.dtype
         and x.shape[-1] % _VECTOR == 0
         and x.is_contiguous()

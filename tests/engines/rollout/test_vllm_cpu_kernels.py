@@ -5,6 +5,7 @@ import torch
 
 ir = pytest.importorskip("vllm.ir")
 
+from configs.environment import cpu_multiplies_bfloat16  # noqa: E402
 from engines.rollout import vllm_cpu_kernels as vllm_cpu  # noqa: E402
 from engines.rollout.vllm_cpu_kernels import PROVIDER  # noqa: E402
 
@@ -20,7 +21,16 @@ def impl(name, provider):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2 * 2**-8)]
+    ("dtype", "tolerance"),
+    [
+        (torch.float32, 1e-5),
+        pytest.param(
+            *(torch.bfloat16, 2 * 2**-8),
+            marks=pytest.mark.skipif(
+                not cpu_multiplies_bfloat16(), reason="the kernel is not used for it on this CPU"
+            ),
+        ),
+    ],
 )
 @pytest.mark.parametrize("shape", [(1, 32), (7, 576), (64, 2048)])
 def test_the_norm_is_that_of_vllms_operations(shape, dtype, tolerance):
@@ -52,3 +62,10 @@ def test_the_norm_is_that_of_vllms_operations(shape, dtype, tolerance):
 def test_what_the_kernel_does_not_take_goes_to_vllms_operations(x, weight):
     assert not impl("rms_norm", PROVIDER).supports_args(x, weight, 1e-5, None)
     assert not impl("fused_add_rms_norm", PROVIDER).supports_args(x, x, weight, 1e-5, None)
+
+
+def test_without_avx_512_bfloat16_goes_to_vllms_operations(monkeypatch):
+    x, weight = (torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16))
+    for there in (True, False):
+        monkeypatch.setattr(vllm_cpu, "cpu_multiplies_bfloat16", lambda there=there: there)
+        assert impl("rms_norm", PROVIDER).supports_args(x, weight, 1e-5, None) is there
