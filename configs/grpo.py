@@ -283,8 +283,13 @@ class GRPOConfig(Settings):
                 f"Set {group}.mini_batches to a divisor of {self.samples_per_step}."
             )
         pool = self.cluster.roles.pool_of(role)
-        ranks = self.cluster.pools[pool].workers
-        if self.samples_per_step // parts < ranks:
+        ranks, shared = self.cluster.pools[pool].workers, self.train_of(role).sequence_parallel
+        if ranks % shared:
+            raise ValueError(
+                f"{group}.sequence_parallel = {shared} does not divide cluster.pools.{pool}.workers "
+                f"= {ranks}. Set {group}.sequence_parallel to a divisor of {ranks}."
+            )
+        if self.samples_per_step // parts < ranks // shared:
             raise ValueError(
                 f"A mini-batch of {self.samples_per_step // parts} samples has fewer rows than "
                 f"cluster.pools.{pool}.workers = {ranks} ranks. "

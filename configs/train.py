@@ -29,6 +29,12 @@ class TrainConfig(Settings):
     micro_batch_tokens: int = Field(
         8192, ge=16, description="Token budget of one packed forward and backward pass, per rank."
     )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each micro-batch, each with a part of its tokens and, in "
+        "attention, of the heads (Ulysses): for samples longer than one device takes.",
+    )
     logit_chunk_tokens: int = Field(
         1024, ge=1, description="Response tokens whose logits are held at once, per rank."
     )
@@ -48,6 +54,11 @@ class TrainConfig(Settings):
     deadline: float = Field(
         1800.0, gt=0, description="Time after which a train call counts as hung, in seconds."
     )
+
+    @property
+    def shared_micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch, over the ranks that share it."""
+        return self.micro_batch_tokens * self.sequence_parallel
 
     @model_validator(mode="after")
     def _old_logprobs_exist(self) -> "TrainConfig":

@@ -38,13 +38,14 @@ _SCALARS = {
 class ModelFacts:
     """What is known of a model before it is loaded; None: its files do not say.
 
-    The recipe `tiny`: ModelFacts(positions=256, window=None, layers=2, kv_heads=2, head_size=32,
-    chat_template=True, unsupported=None).
+    The recipe `tiny`: ModelFacts(positions=256, window=None, layers=2, heads=2, kv_heads=2,
+    head_size=32, chat_template=True, unsupported=None).
     """
 
     positions: int | None  # longest sequence, in tokens; None also where positions are stretched
     window: int | None  # tokens that a token attends to at most; None: all before it
     layers: int | None  # decoder layers
+    heads: int | None  # heads of queries
     kv_heads: int | None  # heads of keys and values; None also where a layer keeps others
     head_size: int | None  # numbers in one head's key
     chat_template: bool  # whether its tokenizer has one
@@ -63,6 +64,7 @@ def model_facts(
             positions=config.max_positions,
             window=None,
             layers=config.layers,
+            heads=config.heads,
             kv_heads=config.heads,
             head_size=config.hidden_size // config.heads,
             chat_template=True,
@@ -111,6 +113,7 @@ def _of_directory(directory: Path) -> ModelFacts:
         positions=_positions(text),
         window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
         layers=text.get("num_hidden_layers"),
+        heads=heads,
         kv_heads=None if compressed else text.get("num_key_value_heads") or heads,
         head_size=head_size,
         chat_template=_has_chat_template(directory),
@@ -157,6 +160,7 @@ def _of_gguf(values: dict[str, Any]) -> ModelFacts:
         positions=values.get(f"{kind}.context_length"),
         window=values.get(f"{kind}.attention.sliding_window"),
         layers=values.get(f"{kind}.block_count"),
+        heads=heads,
         kv_heads=values.get(f"{kind}.attention.head_count_kv", heads),
         head_size=values.get(f"{kind}.attention.key_length")
         or (width // heads if width and heads else None),

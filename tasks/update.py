@@ -73,14 +73,14 @@ def plan_of(
     step: int,
     batch: TrainBatch,
     stage: str,
-    world: int,
+    ranks: int,
     config: TrainConfig,
     cost: CostModel,
 ) -> Part:
-    """The call that cuts an update into micro-batches on `world` ranks, balanced by `cost`."""
+    """The call that cuts an update into micro-batches on so many ranks, balanced by `cost`."""
     limits = {
-        "world": world,
-        "budget": config.micro_batch_tokens,
+        "world": ranks // config.sequence_parallel,
+        "budget": config.shared_micro_batch_tokens,
         "mini_batches": config.mini_batches,
     }
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))

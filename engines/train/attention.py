@@ -9,13 +9,16 @@ and on no padding, and no [T, T] mask exists.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from engines.train.sequence_parallel import SequenceGroup
 
 PACKED = "refrain_packed"  # name in transformers' table of attention functions
 SHORT = 256  # tokens; up to there, on a CPU in bfloat16, plain matrix products are faster
@@ -92,6 +95,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packed_layout: AttentionLayout,
+    sequence_group: SequenceGroup | None = None,
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -106,6 +110,8 @@ def packed_attention(
         query: [1, H, T, D] of H heads.
         key, value: [1, G, T, D]; H is a multiple of G.
         packed_layout: Of the T tokens, as the caller passed it to the model.
+        sequence_group: Ranks that share the tokens; then query, key and value are of this rank's
+            alone, and so is what is returned.
         scaling: Factor on the scores.
         sliding_window: The model's attention window in tokens; longer sequences are refused.
 
@@ -126,14 +132,17 @@ def packed_attention(
             f"A sequence of {packed_layout.longest} tokens is longer than the model's attention "
             f"window of {sliding_window}. Lower rollout.max_new_tokens or filter long prompts."
         )
+    if sequence_group is not None:
+        tokens = packed_layout.collapse.numel()
+        query, key, value = sequence_group.to_heads(query, key, value, tokens)
     heads, size = query.shape[1], query.shape[3]
     q, k, v = (_to_slots(x, packed_layout) for x in (query, key, value))
     if packed_layout.edges is not None:
         out = _varlen(q, k, v, packed_layout, scaling)
     else:
         out = _dense(q, k, v, packed_layout, scaling)
-    out = _Collapse.apply(out.reshape(-1, heads * size), packed_layout)
-    return out.view(1, -1, heads, size), None
+    out = _Collapse.apply(out.reshape(-1, heads * size), packed_layout).view(1, -1, heads, size)
+    return (out if sequence_group is None else sequence_group.to_tokens(out)), None
 
 
 def _to_slots(x: Tensor, layout: AttentionLayout) -> Tensor:

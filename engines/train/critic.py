@@ -16,6 +16,7 @@ from engines.algorithms.losses import value_loss
 from engines.train.micro_batch import MicroBatch, PackedBatch
 from engines.train.policy import decoder_states, packed_attention
 from engines.train.policy_update import TrainRank, Updater
+from engines.train.sequence_parallel import SequenceGroup
 from storage.batches.refs import BatchRef
 
 COLUMNS = ("returns", "values")  # what the value loss is made of
@@ -45,15 +46,17 @@ class Critic(nn.Module):
         """The value head's weight [1, H]."""
         return self.value.weight
 
-    def forward(self, packed: PackedBatch) -> tuple[Tensor]:
+    def forward(self, packed: PackedBatch, sequence: SequenceGroup) -> tuple[Tensor]:
         """Values [R], float32: what is expected of the state in which a response token is chosen.
 
         A tuple, because FSDP looks for the outputs' gradients there.
         """
-        states = decoder_states(self.model, packed).float()
-        values = functional.linear(states, self.value.weight.float(), self.value.bias.float())
+        states, places = decoder_states(self.model, packed, sequence)
+        weight, bias = self.value.weight.float(), self.value.bias.float()
+        own = functional.linear(states.float(), weight, bias).squeeze(-1)
+        (values,) = sequence.together((own,), places, packed.labels.numel())
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
-        return (values.squeeze(-1).clone(),)
+        return (values.clone(),)
 
 
 class CriticUpdater(Updater):
@@ -77,7 +80,7 @@ class CriticUpdater(Updater):
         self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
     ) -> tuple[Tensor, MetricSums]:
         assert selected is None, "every token counts"
-        (values,) = self._critic(micro.packed)
+        (values,) = self._critic(micro.packed, self._sequence)
         loss, metrics = value_loss(
             values,
             micro.columns["returns"],

@@ -34,6 +34,7 @@ from engines.train.optimizer import Optimizer
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
 from engines.train.rendezvous import Meeting, meet
+from engines.train.sequence_parallel import SequenceGroup, check_heads, sequence_group
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
 from engines.workers.engine import Ranked
 from storage.batches.refs import BatchRef
@@ -77,6 +78,7 @@ class FSDPEngine(Ranked):
         self._policy: Policy | Critic | None = None
         self._optimizer: Optimizer | None = None
         self._meeting: Meeting | None = None
+        self._sequence: SequenceGroup | None = None
 
     # --- the gang -----------------------------------------------------------------------------
 
@@ -89,7 +91,10 @@ class FSDPEngine(Ranked):
             rank, world, host, port, self._device, timeout, self._spec.train.deadline
         )
         began = time.monotonic()
+        config = self._spec.train
+        self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
         model = build_empty(self._directory)
+        check_heads(model.config.get_text_config().num_attention_heads, self._sequence.size)
         policy = Critic(model) if self._spec.role == "critic" else Policy(model)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
@@ -155,7 +160,7 @@ class FSDPEngine(Ranked):
             raise ValueError(f"An engine of role {self._spec.role} has no values. Ask the critic.")
 
         def computed(micro: MicroBatch) -> dict[str, Tensor]:
-            return {"values": critic(micro.packed)[0]}
+            return {"values": critic(micro.packed, self._shared())[0]}
 
         return self._columns(batch, out_key, computed, ("values",))
 
@@ -168,12 +173,13 @@ class FSDPEngine(Ranked):
     ) -> ColumnsResult:
         ref, sums = write_token_columns(
             self._store,
-            self._joined(),
+            self._shared(),
+            self._device,
             batch,
             out_key,
             computed,
             names,
-            budget=self._spec.train.micro_batch_tokens,
+            budget=self._spec.train.shared_micro_batch_tokens,
             cost=self._cost,
         )
         return ColumnsResult(batch=ref, metrics=sums)
@@ -230,6 +236,7 @@ class FSDPEngine(Ranked):
         rank = TrainRank(
             store=self._store,
             meeting=meeting,
+            sequence=self._shared(),
             optimizer=self._optimizer,
             config=self._spec.train,
             cost=self._cost,
@@ -338,6 +345,7 @@ class FSDPEngine(Ranked):
             raise ValueError("A critic has no log-probs. Ask the actor or the reference.")
         return Forward(
             policy=policy,
+            sequence=self._shared(),
             temperature=temperature,
             chunk=self._spec.train.logit_chunk_tokens,
             dtype=self._compute,
@@ -355,6 +363,11 @@ class FSDPEngine(Ranked):
         if self._meeting is None:
             raise RuntimeError("This engine has not joined its process group. Form the gang first.")
         return self._meeting
+
+    def _shared(self) -> SequenceGroup:
+        self._joined()
+        assert self._sequence is not None
+        return self._sequence
 
     def _trained(self) -> Optimizer:
         if self._optimizer is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engines.train.mfu import CostModel
 from engines.train.micro_batch import MicroBatch, read_micro_batch
 from engines.train.packing import plan_logprobs, read_lengths
-from engines.train.rendezvous import Meeting
+from engines.train.sequence_parallel import SequenceGroup
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -23,7 +23,8 @@ from storage.objects.store import Store
 
 def write_token_columns(
     store: Store,
-    meeting: Meeting,
+    sequence: SequenceGroup,
+    device: torch.device,
     batch: BatchRef,
     out_key: str,
     computed: Callable[[MicroBatch], Mapping[str, Tensor]],
@@ -38,7 +39,8 @@ def write_token_columns(
 
     Args:
         store: Where the batch is read and the columns are written.
-        meeting: The ranks.
+        sequence: The ranks that share micro-batches with this one; their first one writes.
+        device: This rank's.
         batch: [N] rows of all ranks.
         out_key: Of the object that is written; with several ranks its number is put in.
         computed: From a micro-batch to numbers [R] of its response tokens, by name.
@@ -50,13 +52,17 @@ def write_token_columns(
         The ref of the columns, None where this rank has no rows. And the sum of each name's numbers,
         written or not, over the tokens with mask 1; "tokens" is the number of those.
     """
-    plan = plan_logprobs(read_lengths(store, batch), world=meeting.world, budget=budget, cost=cost)
+    plan = plan_logprobs(
+        read_lengths(store, batch), world=sequence.replicas, budget=budget, cost=cost
+    )
     found: dict[str, dict[int, np.ndarray]] = {}
     sums = {"tokens": 0.0}
-    for rows in plan.ranks[meeting.rank]:
-        micro = read_micro_batch(store, batch, rows, (), meeting.device)
+    for rows in plan.ranks[sequence.replica]:
+        micro = read_micro_batch(store, batch, rows, (), device)
         with torch.no_grad():
             given = computed(micro)
+        if not sequence.counts:
+            continue
         lengths = micro.packed.rows.lengths.tolist()
         sums["tokens"] += float(micro.mask.sum())
         for name, values in given.items():
@@ -66,9 +72,9 @@ def write_token_columns(
                 found.setdefault(name, {}).update(zip(rows, parts, strict=True))
     if not any(found.values()):
         return None, sums
-    if meeting.world > 1:
+    if sequence.replicas > 1:
         stem, dot, suffix = out_key.rpartition(".")
-        out_key = f"{stem}-{meeting.rank}of{meeting.world}{dot}{suffix}"
+        out_key = f"{stem}-{sequence.replica}of{sequence.replicas}{dot}{suffix}"
     return write_batch(store, out_key, {n: _jagged(rows) for n, rows in found.items()}), sums
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from engines.train.attention import PACKED
 from engines.train.logprobs import token_statistics
 from engines.train.micro_batch import PackedBatch
+from engines.train.sequence_parallel import SequenceGroup
 
 
 class Policy(nn.Module):
@@ -31,6 +32,7 @@ class Policy(nn.Module):
     def forward(
         self,
         packed: PackedBatch,
+        sequence: SequenceGroup,
         *,
         temperature: float,
         chunk: int,
@@ -42,6 +44,7 @@ class Policy(nn.Module):
 
         Args:
             packed: T tokens of some rows.
+            sequence: The ranks that share them; each gets the numbers of all R.
             temperature: Sampling temperature, by which logits are divided.
             chunk: Rows of logits held at once.
             dtype: Of the output head's product.
@@ -51,30 +54,43 @@ class Policy(nn.Module):
         Returns:
             Log-probs [R] and entropy [R] in nats, and with `squared` sums of pi^2 [R]; float32.
         """
+        states, places = decoder_states(self.model.get_decoder(), packed, sequence)
         stats = token_statistics(
-            decoder_states(self.model.get_decoder(), packed).to(dtype),
+            states.to(dtype),
             self.head.to(dtype),
-            packed.labels,
+            packed.labels if places is None else packed.labels[places],
             temperature=temperature,
             chunk=chunk,
             entropy_gradient=entropy_gradient,
             squared=squared,
         )
+        found: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
+        if stats.sum_pi_squared is not None:
+            found = (*found, stats.sum_pi_squared)
+        found = sequence.together(found, places, packed.labels.numel())
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
-        found = (stats.logprobs.clone(), stats.entropy.clone())
-        return found if stats.sum_pi_squared is None else (*found, stats.sum_pi_squared.clone())
+        return tuple(each.clone() for each in found)
 
 
-def decoder_states(decoder: nn.Module, packed: PackedBatch) -> Tensor:
-    """The last hidden states [R, H] of the tokens that predict the response tokens."""
+def decoder_states(
+    decoder: nn.Module, packed: PackedBatch, sequence: SequenceGroup
+) -> tuple[Tensor, Tensor | None]:
+    """The last hidden states [r, H] of this rank's tokens that predict the response tokens.
+
+    And which of the R response tokens those are, int64 [r]; None: all.
+    """
     hidden = decoder(
-        input_ids=packed.tokens[None],
-        position_ids=packed.positions[None],
+        input_ids=sequence.own(packed.tokens)[None],
+        position_ids=sequence.own(packed.positions)[None],
         use_cache=False,
         packed_layout=packed.layout,
+        sequence_group=None if sequence.size == 1 else sequence,
     ).last_hidden_state[0]
     assert isinstance(hidden, Tensor)
-    return hidden.index_select(0, packed.predictors)
+    if sequence.size == 1:
+        return hidden.index_select(0, packed.predictors), None
+    places, rows = sequence.held(packed.predictors)
+    return hidden.index_select(0, rows), places
 
 
 def packed_attention(model: PreTrainedModel) -> PreTrainedModel:

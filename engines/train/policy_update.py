@@ -34,6 +34,7 @@ from engines.train.optimizer import Optimizer, StepReport
 from engines.train.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
 from engines.train.policy import Policy
 from engines.train.rendezvous import Meeting
+from engines.train.sequence_parallel import SequenceGroup
 from engines.train.spec import UpdateResult
 from engines.train.stored_plan import read_plan
 from storage.batches.refs import BatchRef
@@ -46,6 +47,7 @@ class TrainRank:
 
     store: Store
     meeting: Meeting
+    sequence: SequenceGroup
     optimizer: Optimizer
     config: TrainConfig
     cost: CostModel
@@ -56,6 +58,7 @@ class Forward:
     """A policy's forward pass with its settings."""
 
     policy: Policy
+    sequence: SequenceGroup
     temperature: float
     chunk: int  # rows of logits held at once
     dtype: torch.dtype  # of the output head's product
@@ -66,6 +69,7 @@ class Forward:
         """As `Policy.forward`: log-probs [R] and entropy [R] of the response tokens."""
         found: tuple[Tensor, ...] = self.policy(
             packed,
+            self.sequence,
             temperature=self.temperature,
             chunk=self.chunk,
             dtype=self.dtype,
@@ -109,6 +113,7 @@ class Updater(ABC):
     def __init__(self, rank: TrainRank) -> None:
         self._store = rank.store
         self._meeting = rank.meeting
+        self._sequence = rank.sequence
         self._optimizer = rank.optimizer
         self._config = rank.config
         self._cost = rank.cost
@@ -141,8 +146,8 @@ class Updater(ABC):
     def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
         return plan_update(
             read_lengths(self._store, batch),
-            world=self._meeting.world,
-            budget=self._config.micro_batch_tokens,
+            world=self._sequence.replicas,
+            budget=self._config.shared_micro_batch_tokens,
             mini_batches=self._config.mini_batches,
             cost=self._cost,
         )
@@ -164,7 +169,7 @@ class Updater(ABC):
     def _optimizer_step(
         self, batch: BatchRef, mini: MiniBatch, columns: list[str], max_new_tokens: int
     ) -> None:
-        tally, mine = self._tally, mini.ranks[self._meeting.rank]
+        tally, mine = self._tally, mini.ranks[self._sequence.replica]
         with tally.phase("plan"):
             normaliser = self._normaliser(batch, mini, max_new_tokens)
         selected = self._select(batch, mini, columns)
@@ -185,7 +190,7 @@ class Updater(ABC):
 
     def _normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:
         """Counts over the mini-batch of all ranks, by which the loss is divided."""
-        mine = [row for micro in mini.ranks[self._meeting.rank] for row in micro]
+        mine = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
         counts = torch.tensor(read_mask_counts(self._store, batch, mine), dtype=torch.float64)
         tokens, sequences, rows = self._added(counts).tolist()
         return Normaliser(
@@ -197,8 +202,10 @@ class Updater(ABC):
         )
 
     def _added(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, on each of them."""
+        """The sum over the ranks, on each of them; of ranks that share micro-batches one counts."""
         values = values.to(self._meeting.device)
+        if not self._sequence.counts:
+            values = torch.zeros_like(values)
         dist.all_reduce(values, group=self._meeting.group)
         return values
 
@@ -227,7 +234,7 @@ class Updater(ABC):
     def _summed(self) -> dict[str, float]:
         """The objective's metrics over the tokens of all ranks."""
         added, peaks = (part.to(self._meeting.device) for part in self._tally.sums.stacked())
-        dist.all_reduce(added, group=self._meeting.group)
+        added = self._added(added)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self._meeting.group)
         metrics = self._tally.sums.restored(added, peaks).values()
         return metrics | sample_sizes(metrics)
@@ -302,7 +309,7 @@ class PolicyUpdater(Updater):
         """Needs a forward pass of its own, whose log-probs and entropies are exchanged."""
         if not self._objective.selects:
             return None
-        rows, mine = mini.rows(), mini.ranks[self._meeting.rank]
+        rows, mine = mini.rows(), mini.ranks[self._sequence.replica]
         whole = read_micro_batch(self._store, batch, rows, columns, torch.device("cpu"))
         places = _places(rows, whole, mine)
         statistics = torch.zeros(2, whole.mask.numel())

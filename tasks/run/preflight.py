@@ -197,11 +197,12 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
         f"The longest sample has data.max_prompt_tokens + rollout.max_new_tokens = "
         f"{prompt} + {response} tokens"
     )
-    budget = config.train.micro_batch_tokens
+    budget = config.train.shared_micro_batch_tokens
     if longest - 1 > budget and not resumed:  # its last token is not read, only predicted
         raise PreflightError(
-            f"{what}, more than train.micro_batch_tokens = {budget} takes. "
-            f"Set train.micro_batch_tokens to at least {longest - 1}."
+            f"{what}, more than train.micro_batch_tokens = {config.train.micro_batch_tokens} "
+            "takes. Set train.micro_batch_tokens to at least "
+            f"{-(-(longest - 1) // config.train.sequence_parallel)}."
         )
     facts = model_facts(config.model)
     name = "random Llama" if isinstance(config.model, RandomModel) else config.model.path
@@ -211,6 +212,12 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
         raise PreflightError(
             f"model.path = {name}: its attention has {facts.unsupported}, which the train engine "
             "does not compute. Set model.path to another model."
+        )
+    shared = config.train.sequence_parallel
+    if facts.heads is not None and facts.heads % shared:
+        raise PreflightError(
+            f"train.sequence_parallel = {shared} does not divide the {facts.heads} attention heads "
+            f"of {name}. Set train.sequence_parallel to a divisor of {facts.heads}."
         )
     for limit, of in ((facts.positions, "positions"), (facts.window, "attention window")):
         if limit is not None and longest > limit and not resumed:

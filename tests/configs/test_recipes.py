@@ -33,6 +33,7 @@ def test_the_named_recipes_are_there() -> None:
         (["rollout.temprature=1"], "rollout.temprature: there is no such setting. Did you mean rollout.temperature?"),
         (["steps=many"], "steps = 'many'"),
         (["train.mini_batches=3"], "Set train.mini_batches to a divisor of 16"),
+        (["train.sequence_parallel=2"], "Set train.sequence_parallel to a divisor of 1"),
         (["rollout.shards=5"], "Set rollout.shards to at most 4"),
         (["rollout.engine=vlm"], "rollout.engine = 'vlm': input should be 'vllm' or 'transformers'"),
         (["data.source.kind=foo"], "data.source.kind = 'foo': it must be one of"),

@@ -98,6 +98,17 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
             r"128 \+ 16 tokens, more than train\.micro_batch_tokens = 142 .*at least 143",
         ),
         (
+            [
+                "train={sequence_parallel: 2, micro_batch_tokens: 71}",
+                "cluster.pools.train.workers=2",
+            ],
+            r"more than train\.micro_batch_tokens = 71 takes\. .* at least 72",
+        ),
+        (
+            ["train.sequence_parallel=3", "cluster.pools.train.workers=3"],
+            r"train\.sequence_parallel = 3 does not divide the 2 attention heads of random Llama",
+        ),
+        (
             ["rollout.max_new_tokens=129"],
             r"128 \+ 129 tokens, more than the 256 of the model's positions.*at most 256",
         ),
