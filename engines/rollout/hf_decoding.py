@@ -83,7 +83,7 @@ class Decoding:
         self.rows = [
             _Row(
                 prompts[number // sampling.n],
-                torch.Generator().manual_seed(_entropy() if seed is None else seed),
+                torch.Generator(model.device).manual_seed(_entropy() if seed is None else seed),
                 min(sampling.max_new_tokens, max_model_len - len(prompts[number // sampling.n])),
                 begun[number],
             )
@@ -207,7 +207,7 @@ def _draw(logprobs: torch.Tensor, noises: Sequence[torch.Generator]) -> torch.Te
     Each row has its own noise, drawn anew at each position, so that a row's tokens do not depend on
     the other rows.
     """
-    noise = torch.stack(
-        [torch.empty(logprobs.shape[1]).exponential_(generator=source) for source in noises]
-    )
-    return (logprobs - noise.log().to(logprobs.device)).argmax(1)
+    noise = torch.empty_like(logprobs)
+    for row, source in zip(noise, noises, strict=True):
+        row.exponential_(generator=source)
+    return (logprobs - noise.log_()).argmax(1)
