@@ -1,0 +1,164 @@
+"""What a GPU machine shows of Refrain, in one command of at most ten minutes.
+
+    python -m benchmarks.gpu [--shapes 0.5b 1.5b 7b] [--minutes 10] [--parts …] [--json FILE]
+    python -m benchmarks.gpu --small            the same parts in small, on a CPU too
+
+Needs torch and transformers; vLLM is used where it is installed. First the checks, on the first
+shape: packed log-probs against plain forward passes, weights to the store and into the rollout
+engines, whether an update made again is equal to the bit, two ranks (FSDP2, sequence parallelism)
+against one where there are two devices. Then, for each shape, an update (tokens a second, share of
+the device's peak, peak memory) and sampling (tokens a second). Each part is a process of its own with
+a limit, so that one that fails or hangs takes no other with it. Exit code 1 if a check does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CHECKS = ("logprobs", "round_trip", "replay", "ranks")
+MEASUREMENTS = ("update", "rollout")
+LIMIT = 240.0  # seconds of one part
+ENOUGH = 20.0  # seconds without which no part is begun
+# samples, prompt and response tokens of each
+SIZES = {
+    "small": (16, 12, 24),
+    "0.5b": (256, 256, 1024),
+    "1.5b": (128, 256, 1024),
+    "7b": (64, 256, 1024),
+}
+
+
+def one_part(part: str, shape: str, folder: Path) -> int:
+    """Run a part in this process and write what it found as JSON."""
+    from dataclasses import asdict
+
+    from benchmarks.gpu_parts import PARTS, Job
+
+    samples, prompt, response = SIZES[shape]
+    job = Job(shape=shape, folder=folder, samples=samples, prompt=prompt, response=response)
+    found = PARTS[part](job)
+    result = folder / f"{part}-{shape}.json"
+    result.write_text(json.dumps(asdict(found)))
+    return 0
+
+
+def outcome(part: str, shape: str, folder: Path, limit: float) -> dict[str, Any]:
+    """What a part found in a process of its own; how it ended where it found nothing."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--one", part, shape, str(folder)]
+    log = folder / f"{part}-{shape}.log"
+    began = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code: int | str = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = f"no end in {limit:.0f} s"
+        finally:
+            _end(process)
+    result = folder / f"{part}-{shape}.json"
+    if result.exists():
+        found: dict[str, Any] = json.loads(result.read_text())
+    else:
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        found = {"failed": f"{code}: {' '.join(last)}"[:600], "skipped": None, "metrics": {}}
+    return {"part": part, "shape": shape, "seconds": time.monotonic() - began, **found}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part with all that it started."""
+    import os
+    import signal
+
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def line(found: dict[str, Any]) -> str:
+    """One part for people."""
+    metrics = ", ".join(
+        f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in found["metrics"].items()
+    )
+    word = "FAILED" if found["failed"] else "not run" if found["skipped"] else "ok"
+    why = found["failed"] or found["skipped"] or ""
+    where = f"{found['part']} {found['shape']} ({found['seconds']:.0f} s)"
+    return f"{word:<8}{where:<28}{'; '.join(part for part in (why, metrics) if part)}"
+
+
+def machine() -> dict[str, str]:
+    """Versions and the device."""
+    import torch
+    import transformers
+
+    try:
+        import vllm
+
+        version = str(vllm.__version__)
+    except ImportError:
+        version = "not installed"
+    device = "CPU"
+    if torch.cuda.is_available():
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return {
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "vllm": version,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts, print what they find."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=[*SIZES], default=["0.5b", "1.5b", "7b"])
+    parser.add_argument("--small", action="store_true", help="only a shape that suits a CPU")
+    parser.add_argument("--parts", nargs="+", choices=[*CHECKS, *MEASUREMENTS])
+    parser.add_argument("--minutes", type=float, default=10.0, help="after which nothing is begun")
+    parser.add_argument("--json", type=Path, help="file to which everything is written")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.one:
+        part, shape, folder = options.one
+        return one_part(part, shape, Path(folder))
+    shapes = ["small"] if options.small else options.shapes
+    wanted = options.parts or [*CHECKS, *MEASUREMENTS]
+    until = time.monotonic() + 60 * options.minutes
+    # Checks, then the measurements of each shape: what takes longest is last.
+    queue = [(part, shapes[0]) for part in CHECKS if part in wanted]
+    queue += [(part, shape) for shape in shapes for part in MEASUREMENTS if part in wanted]
+    about = machine()
+    print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        for part, shape in queue:
+            left = until - time.monotonic()
+            if left < ENOUGH:
+                found: dict[str, Any] = {
+                    "part": part,
+                    "shape": shape,
+                    "seconds": 0.0,
+                    "metrics": {},
+                }
+                found |= {"failed": None, "skipped": "no time left"}
+            else:
+                found = outcome(part, shape, Path(folder), min(LIMIT, left))
+            results.append(found)
+            print(line(found), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps({**about, "parts": results}, indent=1))
+    return 1 if any(found["failed"] for found in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

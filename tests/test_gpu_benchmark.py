@@ -1,0 +1,39 @@
+"""What a GPU machine is asked to show runs in small here, so that it will run there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import CHECKS, MEASUREMENTS, line, outcome
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_every_part_runs_in_small(tmp_path: Path) -> None:
+    result = tmp_path / "found.json"
+    words = ["--small", "--json", str(result)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(result.read_text())["parts"]
+    assert [part["part"] for part in parts] == [*CHECKS, *MEASUREMENTS]
+    assert all(part["metrics"] for part in parts)
+    assert len(done.stdout.splitlines()) == 1 + len(parts)
+
+
+def test_a_part_that_ends_badly_is_told_and_hurts_no_other(tmp_path: Path) -> None:
+    found = outcome("no such part", "small", tmp_path, limit=60.0)
+    assert found["failed"].startswith("1: KeyError: 'no such part'")
+    assert line(found).startswith("FAILED  no such part small (")
+
+
+def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
+    found = outcome("logprobs", "small", tmp_path, limit=0.2)
+    assert found["failed"].startswith("no end in 0 s")
