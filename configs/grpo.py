@@ -163,6 +163,15 @@ class GRPOConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _vllm_is_compiled_on_gpus(self) -> Self:
+        pool = self.cluster.pools.get(self.cluster.roles.rollout)
+        if pool and pool.gpus and "enforce_eager" not in self.rollout.model_fields_set:
+            changed = self.rollout.model_copy(update={"enforce_eager": False})
+            self.__dict__["rollout"] = changed
+            self.__pydantic_fields_set__.add("rollout")
+        return self
+
+    @model_validator(mode="after")
     def _batches_divide(self) -> Self:
         self.check_mini_batches("actor", "train")
         if self.rollout.shards > self.prompts_per_step:

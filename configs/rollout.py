@@ -2,9 +2,29 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, JsonValue, field_validator
 
 from configs.base import Settings
+
+# Arguments of vLLM's engine that follow from other settings, or that Refrain depends on; each with
+# what to set instead.
+OWN_ENGINE_ARGS = {
+    "model": "model.path",
+    "dtype": "rollout.dtype",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens",
+    "max_num_seqs": "rollout.max_sequences",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "load_format": None,
+    "hf_overrides": None,
+    "weight_transfer_config": None,
+    "worker_extension_cls": None,
+    "logprobs_mode": None,
+    "generation_config": None,
+    "seed": "rollout.seed",
+}
 
 
 class RolloutConfig(Settings):
@@ -49,7 +69,13 @@ class RolloutConfig(Settings):
     )
     enforce_eager: bool = Field(
         True,
-        description="Run vLLM without compiled graphs: starts in seconds, samples slower on GPU.",
+        description="Run vLLM without compiled graphs: starts in seconds, samples slower on GPU. "
+        "Unless set, false where rollout workers have GPUs.",
+    )
+    engine_args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Further arguments of vLLM's engine (AsyncEngineArgs) by name, as "
+        "{max_num_batched_tokens: 16384}.",
     )
     kv_on_update: Literal["recompute", "keep"] = Field(
         "recompute",
@@ -97,3 +123,13 @@ class RolloutConfig(Settings):
     deadline: float = Field(
         600.0, gt=0, description="Time after which a shard counts as hung, in seconds."
     )
+
+    @field_validator("engine_args")
+    @classmethod
+    def _engine_args_are_further_ones(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for name in given:
+            if name in OWN_ENGINE_ARGS:
+                instead = OWN_ENGINE_ARGS[name]
+                remedy = f"Set {instead} instead." if instead else "Remove it."
+                raise ValueError(f"rollout.engine_args.{name} is set by Refrain itself. {remedy}")
+        return given

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.rollout.contract import RolloutSpec, Sampling
 from engines.rollout.samples import NOTHING, UNFINISHED, Completion
@@ -32,7 +33,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
     from engines.rollout.vllm_cpu_kernels import OPERATIONS, PROVIDER
 
     config, on_cpu = spec.rollout, current_platform.is_cpu()
-    return AsyncEngineArgs(
+    found = AsyncEngineArgs(
         model=str(directory),
         dtype=config.dtype,
         max_model_len=spec.max_model_len,
@@ -63,6 +64,8 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
         disable_log_stats=True,
     )
+    further: dict[str, Any] = dict(config.engine_args)
+    return replace(found, **further) if further else found
 
 
 def sampling_params(

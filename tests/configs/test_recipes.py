@@ -33,6 +33,11 @@ def test_the_named_recipes_are_there() -> None:
         (["rollout.temprature=1"], "rollout.temprature: there is no such setting. Did you mean rollout.temperature?"),
         (["steps=many"], "steps = 'many'"),
         (["train.mini_batches=3"], "Set train.mini_batches to a divisor of 16"),
+        (
+            ["rollout.engine_args={max_num_seqs: 4}"],
+            "rollout.engine_args.max_num_seqs is set by Refrain itself. Set rollout.max_sequences instead.",
+        ),
+        (["rollout.engine_args={load_format: auto}"], "is set by Refrain itself. Remove it."),
         (["train.sequence_parallel=2"], "Set train.sequence_parallel to a divisor of 1"),
         (["rollout.shards=5"], "Set rollout.shards to at most 4"),
         (["rollout.engine=vlm"], "rollout.engine = 'vlm': input should be 'vllm' or 'transformers'"),

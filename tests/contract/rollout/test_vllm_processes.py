@@ -12,13 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import psutil
 import pytest
 
+from configs.rollout import OWN_ENGINE_ARGS
 from engines.processes.process_tree import kill_all, session
 from engines.rollout.contract import EngineDead
 from engines.rollout.engine import RolloutEngine
+from engines.rollout.vllm_arguments import engine_arguments
 from engines.rollout.vllm_process import exit_code
 from tests.contract.rollout.world import LONG, SHORT, World, begun, until
 
@@ -113,3 +116,13 @@ def test_the_exit_code_is_known_when_another_thread_asked_the_kernel_first() -> 
     writes.start()
     assert exit_code(process) == -signal.SIGKILL
     writes.join()
+
+
+def test_further_arguments_reach_vllm(world: World) -> None:
+    pytest.importorskip("vllm")
+    spec = world.spec("vllm")
+    arguments = engine_arguments(spec, world.directory)
+    assert spec.rollout.engine_args == {"max_num_batched_tokens": 2048}
+    assert arguments.max_num_batched_tokens == 2048
+    assert arguments.load_format == "dummy"
+    assert OWN_ENGINE_ARGS.keys() <= {each.name for each in fields(arguments)}

@@ -68,7 +68,13 @@ class World:
             name=f"{kind}-0",
             model=MODEL,
             model_cache=str(self.cache),
-            rollout=RolloutConfig(engine=kind, dtype="float32", kv_cache_gib=0.1, seed=1),
+            rollout=RolloutConfig(
+                engine=kind,
+                dtype="float32",
+                kv_cache_gib=0.1,
+                seed=1,
+                engine_args={"max_num_batched_tokens": 2048} if kind == "vllm" else {},
+            ),
             store_uri=self.store.uri,
             max_model_len=MAX_MODEL_LEN,
         )

@@ -120,6 +120,14 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
             ["rollout.engine=vllm", "rollout.kv_cache_gib=0.0001"],
             r"rollout\.kv_cache_gib = 0\.0001, but .* 144 tokens take 0\.000137 GiB",
         ),
+        (
+            ["rollout.engine=vllm", "rollout.engine_args.max_num_batched_token=8192"],
+            r"max_num_batched_token is no argument of vLLM's engine\. Did you mean max_num_batched_tokens\?",
+        ),
+        (
+            ["rollout.engine_args={max_num_batched_tokens: 8192}"],
+            r"rollout\.engine_args has max_num_batched_tokens, but rollout\.engine = transformers",
+        ),
         (["tracking.uri=mlruns"], r"tracking\.uri is mlruns\. Set it to sqlite"),
         (
             [HELD_OUT, "rewards.functions=[{kind: reasoning_gym}]"],
