@@ -1,6 +1,7 @@
 """What it costs to drive many rollout workers and shards, on the real flow with engines that sleep.
 
     python -m benchmarks.scale [--workers 1 16 64 256] [--shards 64 256 1024] [--steps 5]
+                               [--staleness 2]
 
 Rollout workers are simulated, many in one process: each is a Dask worker with an engine host and an
 engine of its own, which loads weights as ever and then sleeps instead of decoding. The flow joins
@@ -11,6 +12,8 @@ Printed, medians over the steps but the first: seconds a step; its sampling, fro
 start to the last one's end, beyond the shortest; the flow's own work for each shard in milliseconds
 of processor time, and those of the scheduler and of Prefect's server; the flow's memory after the
 second step and at the end, so that `--steps 2000 --shards 16 --seconds 0` shows what a step leaves.
+With --staleness steps overlap, and the engines of the next step sample while one trains: what counts
+then are the seconds a step, beside shards / workers times what a shard takes.
 
 Prefect's server keeps its data in SQLite, or where PREFECT_SERVER_DATABASE_CONNECTION_URL says; a
 database server's own processor time is not in the figures.
@@ -54,6 +57,7 @@ class Setting:
     shards: int
     steps: int
     seconds: float  # that each shard takes
+    staleness: int  # max_staleness
     group_size: int = 2
 
     def words(self, scheduler: str) -> list[str]:
@@ -68,6 +72,8 @@ class Setting:
             "rollout.max_new_tokens=4",
             f"cluster={{kind: address, address: '{scheduler}'}}",
             f"cluster.pools.rollout={{workers: {self.workers}, threads: 1, slots: 1}}",
+            f"max_staleness={self.staleness}",
+            "algorithm.correction=[{kind: truncate}]",
             "store.snapshot_every=100000",
             "train.micro_batch_tokens=16384",
             f"store.uri=file://{Path.cwd()}/.refrain/store",
@@ -191,6 +197,7 @@ def measured(setting: Setting) -> dict[str, float]:
             command = [sys.executable, "-m", "benchmarks.scale", "--one", scheduler]
             command += ["--workers", str(setting.workers), "--shards", str(setting.shards)]
             command += ["--steps", str(setting.steps), "--seconds", str(setting.seconds)]
+            command += ["--staleness", str(setting.staleness)]
             log = folder / "flow.log"
             with log.open("wb") as out:
                 flow = subprocess.Popen(
@@ -267,10 +274,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shards", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="that each shard takes")
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     settings = [
-        Setting(workers=workers, shards=shards, steps=options.steps, seconds=options.seconds)
+        Setting(
+            workers=workers,
+            shards=shards,
+            steps=options.steps,
+            seconds=options.seconds,
+            staleness=options.staleness,
+        )
         for workers in options.workers
         for shards in options.shards
     ]

@@ -86,8 +86,8 @@ class _TokenStatistics(torch.autograd.Function):
             higher = torch.maximum(peaks, logits.amax(-1))
             fall = peaks - higher  # <= 0: what was summed so far shrinks by its exponential
             peaks = higher
-            rows, columns = blocks.labels_in(start, logits.shape[1])
-            picked[rows] = logits[rows, columns]
+            inside, columns = blocks.labels_in(start, logits.shape[1])
+            picked = torch.where(inside, logits.gather(1, columns[:, None])[:, 0], picked)
             logits.sub_(peaks[:, None])
             probs = logits.exp()
             shrink = fall.exp()
@@ -121,8 +121,8 @@ class _TokenStatistics(torch.autograd.Function):
                 grad = log_probs.exp_().mul_(slope.add_(falling))
             else:  # d log pi / dz_j = [j = y] - p_j
                 grad = log_probs.exp_().mul_(falling)
-            rows, columns = blocks.labels_in(start, grad.shape[1])
-            grad[rows, columns] += grad_logprobs[rows]
+            inside, columns = blocks.labels_in(start, grad.shape[1])
+            grad.scatter_add_(1, columns[:, None], torch.where(inside, grad_logprobs, 0)[:, None])
             if ctx.temperature != 1:
                 grad.div_(ctx.temperature)
             cast = grad.to(hidden.dtype)
@@ -160,9 +160,12 @@ class _Blocks:
         return self.weight[start : start + self.width].to(self.hidden.dtype)
 
     def labels_in(self, start: int, words: int) -> tuple[Tensor, Tensor]:
-        """The tokens whose label is in the block, and where in it."""
-        rows = ((self.labels >= start) & (self.labels < start + words)).nonzero().squeeze(-1)
-        return rows, self.labels[rows] - start
+        """Whether each token's label is in the block, bool [T], and where in it; 0 where it is not.
+
+        Without asking a device how many there are, which would wait for it.
+        """
+        inside = (self.labels >= start) & (self.labels < start + words)
+        return inside, torch.where(inside, self.labels - start, 0)
 
 
 def _width(hidden: Tensor, weight: Tensor, chunk: int) -> int:

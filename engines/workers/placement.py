@@ -20,6 +20,15 @@ class NodeResources:
     name: str
     cores: int
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them
+    uuids: tuple[str, ...] = ()  # of the same GPUs; empty where they are not known
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """What tells a GPU of this machine from the others, whoever names them.
+
+        A process that may see one device of eight, as in a Slurm job, calls it 0 whichever it is.
+        """
+        return self.uuids or self.gpus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,27 +55,34 @@ class PlacedWorker:
 
 def this_node() -> NodeResources:
     """What this machine offers, found without torch."""
+    visible = visible_gpus()
+    listed = {} if visible == () else _listed_gpus()
+    gpus = tuple(listed) if visible is None else visible
+    # A name that is no index is a UUID already, or its beginning.
+    uuids = tuple(listed.get(gpu, "") if gpu.isdigit() else gpu for gpu in gpus)
     return NodeResources(
-        name=socket.gethostname(), cores=len(os.sched_getaffinity(0)), gpus=_gpus()
+        name=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+        gpus=gpus,
+        uuids=uuids if all(uuids) else (),
     )
 
 
-def _gpus() -> tuple[str, ...]:
-    visible = visible_gpus()
-    if visible is not None:
-        return visible
+def _listed_gpus() -> dict[str, str]:
+    """UUID by index of the GPUs that this process may see; empty without a driver or devices."""
     if shutil.which("nvidia-smi") is None:
-        return ()
+        return {}
     listing = subprocess.run(
-        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+        ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"],
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
     )
     if listing.returncode != 0:  # a driver without devices
-        return ()
-    return tuple(line.strip() for line in listing.stdout.splitlines() if line.strip())
+        return {}
+    lines = (line.partition(",") for line in listing.stdout.splitlines() if line.strip())
+    return {index.strip(): uuid.strip() for index, _, uuid in lines}
 
 
 def place_local(pools: Mapping[str, PoolConfig]) -> tuple[PlacedWorker, ...]:
@@ -162,7 +178,7 @@ def check_placed(
                 f"cluster.pools.{pool}.threads = {wanted.threads}, but worker {name} on "
                 f"{node.name} has {node.cores} cores. Set it to at most {node.cores}."
             )
-        for gpu in node.gpus if wanted.gpus else ():
+        for gpu in node.devices if wanted.gpus else ():
             other = owners.setdefault((node.name, gpu), name)
             if other != name:
                 raise ValueError(

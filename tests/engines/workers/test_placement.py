@@ -1,5 +1,7 @@
 """Whether a plan fits the nodes."""
 
+from dataclasses import replace
+
 import pytest
 
 from configs.cluster.cluster import PoolConfig
@@ -70,11 +72,15 @@ def test_gpus_are_found_without_torch(monkeypatch):
 
 def test_gpus_are_counted_by_nvidia_smi(monkeypatch, tmp_path):
     command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+    command.write_text("#!/bin/sh\nprintf '0, GPU-a\\n1, GPU-b\\n'\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert this_node().gpus == ("0", "1")
+    assert this_node().devices == ("GPU-a", "GPU-b")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert (this_node().gpus, this_node().devices) == (("1",), ("GPU-b",))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     command.write_text("#!/bin/sh\necho no devices were found >&2\nexit 6\n")
     assert this_node().gpus == ()
 
@@ -85,6 +91,11 @@ def test_workers_that_others_started_are_checked_too():
     check_placed(pools, good)
     with pytest.raises(ValueError, match="Workers w0 and w1 on a share GPU 0"):
         check_placed(pools, {**good, "w1": ("train", node("a", gpus=1))})
+    # Each sees one device of the node's and calls it 0.
+    alone = {f"w{n}": ("train", replace(node("a", gpus=1), uuids=(f"GPU-{n}",))) for n in (0, 1)}
+    check_placed(pools, alone)
+    with pytest.raises(ValueError, match="Workers w0 and w1 on a share GPU GPU-0"):
+        check_placed(pools, {**alone, "w1": alone["w0"]})
     with pytest.raises(ValueError, match="worker w1 on b may use 0"):
         check_placed(pools, {**good, "w1": ("train", node("b"))})
     with pytest.raises(ValueError, match="worker w1 on b has 2 cores"):
