@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -85,19 +85,35 @@ class Tally:
 
     sums: MetricSums = field(default_factory=MetricSums)
     reports: list[StepReport] = field(default_factory=list)  # one for each optimizer step
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase; on a device, see `timed`
+    marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     tokens: int = 0  # in forward passes
     responses: int = 0  # response tokens
     flops: float = 0.0  # forward and backward
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of a block; a device's queue is waited for."""
+        """Add the time of a block; of a device's, the time between marks in its queue."""
+        if torch.cuda.is_available():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self.marks.append((name, begin, end))
+            return
         began = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def timed(self) -> dict[str, float]:
+        """Seconds by phase, once all is done; waits for the device, which no phase does."""
+        if self.marks:
+            torch.cuda.synchronize()
+        for name, begin, end in self.marks:
+            spent = begin.elapsed_time(end) / 1000.0  # it counts milliseconds
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.marks.clear()
+        return self.seconds
 
     def count(self, micro: MicroBatch, cost: CostModel) -> None:
         """Add the work on a micro-batch; a backward pass costs two forward passes."""
@@ -141,7 +157,8 @@ class Updater(ABC):
         for _ in range(config.epochs):
             for mini in plan:
                 self._optimizer_step(batch, mini, columns, max_new_tokens)
-        return UpdateResult(step=step, metrics=self._metrics(time.perf_counter() - began))
+        phases = self._tally.timed()  # before the clock is read: it waits for the device
+        return UpdateResult(step=step, metrics=self._metrics(time.perf_counter() - began, phases))
 
     def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
         return plan_update(
@@ -173,7 +190,7 @@ class Updater(ABC):
         with tally.phase("plan"):
             normaliser = self._normaliser(batch, mini, max_new_tokens)
         selected = self._select(batch, mini, columns)
-        finite = True
+        finite = []
         for number, rows in enumerate(mine):
             with tally.phase("read"):
                 micro = read_micro_batch(self._store, batch, rows, columns, self._meeting.device)
@@ -182,7 +199,7 @@ class Updater(ABC):
                 loss, sums = self._loss(micro, normaliser, chosen)
             with tally.phase("backward"):
                 loss.backward()
-            finite = finite and bool(torch.isfinite(loss.detach()))
+            finite.append(torch.isfinite(loss.detach()))
             tally.sums += sums
             tally.count(micro, self._cost)
         with tally.phase("optimizer"):
@@ -209,11 +226,11 @@ class Updater(ABC):
         dist.all_reduce(values, group=self._meeting.group)
         return values
 
-    def _agreed(self, finite: bool) -> bool:
-        """Whether every rank's losses were finite."""
-        return float(self._added(torch.tensor(0.0 if finite else 1.0))) == 0
+    def _agreed(self, finite: list[Tensor]) -> bool:
+        """Whether every rank's losses, bool scalars, were finite."""
+        return float(self._added(torch.stack(finite).logical_not().sum())) == 0
 
-    def _metrics(self, seconds: float) -> dict[str, float]:
+    def _metrics(self, seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
         """Metrics of the update over all ranks; seconds by phase are rank 0's."""
         reports = self._tally.reports
         norms = [report.grad_norm for report in reports]
@@ -227,7 +244,7 @@ class Updater(ABC):
             "optimizer_steps": float(len(reports)),
             "skipped_steps": float(sum(report.skipped for report in reports)),
             **self._rates(seconds),
-            **{f"{phase}_seconds": spent for phase, spent in self._tally.seconds.items()},
+            **{f"{phase}_seconds": spent for phase, spent in phases.items()},
         }
         return {f"train/{name}": value for name, value in metrics.items()}
 
