@@ -84,6 +84,13 @@ class CallCancelled(RuntimeError):
     """The caller's cancel event was set while the call ran."""
 
 
+class OutOfMemory(RuntimeError):
+    """An engine ran out of memory: its settings ask for more than the machine has. Never retried.
+
+    The message is one sentence: which call, which memory, what holds most of it, what to set.
+    """
+
+
 class GangFailed(RuntimeError):
     """A gang was torn down because one rank failed in a way that will fail again."""
 

@@ -15,6 +15,7 @@ from configs.base import Settings
 from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
+from engines.workers.engine import Memory
 from storage.batches.refs import BatchRef
 
 # idle: running shards finish under the old weights first. keep: they pause, keep their cached keys
@@ -156,6 +157,24 @@ def engine_class(config: RolloutConfig) -> str:
         "vllm": "engines.rollout.vllm_engine:VllmEngine",
         "transformers": "engines.rollout.hf_engine:HFEngine",
     }[config.engine]
+
+
+def setting_for_less(config: RolloutConfig, memory: Memory, said: str) -> str:
+    """What to set where an engine ran out of memory, as a sentence; `said`: the error's words."""
+    if config.engine == "transformers":
+        return f"Set rollout.shards higher than {config.shards}: fewer samples are decoded at once."
+    if memory == "host":
+        return f"Set rollout.kv_cache_gib lower than {config.kv_cache_gib:g}."
+    share = f"{config.gpu_memory_utilization:g}"
+    if "KV cache" in said or "cache blocks" in said:
+        return (
+            f"Set rollout.gpu_memory_utilization higher than {share}, or rollout.max_new_tokens "
+            f"lower than {config.max_new_tokens}."
+        )
+    return (
+        f"Set rollout.gpu_memory_utilization lower than {share}, or rollout.max_sequences lower "
+        f"than {config.max_sequences}."
+    )
 
 
 def worker_environment(config: RolloutConfig) -> dict[str, str]:

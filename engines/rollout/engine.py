@@ -24,6 +24,7 @@ from engines.rollout.contract import (
     RolloutStatus,
     SyncMode,
     SyncReport,
+    setting_for_less,
 )
 from engines.rollout.partial import PartialSamples, saving
 from engines.rollout.samples import (
@@ -34,7 +35,7 @@ from engines.rollout.samples import (
     write_samples,
 )
 from engines.rollout.weight_reader import Held, LoadReport, check_manifest
-from engines.workers.engine import Engine
+from engines.workers.engine import Engine, Memory
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
@@ -185,6 +186,12 @@ class RolloutEngine(Engine, ABC):
             tokens=self._drawn + tokens,
             pids=self._pids,
         )
+
+    @classmethod
+    def memory_setting(
+        cls, payload: RolloutSpec, memory: Memory, held: Mapping[str, int], said: str
+    ) -> str:
+        return setting_for_less(payload.rollout, memory, said)
 
     @abstractmethod
     def close(self) -> None:

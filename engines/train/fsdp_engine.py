@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -28,6 +28,7 @@ from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import compare_weights, fill, shard, whole_tensors
 from engines.train.loading import load, open_checkpoint
 from engines.train.logprob_pass import write_token_columns
+from engines.train.memory import held_by_rank, setting_for_less
 from engines.train.mfu import CostModel, cost_model
 from engines.train.micro_batch import MicroBatch, pack
 from engines.train.optimizer import Optimizer
@@ -36,7 +37,7 @@ from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updat
 from engines.train.rendezvous import Meeting, meet
 from engines.train.sequence_parallel import SequenceGroup, check_heads, sequence_group
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
-from engines.workers.engine import Ranked
+from engines.workers.engine import Memory, Ranked
 from storage.batches.refs import BatchRef
 from storage.batches.tensors import code_of
 from storage.objects.store import Store
@@ -129,6 +130,15 @@ class FSDPEngine(Ranked):
         self.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def memory_held(self, memory: Memory) -> dict[str, int]:
+        return held_by_rank(self._policy, self._optimizer, self._device, memory)
+
+    @classmethod
+    def memory_setting(
+        cls, payload: TrainSpec, memory: Memory, held: Mapping[str, int], said: str
+    ) -> str:
+        return setting_for_less(payload.train, held)
 
     # --- forward passes -----------------------------------------------------------------------
 

@@ -6,10 +6,13 @@ import dataclasses
 import hashlib
 import inspect
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
+
+Memory = Literal["device", "host"]  # a GPU's own, or that of the machine
 
 
 def check_remote(cls: type[Engine]) -> None:
@@ -46,6 +49,20 @@ class Engine:
 
     def close(self) -> None:
         """Give devices, child processes and memory back."""
+
+    def memory_held(self, memory: Memory) -> Mapping[str, int]:
+        """Bytes that the engine holds, by what; empty where it does not know."""
+        return {}
+
+    @classmethod
+    def memory_setting(
+        cls, payload: Any, memory: Memory, held: Mapping[str, int], said: str
+    ) -> str:
+        """What to set so that there is enough memory, as a sentence.
+
+        `payload` is that of the EngineSpec, `held` what `memory_held` said, `said` the error's words.
+        """
+        return "Give its pool fewer workers on each machine, or machines with more memory."
 
 
 class Ranked(Engine):

@@ -21,6 +21,7 @@ from engines.failures import (
     GangFailed,
     GangLost,
     InfrastructureError,
+    OutOfMemory,
     WorkerLost,
 )
 from engines.workers import host
@@ -83,7 +84,8 @@ class Gang:
     def form(self, cancel: threading.Event | None = None) -> None:
         """Build the engine on every rank and have them meet: a new generation.
 
-        Raises NoWorkers, GangLost or GangFailed; after any of them, `form` can be tried again.
+        Raises NoWorkers, GangLost, GangFailed or OutOfMemory; after any of them, `form` can be
+        tried again.
         """
         with self.cluster.turn(self.pool, cancel):
             # Within the turn: the gang before may have failed, and taken the workers with it.
@@ -145,8 +147,8 @@ class Gang:
     ) -> Any:
         """Call a method on every rank; returns rank 0's result, or all of them joined by `concat`.
 
-        Raises GangLost (form again, restore, retry) or GangFailed (it would fail again; its
-        __cause__ is the rank's exception), both with the gang's workers killed; CallCancelled,
+        Raises GangLost (form again, restore, retry), GangFailed (it would fail again; its __cause__
+        is the rank's exception) or OutOfMemory, all with the gang's workers killed; CallCancelled,
         likewise.
         """
         with self.cluster.turn(self.pool, cancel):
@@ -261,7 +263,8 @@ class Gang:
     def _fail(self, members: Sequence[Member], errors: Mapping[int, Exception]) -> NoReturn:
         """Raise the gang's failure; a dead rank explains the errors of its peers."""
         for error in errors.values():
-            if isinstance(error, ClusterLost):
+            # The peers of a rank that ran out of memory fail too, or hang; it says why itself.
+            if isinstance(error, ClusterLost | OutOfMemory):
                 raise error
         for kind in (WorkerLost, CallDeadline, InfrastructureError, Exception):
             for rank, error in errors.items():

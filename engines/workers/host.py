@@ -45,6 +45,7 @@ from engines.workers.messages import (
     RunningCall,
     WorkerInfo,
 )
+from engines.workers.out_of_memory import memory_watched
 from engines.workers.placement import this_node
 from storage.objects.usage import COUNTER
 
@@ -129,7 +130,8 @@ class EngineHost(WorkerPlugin):
             raise TypeError(
                 f"{spec.cls} is no engine. Derive it from engines.workers.engine.Engine."
             )
-        engine = cls(spec.payload)  # type: ignore[call-arg]
+        with memory_watched(f"{role}.build on {self.worker}", spec.payload, lambda: cls):
+            engine = cls(spec.payload)  # type: ignore[call-arg]
         hosted = HostedEngine(engine=engine, spec=spec, methods=callable_methods(cls))
         with self.lock:
             self.engines[role] = hosted
@@ -174,7 +176,7 @@ class EngineHost(WorkerPlugin):
         since = time.monotonic()
         if call_id is None:
             with self._watched(Running(since, role, method, token, ""), limit):
-                return methodcaller(method, **kwargs)(hosted.engine)
+                return self._run(hosted, role, method, kwargs)
         key = (role, method, call_id.run, call_id.epoch, call_id.step, call_id.call)
         with self.lock:
             if (record := self.records.get(key)) is not None:
@@ -187,7 +189,7 @@ class EngineHost(WorkerPlugin):
             return running.result()
         try:
             with self._watched(Running(since, role, method, token, call_id.call), limit):
-                value = methodcaller(method, **kwargs)(hosted.engine)
+                value = self._run(hosted, role, method, kwargs)
         except BaseException as error:
             with self.lock:
                 del self.in_progress[key]
@@ -201,6 +203,11 @@ class EngineHost(WorkerPlugin):
                     self.records.popitem(last=False)
         running.set_result(value)
         return value
+
+    def _run(self, hosted: HostedEngine, role: str, method: str, kwargs: Mapping[str, Any]) -> Any:
+        where = f"{role}.{method} on {self.worker}"
+        with memory_watched(where, hosted.spec.payload, lambda: hosted.engine):
+            return methodcaller(method, **kwargs)(hosted.engine)
 
     def collect(self, role: str, method: str, parts: list[Any]) -> Any:
         """Join the results of all ranks."""

@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "rollout.probe_tolerance",
     "rewards.timeout",
     "train.deadline",
+    "train.gradient_checkpointing",  # the same numbers, computed twice
     "evaluation",
     "promotion",
 )

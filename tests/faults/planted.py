@@ -33,7 +33,7 @@ class Fault:
     when: Literal["before", "after"] = "before"
     only: str = ""  # strike only in processes whose name begins so
     victim: str = "self"  # name of the process that is killed or stopped
-    error: Literal["RuntimeError", "OSError", "ValueError"] = "RuntimeError"
+    error: Literal["RuntimeError", "OSError", "ValueError", "OutOfMemoryError"] = "RuntimeError"
 
 
 class Faults:
@@ -65,6 +65,10 @@ class Faults:
         return [
             fault.id for fault in self.faults if not (self.folder / f"{fault.id}.fired").exists()
         ]
+
+    def calls(self, id: str) -> int:
+        """How often a fault's function was called, in all processes together."""
+        return (self.folder / f"{id}.calls").stat().st_size
 
     def processes(self, name: str = "") -> dict[str, psutil.Process]:
         """Living processes by name, the newest of each; those whose name begins with `name`."""

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 from engines.failures import InfrastructureError
-from engines.workers.engine import Engine, EngineSpec, Ranked
+from engines.workers.engine import Engine, EngineSpec, Memory, Ranked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ class Summing(Ranked):
 class Lone(Ranked):
     """Ranks that only pretend to meet; quick, since they need no torch."""
 
-    REMOTE: ClassVar = ("lead", "each", "fail_on", "nap")
+    REMOTE: ClassVar = ("lead", "each", "fail_on", "nap", "run_out_on")
     CONCAT: ClassVar = ("each",)
 
     def __init__(self, payload: Payload) -> None:
@@ -199,6 +199,18 @@ class Lone(Ranked):
         if rank == self.rank:
             raise NotYet(left=1) if machinery else ValueError(text)
         time.sleep(60)
+
+    def run_out_on(self, rank: int) -> None:
+        """One rank is short of memory, the others meet a broken collective."""
+        import torch
+
+        if rank == self.rank:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise RuntimeError("Connection closed by peer")
+
+    def memory_held(self, memory: Memory) -> dict[str, int]:
+        """As if."""
+        return {"weights": 3 * 2**30, "activations": 70 * 2**30}
 
     def nap(self, seconds: float) -> None:
         """Sleep."""

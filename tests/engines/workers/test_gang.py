@@ -8,7 +8,13 @@ import time
 import pytest
 
 from configs.cluster.cluster import ClusterConfig
-from engines.failures import CallCancelled, GangFailed, GangLost, InfrastructureError
+from engines.failures import (
+    CallCancelled,
+    GangFailed,
+    GangLost,
+    InfrastructureError,
+    OutOfMemory,
+)
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from tests.engines.workers.dummies import lone, summing
@@ -86,6 +92,19 @@ def test_a_ranks_own_mistake_ends_the_gang_for_good(gang):
     gang.form()
     with pytest.raises(GangLost, match="1 left"):
         gang.call("fail_on", kwargs={"rank": 0, "text": "", "machinery": True})
+
+
+def test_a_rank_that_runs_out_of_memory_says_so_and_nobody_tries_again(gang):
+    with pytest.raises(OutOfMemory) as caught:
+        gang.call("run_out_on", kwargs={"rank": 1})
+    assert str(caught.value) == (
+        "lone.run_out_on on pair-1 ran out of device memory, held by: activations 70.0 GiB, weights "
+        "3.0 GiB. Give its pool fewer workers on each machine, or machines with more memory."
+    )
+    assert not isinstance(caught.value, InfrastructureError)
+    assert not gang.formed
+    gang.form()
+    assert gang.call("lead") == 0
 
 
 def test_cancelling_ends_the_gang(gang):

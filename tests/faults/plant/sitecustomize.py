@@ -99,6 +99,8 @@ def strike(fault: dict[str, Any]) -> None:
     if number_of_call(fault) != fault["nth"] or not claim(fault):
         return
     if fault["action"] == "raise":
+        if fault["error"] == "OutOfMemoryError":
+            raise sys.modules["torch"].OutOfMemoryError("CUDA out of memory. Tried to allocate")
         kinds = {"RuntimeError": RuntimeError, "OSError": OSError, "ValueError": ValueError}
         raise kinds[fault["error"]](f"planted: {fault['id']}")
     if fault["action"] == "hang":

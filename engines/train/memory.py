@@ -1,0 +1,62 @@
+"""What a train rank holds of its device's or its machine's memory, and what makes it hold less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from configs.train import TrainConfig
+from engines.train.optimizer import Optimizer
+from engines.workers.engine import Memory
+
+PASS = "a forward or backward pass"  # activations, logits, gathered layers
+OTHERS = "other processes"
+
+
+def held_by_rank(
+    module: nn.Module | None, optimizer: Optimizer | None, device: torch.device, memory: Memory
+) -> dict[str, int]:
+    """Bytes of this process by what holds them; of a device also those of other processes.
+
+    What is no weight, gradient or moment is taken to be of the pass that is under way. On the
+    machine's side that is everything else of the process, its libraries too.
+    """
+    parameters = [] if module is None else list(module.parameters())
+    moments = [] if optimizer is None else list(optimizer.moments().values())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    kind = "cpu" if memory == "host" else device.type
+    found = {
+        "weights": _size(parameters, kind),
+        "gradients": _size(gradients, kind),
+        "optimizer": _size(moments, kind),
+    }
+    known = sum(found.values())
+    if kind == "cpu":
+        return {**found, PASS: max(psutil.Process().memory_info().rss - known, 0)}
+    free, total = torch.cuda.mem_get_info(device)
+    mine = torch.cuda.memory_reserved(device)
+    allocated = torch.cuda.memory_allocated(device)
+    return {**found, PASS: max(allocated - known, 0), OTHERS: max(total - free - mine, 0)}
+
+
+def _size(tensors: list[Tensor] | list[nn.Parameter], kind: str) -> int:
+    """Bytes of this rank's parts of those tensors that are on a kind of device."""
+    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.nbytes for tensor in own if tensor.device.type == kind)
+
+
+def setting_for_less(train: TrainConfig, held: Mapping[str, int]) -> str:
+    """Which setting makes the largest holder smaller, as a sentence."""
+    largest = max(held, key=lambda name: held[name], default=PASS)
+    if largest == OTHERS:
+        return "Give the engine a pool of its own (cluster.roles), or the others a smaller share."
+    if largest != PASS:
+        return "Raise the number of ranks, cluster.pools.NAME.workers of its pool."
+    lower = f"train.micro_batch_tokens lower than {train.micro_batch_tokens}"
+    if not train.gradient_checkpointing:
+        return f"Set train.gradient_checkpointing = true, or {lower}."
+    return f"Set {lower}, or train.logit_chunk_tokens lower than {train.logit_chunk_tokens}."
