@@ -57,7 +57,8 @@ def check_batch(store: Store, source: Source, read: Read) -> None:
 
 
 def check_version(store: Store, key: str, ref: WeightsRef | None, read: Read) -> list[str]:
-    """Read a policy version whole; returns its files. Raises ObjectMissing, ObjectDamaged.
+    """Read a policy version's files, and those of its base; returns its own. Raises ObjectMissing,
+    ObjectDamaged.
 
     `ref`: what a commit says of it, where one does.
     """
@@ -65,8 +66,10 @@ def check_version(store: Store, key: str, ref: WeightsRef | None, read: Read) ->
         manifest = weights.open_manifest_at(store, key)
     else:
         manifest = weights.open_manifest(store, ref)
-    for name, entry in manifest.files.items():
-        _check_file(store, f"{key}/{name}", entry.nbytes, entry.digest, read)
+    chain = [] if manifest.base is None else weights.open_chain(store, manifest.base)
+    for folder, part in [(key, manifest), *chain]:
+        for name, entry in part.files.items():
+            _check_file(store, f"{folder}/{name}", entry.nbytes, entry.digest, read)
     return [f"{key}/{name}" for name in (*manifest.files, MANIFEST)]
 
 

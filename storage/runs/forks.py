@@ -15,7 +15,7 @@ from storage.runs import snapshots
 from storage.runs.commit_log import head, read_commit, read_commit_digest
 from storage.runs.origins import Origin, committer, origin_of, parent_of
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef, open_manifest
+from storage.runs.weights import WeightsRef, open_chain
 
 PIN_FORMAT = "refrain.pin/1"
 YOUNG = 3600.0  # seconds in which a pin counts although its child has not been written yet
@@ -69,7 +69,7 @@ def check(run: RunStore, origin: Origin) -> None:
     parent = parent_of(run, origin)
     try:
         if not origin.trainer_state:
-            open_manifest(run.store, origin.weights)
+            open_chain(run.store, origin.weights)
             return
         check_state(parent, origin.step)
     except ObjectMissing as error:
@@ -100,7 +100,7 @@ def shared_weights(run: RunStore) -> WeightsRef | None:
 def has_weights(run: RunStore, origin: Origin) -> bool:
     """Whether the parent's policy version is there; without it a fork makes its own of the state."""
     try:
-        open_manifest(run.store, origin.weights)
+        open_chain(run.store, origin.weights)
     except ObjectMissing:
         return False
     return True

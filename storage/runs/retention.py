@@ -1,10 +1,10 @@
 """What is removed from a run's store, and what never is.
 
 Kept: the newest policy versions, those of kept snapshots, those that the last commit names, tagged
-ones; the newest snapshots; the batches of the newest steps and of every step after the oldest kept
-snapshot, which are needed to rebuild the trainer's state; what runs that began here share with it.
-Every commit stays. Nothing newer than HEAD is touched. Markers go before what they mark, so a
-reader sees all of a thing or nothing.
+ones, and the bases of all these; the newest snapshots; the batches of the newest steps and of every
+step after the oldest kept snapshot, which are needed to rebuild the trainer's state; what runs that
+began here share with it. Every commit stays. Nothing newer than
+HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
 
 What is there is known by an index (run_index.py); while that holds, only the folders of what goes are
 listed, whatever the number of steps.
@@ -94,12 +94,27 @@ def _sweep_versions(
     last = commits.read_outline(run, head)
     stay = {last.version_in.version, last.version_out.version, *named}
     stay.update(index.versions[-keep_versions:])
+    stay |= _bases(run, index, stay)
     gone = [version for version in index.versions if version not in stay]
     removed = []
     for version in gone:
         removed += _remove(run, run.store.list(run.weights_key(version)), MANIFEST)
     index.versions = [version for version in index.versions if version in stay]
+    index.bases = {version: base for version, base in index.bases.items() if version in stay}
     return removed
+
+
+def _bases(run: RunStore, index: RunIndex, versions: Collection[int]) -> set[int]:
+    """The run's versions without which some of these cannot be read, bases of bases among them."""
+    number = {run.weights_key(version): version for version in index.versions}
+    found: set[int] = set()
+    left = [index.bases[version] for version in versions if version in index.bases]
+    while left:
+        version = number.get(left.pop())
+        if version is not None and version not in found:
+            found.add(version)
+            left += [index.bases[version]] if version in index.bases else []
+    return found
 
 
 def _sweep_batches(

@@ -8,6 +8,7 @@ dead attempts left (orphans.py) go by it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.commit_log import Commit, read_commit, read_commit_digest
 from storage.runs.run_store import DATA_SUFFIX, TRAINED_ROLES, RunStore
 from storage.runs.snapshots import MARKER
+from storage.runs.weights import open_manifest_at
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ class RunIndex(BaseModel):
     step: int  # the committed step that it goes up to
     commit_digest: str  # of that step's commit.json
     versions: list[int] = Field(default_factory=list)  # policy versions with a folder, ascending
+    bases: dict[int, str] = Field(default_factory=dict)  # of those that have one: the base's folder
     # Role -> steps with a snapshot of its trainer, ascending; and those with an unfinished one.
     snapshots: dict[str, list[int]] = Field(default_factory=dict)
     unfinished: dict[str, list[int]] = Field(default_factory=dict)
@@ -98,6 +101,11 @@ def make_index(run: RunStore, head: int) -> RunIndex:
         there = [step for step in steps if _marked(trained, step)]
         index.snapshots[role] = there
         index.unfinished[role] = [step for step in steps if step not in there]
+    for version in index.versions:
+        with contextlib.suppress(ObjectMissing, ObjectDamaged):  # then nothing can be read by it
+            base = open_manifest_at(run.store, run.weights_key(version)).base
+            if base is not None:
+                index.bases[version] = base.key
     return index
 
 
@@ -106,6 +114,8 @@ def _add(run: RunStore, index: RunIndex, commit: Commit) -> None:
     version = commit.version_out
     if version.key == run.weights_key(version.version) and version.version not in index.versions:
         index.versions.append(version.version)
+        if version.base is not None:
+            index.bases[version.version] = version.base.key
     _add_snapshots(run, index, commit.step)
     if index.borrowed_from > commit.step:
         index.borrowed_from = commit.step

@@ -3,6 +3,9 @@
 `publish` writes `weights/v000012/`: model-0000i-<token>.safetensors, model.safetensors.index.json,
 the files given (config.json, the tokenizer's), and manifest.json last. A version without a manifest
 does not exist. `stream` gives the tensors back, each checked.
+
+A manifest may name a base: another version, without which this one cannot be read. Retention, forks
+and the audit keep to that whatever it is made of.
 """
 
 from __future__ import annotations
@@ -28,17 +31,27 @@ if TYPE_CHECKING:
 
     from storage.objects.store import Store
 
-FORMAT = "refrain.weights/1"
+FORMAT = "refrain.weights/2"
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20
 WINDOW_BYTES = 64 * 2**20  # read at once by `stream`; one window more is read ahead
+
+# A manifest of version 1 is one of a whole version, and says no less.
+READERS: dict[str, documents.Reader] = {FORMAT: dict, "refrain.weights/1": dict}
 
 
 class Frozen(BaseModel):
     """A record that is read back from a store; fields of later versions are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Base(Frozen):
+    """The version without which another one cannot be read."""
+
+    key: str  # folder, relative to the store
+    digest: str  # of its tensors
 
 
 class WeightsRef(Frozen):
@@ -48,6 +61,7 @@ class WeightsRef(Frozen):
     key: str  # folder, relative to the store
     digest: str  # of the tensors: names, types, shapes, bytes (see `weights_digest`)
     nbytes: int  # of the tensors
+    base: Base | None = None  # None: the version is whole
 
 
 class TensorEntry(Frozen):
@@ -74,6 +88,7 @@ class Manifest(Frozen):
     nbytes: int
     tensors: dict[str, TensorEntry]  # in the order in which they were published
     files: dict[str, FileEntry]
+    base: Base | None = None  # None: the version is whole
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -167,7 +182,11 @@ def _same(existing: Manifest, key: str, found: str) -> WeightsRef:
 
 def _ref(manifest: Manifest, key: str) -> WeightsRef:
     return WeightsRef(
-        version=manifest.version, key=key, digest=manifest.digest, nbytes=manifest.nbytes
+        version=manifest.version,
+        key=key,
+        digest=manifest.digest,
+        nbytes=manifest.nbytes,
+        base=manifest.base,
     )
 
 
@@ -260,10 +279,11 @@ def _manifest(store: Store, key: str) -> Manifest | None:
 def open_manifest_at(store: Store, key: str) -> Manifest:
     """The manifest in the folder `key`. Raises ObjectMissing, ObjectDamaged."""
     manifest = f"{key}/{MANIFEST}"
-    return documents.validated(Manifest, manifest, documents.read(store, manifest, FORMAT))
+    body = documents.decode_version(READERS, manifest, store.read(manifest))
+    return documents.validated(Manifest, manifest, body)
 
 
-def open_manifest(store: Store, ref: WeightsRef) -> Manifest:
+def open_manifest(store: Store, ref: WeightsRef | Base) -> Manifest:
     """The manifest of the version that `ref` means. Raises ObjectMissing, ObjectDamaged."""
     manifest = open_manifest_at(store, ref.key)
     found = weights_digest((n, e.dtype, e.shape, e.digest) for n, e in manifest.tensors.items())
@@ -273,6 +293,23 @@ def open_manifest(store: Store, ref: WeightsRef) -> Manifest:
             f"its tensors have digest {found}, the reference says {ref.digest}."
         )
     return manifest
+
+
+def open_chain(store: Store, ref: WeightsRef | Base) -> list[tuple[str, Manifest]]:
+    """Folder and manifest of a version, of its base, of that one's base, and so on.
+
+    All that must be there for the version to be read. Raises ObjectMissing, ObjectDamaged.
+    """
+    found: list[tuple[str, Manifest]] = []
+    wanted: WeightsRef | Base | None = ref
+    while wanted is not None:
+        if any(key == wanted.key for key, _ in found):
+            raise ObjectDamaged(
+                f"Object {wanted.key}/{MANIFEST} is, by way of others, its own base."
+            )
+        found.append((wanted.key, open_manifest(store, wanted)))
+        wanted = found[-1][1].base
+    return found
 
 
 def stream(

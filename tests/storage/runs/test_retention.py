@@ -7,15 +7,27 @@ import torch
 
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
+from storage.objects import documents
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, commit, head, read_commit
 from storage.runs.retention import sweep
+from storage.runs.run_index import index_key
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, snapshots
-from storage.runs.weights import WeightsRef, publish, stream
+from storage.runs.weights import (
+    FORMAT,
+    MANIFEST,
+    Base,
+    WeightsRef,
+    open_manifest_at,
+    publish,
+    stream,
+)
 
 
-def step_of(run: RunStore, step: int, also: BatchRef | None = None) -> None:
+def step_of(
+    run: RunStore, step: int, also: BatchRef | None = None, base: WeightsRef | None = None
+) -> WeightsRef:
     """A step as the flow makes it: samples of two shards, weights, a commit."""
     shards = []
     for shard in range(2):
@@ -25,9 +37,21 @@ def step_of(run: RunStore, step: int, also: BatchRef | None = None) -> None:
     refs = {"batch": BatchRef.concat(shards)}
     if also is not None:
         refs["carried"] = also
-    out = publish_version(run, step)
+    out = based_on(run, publish_version(run, step), base)
     before = read_commit(run, step - 1).version_out if step > 1 else publish_version(run, 0)
     commit(run, Commit(step=step, parent=step - 1, refs=refs, version_in=before, version_out=out))
+    return out
+
+
+def based_on(run: RunStore, ref: WeightsRef, base: WeightsRef | None) -> WeightsRef:
+    """A version whose manifest says that it cannot be read without another one."""
+    if base is None:
+        return ref
+    said = {"base": Base(key=base.key, digest=base.digest)}
+    manifest = open_manifest_at(run.store, ref.key).model_copy(update=said)
+    body = manifest.model_dump(mode="json")
+    run.store.write(f"{ref.key}/{MANIFEST}", documents.encode(FORMAT, body))
+    return ref.model_copy(update=said)
 
 
 def publish_version(run: RunStore, version: int) -> WeightsRef:
@@ -160,3 +184,17 @@ def test_an_unfinished_old_snapshot_goes(swept: RunStore) -> None:
 
 def test_a_new_run_has_nothing_to_remove(run: RunStore) -> None:
     assert sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=1) == []
+
+
+def test_what_a_version_is_based_on_stays_with_it(run: RunStore) -> None:
+    refs: dict[int, WeightsRef] = {}
+    bases = {2: 1, 3: 2, 4: 1, 6: 5}
+    for step in range(1, 9):
+        refs[step] = step_of(run, step, base=refs.get(bases.get(step, 0)))
+    for known in (True, False):
+        if not known:
+            run.store.delete([index_key(run)])
+        sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=1, tagged={3, 6})
+        assert versions(run) == [1, 2, 3, 5, 6, 7, 8]
+    sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=1, tagged={6})
+    assert versions(run) == [5, 6, 7, 8]

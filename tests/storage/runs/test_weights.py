@@ -6,11 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from storage.objects import documents
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.runs import weights
-from storage.runs.weights import WeightsRef, publish, stream, tensor_digest, weights_digest
+from storage.runs.weights import (
+    FORMAT,
+    MANIFEST,
+    Base,
+    WeightsRef,
+    open_chain,
+    open_manifest_at,
+    publish,
+    stream,
+    tensor_digest,
+    weights_digest,
+)
 
 TENSORS = {f"layer.{n}.weight": torch.randn(8, 16) + n for n in range(6)}
 
@@ -133,3 +145,26 @@ def test_transformers_loads_the_folder(store: Store) -> None:
     loaded = LlamaForCausalLM.from_pretrained(files_of(store, ref))
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_version_of_before_is_read(store: Store) -> None:
+    ref = publish(store, "run", 0, TENSORS.items(), {})
+    key = f"{ref.key}/{MANIFEST}"
+    body = documents.read(store, key, FORMAT)
+    assert body.pop("base") is None
+    store.write(key, documents.encode("refrain.weights/1", body))
+    found = dict(stream(store, WeightsRef.model_validate(ref.model_dump(exclude={"base"}))))
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    assert open_manifest_at(store, ref.key).base is None
+
+
+def test_a_version_needs_its_base(store: Store) -> None:
+    base = publish(store, "run", 0, TENSORS.items(), {})
+    ref = publish(store, "run", 1, [("a", torch.ones(2))], {})
+    said = {"base": Base(key=base.key, digest=base.digest).model_dump()}
+    body = documents.read(store, f"{ref.key}/{MANIFEST}", FORMAT) | said
+    store.write(f"{ref.key}/{MANIFEST}", documents.encode(FORMAT, body))
+    assert [key for key, _ in open_chain(store, ref)] == [ref.key, base.key]
+    store.delete([f"{base.key}/{MANIFEST}"])
+    with pytest.raises(ObjectMissing, match="v000000/manifest"):
+        open_chain(store, ref)
