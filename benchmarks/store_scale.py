@@ -43,7 +43,8 @@ from storage.runs.orphans import clear
 from storage.runs.retention import sweep
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_before
-from storage.runs.weights import WeightsRef, publish
+from storage.runs.weights import WeightsRef
+from storage.runs.weights_writing import publish
 
 RUN = "long"
 GROUP = 8  # samples of a prompt

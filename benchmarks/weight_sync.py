@@ -40,7 +40,7 @@ def measure(model: str, repeats: int, only: str | None, folder: Path) -> dict[st
     from engines.rollout.hf_engine import HFEngine
     from engines.rollout.vllm_engine import VllmEngine
     from storage.objects.store import Store
-    from storage.runs.weights import publish
+    from storage.runs.weights_writing import publish
 
     directory = models.materialize(PretrainedModel(path=model))
     store = Store(f"file://{folder}")

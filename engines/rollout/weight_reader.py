@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
 from storage.objects.store import Store
-from storage.runs.weights import TensorEntry, WeightsRef, open_manifest, stream, weights_digest
+from storage.runs.weights import TensorEntry, WeightsRef, open_manifest, weights_digest
+from storage.runs.weights_reading import stream
 
 if TYPE_CHECKING:
     import torch

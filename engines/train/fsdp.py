@@ -1,13 +1,14 @@
 """FSDP2: a model spread over the ranks of a gang, one unit per decoder layer.
 
-Here it is sharded, its whole tensors are gathered, and it is set to a published policy version or
-compared with one.
+Here it is sharded, and set to a published policy version. Its whole tensors are gathered in
+gathering.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,17 +18,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from engines.failures import WeightMismatch
-from engines.train.spec import TensorDifference, WeightsComparison
-from storage.batches.tensors import code_of
 from storage.objects.store import Store
 from storage.runs.weights import (
-    TensorEntry,
     WeightsRef,
     open_manifest,
-    stream,
-    tensor_digest,
-    weights_digest,
 )
+from storage.runs.weights_reading import stream
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
 
 def shard(
@@ -64,20 +65,6 @@ def layers(module: nn.Module) -> list[nn.Module]:
         )
     sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
     return list(lists[sizes.index(max(sizes))])
-
-
-def whole_tensors(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor of every weight of a (sharded) module; a collective.
-
-    Args:
-        module: Its state's order is that of publication.
-        dtype: What floating-point tensors are cast to before they are gathered; None: as they are.
-    """
-    for name, tensor in module.state_dict().items():
-        value = tensor.detach()
-        if dtype is not None and value.is_floating_point():
-            value = value.to(dtype)
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def own_part(target: Tensor) -> tuple[Tensor, int]:
@@ -154,45 +141,18 @@ def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.Proces
             f"{weights.key} has no tensor {min(missing)}, which the model needs. "
             "Set model to the one that these weights were trained from."
         )
-    readers = _readers(entries, group.size())
+    readers = share(entries, group.size())
     mine = stream(store, weights, {name for name in entries if readers[name] == group.rank()})
     for name in entries:
         whole = next(mine)[1] if readers[name] == group.rank() else None
         spread(held[name], whole, readers[name], group)
 
 
-def _readers(entries: Mapping[str, TensorEntry], ranks: int) -> dict[str, int]:
-    """Which rank reads each tensor: the one that has least to read until then."""
+def share(entries: Mapping[str, _Sized], ranks: int) -> dict[str, int]:
+    """Which rank takes each tensor: the one that has taken the fewest bytes until then."""
     found = {}
-    loads = [0] * ranks
+    taken = [0] * ranks
     for name, entry in entries.items():
-        found[name] = loads.index(min(loads))
-        loads[found[name]] += entry.stop - entry.start
+        found[name] = taken.index(min(taken))
+        taken[found[name]] += entry.nbytes
     return found
-
-
-def compare_weights(
-    store: Store, weights: WeightsRef, held: Iterable[tuple[str, Tensor]]
-) -> WeightsComparison:
-    """`held`, whole tensors in the order of publication, beside the version's own bytes."""
-    entries = []
-    differing = []
-    for (name, mine), (stored_name, stored) in zip(held, stream(store, weights), strict=True):
-        entries.append((name, code_of(mine.dtype), tuple(mine.shape), tensor_digest(mine)))
-        if name != stored_name or mine.shape != stored.shape:
-            raise WeightMismatch(
-                f"{weights.key} has {stored_name} {tuple(stored.shape)} where the model has "
-                f"{name} {tuple(mine.shape)}. The run was made with another model."
-            )
-        if entries[-1][3] != tensor_digest(stored) or mine.dtype != stored.dtype:
-            gap = (mine.detach().cpu().double() - stored.double()).abs()
-            difference = TensorDifference(
-                name=name,
-                shape=tuple(mine.shape),
-                elements=int((gap > 0).sum()),
-                largest=float(gap.max()),
-            )
-            differing.append(difference)
-    return WeightsComparison(
-        digest=weights_digest(entries), tensors=len(entries), differing=tuple(differing)
-    )

@@ -10,14 +10,13 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
@@ -25,7 +24,7 @@ from engines.algorithms.from_config import objective_of
 from engines.models import build_empty, companion_files, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
-from engines.train.fsdp import compare_weights, fill, shard, whole_tensors
+from engines.train.fsdp import fill, shard
 from engines.train.loading import load, open_checkpoint
 from engines.train.logprob_pass import write_token_columns
 from engines.train.memory import held_by_rank, setting_for_less
@@ -34,15 +33,15 @@ from engines.train.micro_batch import MicroBatch, pack
 from engines.train.optimizer import Optimizer
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
+from engines.train.publication import compare_together, digest_together, publish_together
 from engines.train.rendezvous import Meeting, meet
 from engines.train.sequence_parallel import SequenceGroup, check_heads, sequence_group
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
 from engines.workers.engine import Memory, Ranked
 from storage.batches.refs import BatchRef
-from storage.batches.tensors import code_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef, publish, tensor_digest, weights_digest
+from storage.runs.weights import WeightsRef
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -271,43 +270,31 @@ class FSDPEngine(Ranked):
     def export_weights(self, version: int, dtype: str) -> WeightsRef:
         """Publish the weights held as a policy version; transformers and vLLM can load its folder.
 
-        All ranks gather each tensor in turn, rank 0 writes it. The output head is among the tensors
-        also where it is tied to the embedding.
+        Each rank writes the tensors that it gathers. The output head is among the tensors also where
+        it is tied to the embedding.
         """
         meeting = self._joined()
         if self._spec.role == "critic":
             raise ValueError("A critic is no policy, so it has no version to publish.")
-        target = DTYPES[dtype]
-        if meeting.rank == 0:
-            ref = publish(
-                self._store,
-                self._spec.run,
-                version,
-                self._whole_tensors(target),
-                companion_files(self._directory),
-                target,
-            )
-            _share(meeting.group, [ref])
-            return ref
-        for _ in self._whole_tensors(target):
-            pass
-        return _share(meeting.group, [None])
+        return publish_together(
+            self._store,
+            self._spec.run,
+            version,
+            self._weights(),
+            companion_files(self._directory),
+            DTYPES[dtype],
+            meeting.group,
+        )
 
     def digest(self, dtype: str | None = None) -> str:
         """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""
-        self._joined()
-        return weights_digest(
-            (name, code_of(tensor.dtype), tuple(tensor.shape), tensor_digest(tensor))
-            for name, tensor in self._whole_tensors(DTYPES[dtype] if dtype else None)
-        )
+        meeting = self._joined()
+        return digest_together(self._weights(), DTYPES[dtype] if dtype else None, meeting.group)
 
     def compare(self, weights: WeightsRef, dtype: str) -> WeightsComparison:
-        """The weights held, cast to `dtype`, beside a published version's; rank 0 compares."""
+        """The weights held, cast to `dtype`, beside a published version's."""
         meeting = self._joined()
-        held = self._whole_tensors(DTYPES[dtype])
-        if meeting.rank > 0:
-            return WeightsComparison(digest="", tensors=sum(1 for _ in held), differing=())
-        return compare_weights(self._store, weights, held)
+        return compare_together(self._store, weights, self._weights(), DTYPES[dtype], meeting.group)
 
     def save_state(self, step: int, run: str | None = None) -> None:
         """Store weights, optimizer and counters as a snapshot of this or another run."""
@@ -344,10 +331,10 @@ class FSDPEngine(Ranked):
         weights = {f"model.{name}": value.detach() for name, value in optimizer.parameters.items()}
         return {**weights, **optimizer.moments()}
 
-    def _whole_tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """The weights by name, gathered; those of a policy are named as in its checkpoint."""
+    def _weights(self) -> dict[str, Tensor]:
+        """The sharded weights by name; those of a policy are named as in its checkpoint."""
         model = self._loaded()
-        return whole_tensors(model if isinstance(model, Critic) else model.model, dtype)
+        return dict((model if isinstance(model, Critic) else model.model).state_dict())
 
     def _forward(self, temperature: float) -> Forward:
         policy = self._loaded()
@@ -383,10 +370,3 @@ class FSDPEngine(Ranked):
         if self._optimizer is None:
             raise ValueError(f"An engine of role {self._spec.role} has no trainer state.")
         return self._optimizer
-
-
-def _share(group: dist.ProcessGroup, value: list[WeightsRef | None]) -> WeightsRef:
-    """Rank 0's value on every rank; also the sign that it has been written."""
-    dist.broadcast_object_list(value, group=group, group_src=0)
-    assert value[0] is not None
-    return value[0]

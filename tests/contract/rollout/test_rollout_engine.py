@@ -21,7 +21,8 @@ from engines.rollout.contract import (
 from engines.rollout.engine import RolloutEngine
 from storage.batches.columns import SampleStatus
 from storage.objects.errors import ObjectDamaged
-from storage.runs.weights import open_manifest, publish
+from storage.runs.weights import open_manifest
+from storage.runs.weights_writing import publish
 from tests.contract.rollout.world import LONG, MAX_MODEL_LEN, RUN, SHORT, World, begun, until
 
 KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]

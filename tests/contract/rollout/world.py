@@ -30,7 +30,8 @@ from engines.rollout.engine import RolloutEngine
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef, publish
+from storage.runs.weights import WeightsRef
+from storage.runs.weights_writing import publish
 
 MODEL = RandomModel(seed=3)
 MAX_MODEL_LEN = 256

@@ -15,7 +15,8 @@ from engines.train.rendezvous import RendezvousFailed, meet
 from engines.train.spec import ColumnsResult, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef, stream
+from storage.runs.weights import WeightsRef
+from storage.runs.weights_reading import stream
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,

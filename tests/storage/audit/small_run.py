@@ -16,7 +16,8 @@ from storage.runs.commit_log import Commit, Ledger, commit
 from storage.runs.origins import FIELD, Origin
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import INDEX, STATE_FORMAT, mark
-from storage.runs.weights import WeightsRef, publish
+from storage.runs.weights import WeightsRef
+from storage.runs.weights_writing import publish
 
 PROMPTS, GROUP = 2, 3
 CODE = {"name": "length", "settings": {"kind": "function", "path": "mine:length", "weight": 1.0}}

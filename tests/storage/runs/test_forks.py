@@ -19,7 +19,8 @@ from storage.runs.origins import FIELD, ancestry, committer, origin_of, start_of
 from storage.runs.retention import sweep
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import Base, base_of, mark, snapshots
-from storage.runs.weights import WeightsRef, publish
+from storage.runs.weights import WeightsRef
+from storage.runs.weights_writing import publish
 
 
 def publish_version(run: RunStore, version: int) -> WeightsRef:

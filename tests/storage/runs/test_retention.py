@@ -14,15 +14,9 @@ from storage.runs.retention import sweep
 from storage.runs.run_index import index_key
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, snapshots
-from storage.runs.weights import (
-    FORMAT,
-    MANIFEST,
-    Base,
-    WeightsRef,
-    open_manifest_at,
-    publish,
-    stream,
-)
+from storage.runs.weights import FORMAT, MANIFEST, Base, WeightsRef, open_manifest_at
+from storage.runs.weights_reading import stream
+from storage.runs.weights_writing import publish
 
 
 def step_of(

@@ -10,7 +10,7 @@ from storage.objects import documents
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.runs import weights
+from storage.runs import weights, weights_writing
 from storage.runs.weights import (
     FORMAT,
     MANIFEST,
@@ -18,11 +18,11 @@ from storage.runs.weights import (
     WeightsRef,
     open_chain,
     open_manifest_at,
-    publish,
-    stream,
     tensor_digest,
     weights_digest,
 )
+from storage.runs.weights_reading import stream
+from storage.runs.weights_writing import publish
 
 TENSORS = {f"layer.{n}.weight": torch.randn(8, 16) + n for n in range(6)}
 
@@ -90,7 +90,7 @@ def test_a_crashed_publisher_is_no_version(store: Store) -> None:
 def test_of_two_publishers_the_first_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = publish(store, "run", 1, TENSORS.items(), {})
     # The second one looked for a manifest before there was one.
-    monkeypatch.setattr(weights, "_manifest", lambda store, key: None)
+    monkeypatch.setattr(weights_writing, "find_manifest", lambda store, key: None)
     others = {name: -tensor for name, tensor in TENSORS.items()}
     with pytest.raises(StoreError, match="already published"):
         publish(store, "run", 1, others.items(), {})

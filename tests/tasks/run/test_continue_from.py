@@ -22,7 +22,7 @@ from storage.runs.origins import FIELD, origin_of
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_before, write_rows, write_seen
 from storage.runs.snapshots import mark
-from storage.runs.weights import publish
+from storage.runs.weights_writing import publish
 from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker

@@ -1,0 +1,219 @@
+"""What ranks do together with whole tensors: publish them, digest them, compare them.
+
+Each whole tensor is on one rank at a time, which has a share of the bytes. In a publication the
+ranks' shards take turns: while one rank gathers a shard, those before it still write theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.failures import WeightMismatch
+from engines.train.fsdp import share
+from engines.train.gathering import on_first, on_owners, together
+from engines.train.spec import TensorDifference, WeightsComparison
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef, open_manifest, tensor_digest, weights_digest
+from storage.runs.weights_reading import stream
+from storage.runs.weights_writing import (
+    SHARD_BYTES,
+    Outline,
+    Part,
+    cut,
+    find_manifest,
+    finish,
+    new_token,
+    outline_of,
+    same,
+    shard_name,
+    write_shard,
+)
+
+LONE_BYTES = 64 * 2**20
+
+
+def publish_together(
+    store: Store,
+    run: str,
+    version: int,
+    state: Mapping[str, Tensor],
+    files: Mapping[str, bytes],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    shard_bytes: int = SHARD_BYTES,
+) -> WeightsRef:
+    """Write a (sharded) module's weights as a policy version, each rank some shards; a collective.
+
+    The version has the same digest whatever the number of ranks; the rest is as `publish` promises.
+    A rank holds the bytes of one shard at most beside the tensor that is gathered.
+    """
+    key = RunStore(store, run).weights_key(version)
+    outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
+    there, token = on_first(group, lambda: (find_manifest(store, key), new_token()))
+    if there is not None:
+        found = digest_together(state, dtype, group)
+        return on_first(group, lambda: same(there, key, found))
+    shards = cut(outlines, group.size(), shard_bytes)
+    owners = {name: number % group.size() for number, shard in enumerate(shards) for name in shard}
+    with _Writer(store, key, token, shards, group.rank(), group.size(), outlines) as writer:
+        on_owners(state, dtype, owners, group, writer.add)
+        parts = together(group, writer.parts)
+    written = {number: part for rank in parts for number, part in rank.items()}
+    ordered = [written[number] for number in range(len(shards))]
+    return on_first(group, lambda: finish(store, key, version, ordered, files))
+
+
+class _Writer:
+    """Writes a rank's shards behind its back, one at a time, from the tensors that are added."""
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        token: str,
+        shards: list[list[str]],
+        rank: int,
+        ranks: int,
+        outlines: Mapping[str, Outline],
+    ) -> None:
+        self._store, self._key, self._token = store, key, token
+        mine = range(rank, len(shards), ranks)
+        self._shards = {
+            number: {name: outlines[name] for name in shards[number]} for number in mine
+        }
+        sizes = [sum(one.nbytes for one in shard.values()) for shard in self._shards.values()]
+        # Bytes held. While others take their turn a whole shard waits; a lone rank writes as it goes.
+        self._limit = max(sizes, default=0) if ranks > 1 else LONE_BYTES
+        self._held = 0
+        self._waiting: deque[tuple[str, Tensor]] = deque()
+        self._changed = threading.Condition()
+        self._over = False
+
+    def __enter__(self) -> _Writer:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._written: Future[dict[int, Part]] = self._pool.submit(self._write)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._pool.shutdown()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Hand over the next tensor of this rank; waits while too much is held."""
+        tensor = tensor.cpu()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._written.done()
+                    or not self._held
+                    or self._held + tensor.nbytes <= self._limit
+                )
+            )
+            if self._written.done():
+                self._written.result()  # raises why
+            self._waiting.append((name, tensor))
+            self._held += tensor.nbytes
+            self._changed.notify_all()
+
+    def parts(self) -> dict[int, Part]:
+        """Number and file of every shard of this rank; waits until they are written."""
+        return self._written.result()
+
+    def _write(self) -> dict[int, Part]:
+        try:
+            return {
+                number: write_shard(
+                    self._store,
+                    self._key,
+                    shard_name(number, self._token),
+                    outlines,
+                    self._next(len(outlines)),
+                )
+                for number, outlines in self._shards.items()
+            }
+        finally:
+            with self._changed:
+                self._waiting.clear()
+                self._held = 0
+                self._changed.notify_all()
+
+    def _next(self, count: int) -> Iterator[tuple[str, Tensor]]:
+        for _ in range(count):
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._over)
+                if not self._waiting:
+                    raise RuntimeError("the publication was given up")
+                name, tensor = self._waiting.popleft()
+            yield name, tensor
+            with self._changed:
+                self._held -= tensor.nbytes
+                self._changed.notify_all()
+
+
+def digest_together(
+    state: Mapping[str, Tensor], dtype: torch.dtype | None, group: dist.ProcessGroup
+) -> str:
+    """The digest that a version of these weights, cast to `dtype`, has; a collective."""
+    outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
+    owners = share(outlines, group.size())
+    digests = on_owners(state, dtype, owners, group, lambda _, whole: tensor_digest(whole))
+    return weights_digest(
+        (name, one.dtype, one.shape, digests[name]) for name, one in outlines.items()
+    )
+
+
+def compare_together(
+    store: Store,
+    weights: WeightsRef,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+) -> WeightsComparison:
+    """A (sharded) module's weights, cast to `dtype`, beside a version's own bytes; a collective.
+
+    Each tensor is read by the rank that has it whole.
+    """
+    entries = on_first(group, lambda: open_manifest(store, weights).tensors)
+    for (name, mine), (stored_name, stored) in zip(state.items(), entries.items(), strict=True):
+        if name != stored_name or tuple(mine.shape) != stored.shape:
+            raise WeightMismatch(
+                f"{weights.key} has {stored_name} {stored.shape} where the model has "
+                f"{name} {tuple(mine.shape)}. The run was made with another model."
+            )
+    owners = share(entries, group.size())
+    own = stream(store, weights, {name for name in entries if owners[name] == group.rank()})
+
+    def beside(name: str, mine: Tensor) -> tuple[str, TensorDifference | None]:
+        stored_name, stored = next(own)
+        assert name == stored_name
+        found = tensor_digest(mine)
+        if found == entries[name].digest and mine.dtype == stored.dtype:
+            return found, None
+        gap = (mine.detach().cpu().double() - stored.double()).abs()
+        difference = TensorDifference(
+            name=name,
+            shape=tuple(mine.shape),
+            elements=int((gap > 0).sum()),
+            largest=float(gap.max()),
+        )
+        return found, difference
+
+    found = on_owners(state, dtype, owners, group, beside)
+    outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
+    return WeightsComparison(
+        digest=weights_digest(
+            (name, one.dtype, one.shape, found[name][0]) for name, one in outlines.items()
+        ),
+        tensors=len(found),
+        differing=tuple(one for _, one in found.values() if one is not None),
+    )

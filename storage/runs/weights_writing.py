@@ -1,0 +1,280 @@
+"""Writing a policy version (see weights.py): shards by one writer or several, then the manifest.
+
+`publish` is the whole of it for one writer. Several, as the ranks of a gang are
+(engines/train/publication.py), agree on `cut`, each writes its shards by `write_shard`, and one of
+them calls `finish`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from storage.batches import tensors as torch_bytes
+from storage.batches.format import DTYPES
+from storage.objects import documents
+from storage.objects.digests import Digester, digest
+from storage.objects.errors import ObjectMissing, StoreError
+from storage.runs.run_store import RunStore
+from storage.runs.weights import (
+    FORMAT,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    WeightsRef,
+    open_manifest_at,
+    tensor_digest,
+    weights_digest,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from storage.objects.store import Store
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """What a tensor will be when it is written."""
+
+    dtype: str  # safetensors code
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A file that was written, and the tensors in it."""
+
+    name: str  # of the file, within the version's folder
+    file: FileEntry
+    tensors: dict[str, TensorEntry]  # in the order in which they lie
+
+
+def outline_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> Outline:
+    """Of a tensor that is cast to `dtype` (None: as it is), which only floating-point ones are."""
+    cast = dtype is not None and tensor.is_floating_point()
+    code = torch_bytes.code_of(dtype if cast and dtype is not None else tensor.dtype)
+    return Outline(dtype=code, shape=tuple(tensor.shape))
+
+
+def cut(outlines: Mapping[str, Outline], writers: int, limit: int = SHARD_BYTES) -> list[list[str]]:
+    """Names of the tensors of each shard, in order; enough shards for so many writers.
+
+    A shard ends before the tensor with which it would have more than `limit` bytes.
+    """
+    limit = min(limit, -(-sum(one.nbytes for one in outlines.values()) // writers))
+    shards: list[list[str]] = []
+    held = 0
+    for name, outline in outlines.items():
+        if not shards or (held and held + outline.nbytes > limit):
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += outline.nbytes
+    return shards
+
+
+def shard_name(number: int, token: str) -> str:
+    """`token`: of the attempt, for two writers at once must not mix their shards."""
+    return f"model-{number + 1:05d}-{token}.safetensors"
+
+
+def new_token() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def write_shard(
+    store: Store,
+    key: str,
+    file: str,
+    outlines: Mapping[str, Outline],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Part:
+    """Write a safetensors file into the folder `key`, tensor by tensor as they come.
+
+    tensors: those of `outlines`, in that order, each as its outline says.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    edges = [0]
+    for name, one in outlines.items():
+        edges.append(edges[-1] + one.nbytes)
+        header[name] = {"dtype": one.dtype, "shape": list(one.shape), "data_offsets": edges[-2:]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    head = len(text).to_bytes(8, "little") + text
+    total = Digester()
+    total.update(head)
+    entries = {}
+    with store.write_stream(f"{key}/{file}") as out:
+        out.write(head)
+        for (wanted, one), (start, stop), (name, tensor) in zip(
+            outlines.items(), pairwise(edges), tensors, strict=True
+        ):
+            data = torch_bytes.bytes_of(tensor).data
+            assert (name, data.nbytes) == (wanted, one.nbytes)
+            if data.nbytes:
+                out.write(data)
+            total.update(data)
+            entries[name] = TensorEntry(
+                file=file,
+                dtype=one.dtype,
+                shape=one.shape,
+                start=len(head) + start,
+                stop=len(head) + stop,
+                digest=digest(data),
+            )
+    entry = FileEntry(nbytes=len(head) + edges[-1], digest=total.digest())
+    return Part(name=file, file=entry, tensors=entries)
+
+
+def finish(
+    store: Store, key: str, version: int, parts: Sequence[Part], files: Mapping[str, bytes]
+) -> WeightsRef:
+    """Write the small files and then the manifest of a version whose shards are there.
+
+    parts: all of them, in the order in which their tensors are published. Where another writer was
+    faster the parts are removed, and its version stands; StoreError if that is another one.
+    """
+    entries = {name: entry for part in parts for name, entry in part.tensors.items()}
+    others = {**files, INDEX: _index(entries)}
+    manifest = Manifest(
+        version=version,
+        digest=weights_digest((n, e.dtype, e.shape, e.digest) for n, e in entries.items()),
+        nbytes=sum(entry.nbytes for entry in entries.values()),
+        tensors=entries,
+        files={part.name: part.file for part in parts}
+        | {n: FileEntry(nbytes=len(data), digest=digest(data)) for n, data in others.items()},
+    )
+    if not _create(store, key, manifest, others):
+        store.delete([f"{key}/{part.name}" for part in parts])
+        return same(open_manifest_at(store, key), key, manifest.digest)
+    return _ref(manifest, key)
+
+
+def publish(
+    store: Store,
+    run: str,
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    files: Mapping[str, bytes],
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> WeightsRef:
+    """Write a policy version and return its ref.
+
+    `tensors` may be a generator: at most `shard_bytes` of them are held at once. Floating-point
+    ones are cast to `dtype`, each as it is written. Publishing a version again with the same
+    tensors is a no-op; with others it raises StoreError, and the first stays as it was.
+    """
+    key = RunStore(store, run).weights_key(version)
+    named = _distinct(tensors)
+    existing = find_manifest(store, key)
+    if existing is not None:
+        return same(existing, key, _digest_of(named, dtype))
+    token, parts = new_token(), []
+    for number, shard in enumerate(_shards(named, dtype, shard_bytes)):
+        outlines = {name: outline_of(tensor, dtype) for name, tensor in shard.items()}
+        cast = ((name, _cast(tensor, dtype)) for name, tensor in shard.items())
+        parts.append(write_shard(store, key, shard_name(number, token), outlines, cast))
+    return finish(store, key, version, parts, files)
+
+
+def same(existing: Manifest, key: str, found: str) -> WeightsRef:
+    """The ref of a version that is there; StoreError where `found` is not its digest."""
+    if existing.digest != found:
+        raise StoreError(
+            f"Policy version {existing.version} is already published at {key} with digest "
+            f"{existing.digest}, not {found}. Publish other weights under another version."
+        )
+    return _ref(existing, key)
+
+
+def find_manifest(store: Store, key: str) -> Manifest | None:
+    """The manifest in the folder `key`, if a version was finished there."""
+    try:
+        return open_manifest_at(store, key)
+    except ObjectMissing:
+        return None
+
+
+def _create(store: Store, key: str, manifest: Manifest, others: Mapping[str, bytes]) -> bool:
+    """Write the small files and then the manifest; False when another writer has one there."""
+    if find_manifest(store, key) is not None:
+        return False
+    for name, data in others.items():
+        store.write(f"{key}/{name}", data)
+    data = documents.encode(FORMAT, manifest.model_dump(mode="json"))
+    if store.create(f"{key}/{MANIFEST}", data):
+        known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
+        store.delete([left for left in store.list(key) if left not in known])  # of dead writers
+        return True
+    # Its index may have been replaced by ours a moment ago.
+    store.write(f"{key}/{INDEX}", _index(open_manifest_at(store, key).tensors))
+    return False
+
+
+def _ref(manifest: Manifest, key: str) -> WeightsRef:
+    return WeightsRef(
+        version=manifest.version,
+        key=key,
+        digest=manifest.digest,
+        nbytes=manifest.nbytes,
+        base=manifest.base,
+    )
+
+
+def _distinct(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    seen = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"Tensor {name!r} is published twice.")
+        seen.add(name)
+        yield name, tensor
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _digest_of(named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> str:
+    casts = ((name, _cast(tensor, dtype)) for name, tensor in named)
+    outlines = ((name, outline_of(tensor, None), tensor_digest(tensor)) for name, tensor in casts)
+    return weights_digest((name, one.dtype, one.shape, found) for name, one, found in outlines)
+
+
+def _shards(
+    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, limit: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors gathered until the next would make more than `limit` bytes."""
+    shard: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in named:
+        size = outline_of(tensor, dtype).nbytes
+        if shard and held + size > limit:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = tensor
+        held += size
+    if shard:
+        yield shard
+
+
+def _index(entries: Mapping[str, TensorEntry]) -> bytes:
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries.values())},
+        "weight_map": {name: entry.file for name, entry in entries.items()},
+    }
+    return json.dumps(index, indent=1).encode()

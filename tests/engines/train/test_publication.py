@@ -1,0 +1,158 @@
+"""Ranks publish, digest and compare whole tensors together, over Gloo."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engines.train import publication
+from engines.train.fsdp import own_part, shard
+from engines.train.publication import compare_together, digest_together, publish_together
+from engines.train.rendezvous import meet
+from storage.objects.errors import StoreError
+from storage.objects.store import Store
+from storage.runs.weights import WeightsRef, open_manifest
+from storage.runs.weights_reading import stream
+from storage.runs.weights_writing import publish, write_shard
+from tests.engines.train.train_ranks import Ranks
+
+SHARD_BYTES = 1000
+
+
+class Small(nn.Module):
+    """Rows that four ranks cannot share evenly, and what is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, rows) for rows in (8, 5, 1))
+        self.norm = nn.LayerNorm(3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def whole(version: int) -> dict[str, Tensor]:
+    """The values of a version, in the order in which they are published."""
+    torch.manual_seed(version)
+    state = Small().state_dict()
+    return {n: torch.randn(t.shape) if t.is_floating_point() else t + 7 for n, t in state.items()}
+
+
+def sharded(group: dist.ProcessGroup, version: int) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        module = Small()
+    shard(module, group, torch.device("cpu"), torch.float32)
+    for name, value in whole(version).items():
+        own, first = own_part(module.state_dict()[name])
+        own.copy_(value.reshape(-1)[first : first + own.numel()].view(own.shape))
+    return dict(module.state_dict())
+
+
+def attempt(work: object) -> str:
+    try:
+        work()  # type: ignore[operator]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def scenario(rank: int, world: int, ports: list[int], folder: Path) -> dict[str, object]:
+    """All that is done with groups of 1, 2 and 4 of the ranks."""
+    meeting = meet(rank, world, "127.0.0.1", ports[0], torch.device("cpu"), 60.0, 120.0)
+    groups = {4: meeting.group, 2: dist.new_group([0, 1]), 1: dist.new_group([0])}
+    store = Store(str(folder / "store"))
+    seen: dict[str, object] = {}
+
+    def put(
+        run: str, version: int, state: dict[str, Tensor], group: dist.ProcessGroup
+    ) -> WeightsRef:
+        bfloat16, files = torch.bfloat16, {"config.json": b"{}"}
+        return publish_together(store, run, version, state, files, bfloat16, group, SHARD_BYTES)
+
+    for size, group in groups.items():
+        if rank >= size:
+            continue
+        state = sharded(group, 1)
+        ref = put(f"of-{size}", 1, state, group)
+        assert put(f"of-{size}", 1, state, group) == ref
+        seen[f"ref {size}"] = ref
+        seen[f"digest {size}"] = digest_together(state, torch.bfloat16, group)
+        seen[f"equal {size}"] = compare_together(store, ref, state, torch.bfloat16, group)
+        other = sharded(group, 1)
+        own, _ = own_part(other["layers.1.weight"])
+        own += 1
+        seen[f"differs {size}"] = compare_together(store, ref, other, torch.bfloat16, group)
+        seen[f"refused {size}"] = attempt(lambda: put(f"of-{size}", 1, other, group))  # noqa: B023
+    state = sharded(meeting.group, 2)
+    if rank == 2:  # its disk is full, once
+        publication.write_shard = full  # type: ignore[assignment]
+    seen["full"] = attempt(lambda: put("full", 2, state, meeting.group))
+    publication.write_shard = write_shard
+    left = len(store.list("full"))
+    dist.barrier(meeting.group)
+    seen["left"] = left
+    seen["again"] = put("full", 2, state, meeting.group)
+    return seen
+
+
+def full(*arguments: object) -> None:
+    raise StoreError("No space left on device")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("publication")
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> Iterator[list[dict[str, object]]]:
+    ranks = Ranks(4)
+    yield ranks.run(scenario, folder)
+    ranks.close()
+
+
+def test_one_digest_for_any_number_of_ranks(seen: list[dict[str, object]], folder: Path) -> None:
+    store = Store(str(folder / "store"))
+    alone = publish(store, "alone", 1, whole(1).items(), {}, torch.bfloat16)
+    for size in (1, 2, 4):
+        for rank in seen[:size]:
+            ref = rank[f"ref {size}"]
+            assert isinstance(ref, WeightsRef)
+            assert (ref.digest, ref.nbytes) == (alone.digest, alone.nbytes)
+            assert rank[f"digest {size}"] == alone.digest
+        manifest = open_manifest(store, ref)
+        assert list(manifest.tensors) == list(whole(1))
+        for name, tensor in stream(store, ref):
+            assert torch.equal(tensor, whole(1)[name].to(tensor.dtype)), name
+
+
+def test_every_rank_wrote_some_of_it(seen: list[dict[str, object]], folder: Path) -> None:
+    store = Store(str(folder / "store"))
+    for size in (1, 2, 4):
+        shards = [key for key in store.list(f"of-{size}") if key.endswith(".safetensors")]
+        total = sum(t.numel() * 2 for t in whole(1).values())
+        assert len(shards) >= size
+        assert all(store.size(key) < total / size + 1000 for key in shards)
+
+
+def test_what_differs_is_found_by_the_rank_that_has_it(seen: list[dict[str, object]]) -> None:
+    for size in (1, 2, 4):
+        for rank in seen[:size]:
+            equal, differs = rank[f"equal {size}"], rank[f"differs {size}"]
+            assert equal.differing == ()  # type: ignore[attr-defined]
+            assert equal.digest == rank[f"digest {size}"]  # type: ignore[attr-defined]
+            (one,) = differs.differing  # type: ignore[attr-defined]
+            assert (one.name, one.elements) == ("layers.1.weight", 40)
+            assert "already published" in str(rank[f"refused {size}"])
+
+
+def test_an_error_of_one_rank_is_every_ranks(seen: list[dict[str, object]], folder: Path) -> None:
+    assert {rank["full"] for rank in seen} == {"StoreError: No space left on device"}
+    assert all(rank["left"] for rank in seen)  # what the others had written
+    store = Store(str(folder / "store"))
+    ref = seen[0]["again"]
+    assert isinstance(ref, WeightsRef)
+    named = {*open_manifest(store, ref).files, "manifest.json"}
+    assert {key.rpartition("/")[2] for key in store.list("full")} == named
