@@ -1,9 +1,10 @@
 """Where batches, policy versions and trainer states are kept, and for how long."""
 
 import sys
+from typing import Self
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.base import Settings
 from configs.environment import refuse_password, refuse_secrets
@@ -27,6 +28,21 @@ class StoreConfig(Settings):
     )
     keep_versions: int = Field(
         3, ge=1, description="Policy versions kept besides those at snapshots and tagged ones."
+    )
+    whole_every: int = Field(
+        1,
+        ge=1,
+        description="Of so many policy versions one is stored whole, the others as the exact "
+        "difference from it, which takes less of the network and of the store and more of the "
+        "processor (docs/decisions/delta-versions.md). 1 stores each whole, and so is each version "
+        "at a snapshot, and each in float32. A store that is not local needs node_cache_gib too.",
+    )
+    node_cache_gib: float = Field(
+        0.0,
+        ge=0,
+        description="What each machine keeps of policy versions, where the store is not local, in "
+        "GiB of its temporary folder: its engines read each version once together. Two whole "
+        "versions should fit. 0 keeps nothing.",
     )
     # Enough for every recipe here to be looked up whole, and an end to what a long run fills.
     keep_steps: int | None = Field(
@@ -57,6 +73,20 @@ class StoreConfig(Settings):
     def _no_password(cls, uri: str) -> str:
         refuse_password("store.uri", uri)
         return uri
+
+    @model_validator(mode="after")
+    def _bases_are_kept(self) -> Self:
+        local = self.uri.partition("://")[0] in ("file", "local", self.uri)
+        if self.whole_every > 1 and not local and not self.node_cache_gib:
+            raise ValueError(
+                f"whole_every = {self.whole_every} with the store {self.uri} has every engine read "
+                "two versions at each step. Set store.node_cache_gib, twice a version's size or more."
+            )
+        return self
+
+    @property
+    def node_cache_bytes(self) -> int:
+        return int(self.node_cache_gib * 2**30)
 
     def words(self) -> list[str]:
         """The words by which a command finds this store: none for the default one."""

@@ -67,8 +67,9 @@ def sync_and_commit(
     Between the two a snapshot is stored, if one is due. Raises the failure of the first task of the
     step that failed.
     """
-    synced = weight_sync.submit(run, step, updated)  # type: ignore[call-overload]
-    if run.snapshot_due(step, prompts.result().cursor, len(run.carried[step + 1])):
+    due = run.snapshot_due(step, prompts.result().cursor, len(run.carried[step + 1]))
+    synced = weight_sync.submit(run, step, updated, due)  # type: ignore[call-overload]
+    if due:
         trained = [synced] if critic is None else [synced, critic]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
     committed = commit.submit(run, step, prompts, scored, batch, updated, synced, critic)  # type: ignore[call-overload]

@@ -16,22 +16,23 @@ from tasks.run.run import Run
 
 
 @task(name="weight_sync", task_run_name="weight_sync", **OPTIONS)
-def weight_sync(run: Run, step: int, updated: Updated) -> Synced:
+def weight_sync(run: Run, step: int, updated: Updated, whole: bool) -> Synced:
     """Bring version step to the store and to the engines that sample.
 
     The version reported, the digest of the bytes loaded and the log-probs of a short probe must all
-    agree with the trainer's; a mismatch is an error that no retry hides.
+    agree with the trainer's; a mismatch is an error that no retry hides. `whole`: people may want
+    to load the version's folder, so it is not stored as a difference.
     """
-    return publish_and_sync(run, updated.version, step)
+    return publish_and_sync(run, updated.version, step, whole)
 
 
-def publish_and_sync(run: Run, version: int, step: int) -> Synced:
+def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> Synced:
     """Publish a version, load it into the rollout engines, and check it on a probe."""
     start = time.monotonic()
     with attempted(run, step, "weight_sync"):
         weights = parents_weights(run) if version == run.start else None
         if weights is None:
-            weights = run.engines.actor.export(version, run.config.rollout.dtype)
+            weights = run.engines.actor.export(version, run.config.rollout.dtype, whole)
             say_made_anew(run, weights)
         exported = time.monotonic()
         tokens, lengths = run.probe()
@@ -49,6 +50,9 @@ def publish_and_sync(run: Run, version: int, step: int) -> Synced:
             "weights/publish_seconds": exported - start,
             "weights/load_seconds": max(report.seconds for report in reports),
             "weights/bytes": float(weights.nbytes),
+            "weights/bytes_stored": float(
+                weights.nbytes if weights.stored is None else weights.stored
+            ),
             "weights/probe_error": max(load.logprob_error for load in loaded.values()),
         },
     )

@@ -50,6 +50,9 @@ class RolloutSpec(Settings):
     store_options: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="Arguments of the store's file system."
     )
+    node_cache_bytes: int = Field(
+        0, ge=0, description="What this machine keeps of the store's policy versions, in bytes."
+    )
     max_model_len: int = Field(
         ge=2, description="Longest sequence, prompt and completion together, in tokens."
     )

@@ -36,6 +36,7 @@ from engines.rollout.samples import (
 )
 from engines.rollout.weight_reader import Held, LoadReport, check_manifest
 from engines.workers.engine import Engine, Memory
+from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
@@ -66,6 +67,7 @@ class RolloutEngine(Engine, ABC):
         self._spec = spec
         self._label = f"rollout engine {spec.name}"
         self._store = Store(spec.store_uri, spec.store_options)
+        self._node_cache = open_node_cache(self._store, spec.node_cache_bytes)
         self._shapes = shapes
         self._held: Held | None = None
         self._digests: dict[int, str] = {}  # of every version that was held

@@ -125,7 +125,7 @@ class HFEngine(RolloutEngine):
         with self._model_for_sync(mode):
             began = time.monotonic()
             self._let_go()
-            loaded = LoadedWeights(self._store, weights)
+            loaded = LoadedWeights(self._store, weights, self._node_cache)
             state = self._model.state_dict()
             try:
                 for name, tensor in loaded:

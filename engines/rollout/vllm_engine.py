@@ -144,7 +144,11 @@ class VllmEngine(RolloutEngine):
         self._syncing = asyncio.Lock()
         self._admitted = asyncio.Event()
         self._admitted.set()
-        address = {"uri": self._store.uri, "options": self._store.options}
+        address = {
+            "uri": self._store.uri,
+            "options": self._store.options,
+            "node_cache_bytes": self._spec.node_cache_bytes,
+        }
         await self._process.llm.init_weight_transfer_engine(
             WeightTransferInitRequest(init_info=address)
         )
@@ -308,7 +312,7 @@ class VllmEngine(RolloutEngine):
         if version != str(weights.version):
             raise WeightMismatch(f"vLLM reports policy version {version}, not {weights.version}.")
         loaded = [Held(version=one["version"], digest=one["digest"]) for one in reports]
-        COUNTER.add(bytes_read=reports[0]["nbytes"])  # vLLM's own process has read them
+        COUNTER.add(bytes_read=reports[0]["bytes_read"])  # by vLLM's own process
         return LoadReport(
             held=self._hold(weights, *loaded),
             tensors=reports[0]["tensors"],

@@ -22,7 +22,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from engines.rollout.weight_reader import LoadedWeights
+from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
+from storage.objects.usage import COUNTER
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class StoreAddress(WeightTransferInitInfo):
 
     uri: str
     options: dict[str, Any] = field(default_factory=dict)
+    node_cache_bytes: int = 0  # what this machine keeps of them, where the store is not local
 
 
 @dataclass
@@ -56,6 +59,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
 
     def init_transfer_engine(self, init_info: StoreAddress) -> None:
         self.store = Store(init_info.uri, init_info.options)
+        self.cache = open_node_cache(self.store, init_info.node_cache_bytes)
         self.report: dict[str, Any] = {}
 
     def start_weight_update(self) -> None:
@@ -90,7 +94,8 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
 
     def _load(self, ref: WeightsRef) -> None:
         wanted = {name for name, _ in self.model.named_parameters()}
-        offered = LoadedWeights(self.store, ref)
+        before = COUNTER.total().bytes_read
+        offered = LoadedWeights(self.store, ref, self.cache)
         loaded = cast(_LoadsWeights, self.model).load_weights(iter(offered))
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
@@ -101,6 +106,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             "digest": held.digest,
             "tensors": offered.tensors,
             "nbytes": offered.nbytes,
+            "bytes_read": COUNTER.total().bytes_read - before,
         }
 
 

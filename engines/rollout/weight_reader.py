@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engines.failures import WeightMismatch
+from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import TensorEntry, WeightsRef, open_manifest, weights_digest
 from storage.runs.weights_reading import stream
@@ -39,8 +40,10 @@ class LoadedWeights:
     Raises ObjectDamaged naming the tensor. What passed is counted.
     """
 
-    def __init__(self, store: Store, weights: WeightsRef) -> None:
+    def __init__(self, store: Store, weights: WeightsRef, cache: NodeCache | None = None) -> None:
+        """`cache`: what this machine keeps of the store."""
         self._store = store
+        self._cache = cache
         self._weights = weights
         self._passed: dict[str, TensorEntry] = {}
         self.nbytes = 0
@@ -51,7 +54,7 @@ class LoadedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         entries = open_manifest(self._store, self._weights).tensors
-        for name, tensor in stream(self._store, self._weights):
+        for name, tensor in stream(self._store, self._weights, cache=self._cache):
             yield name, tensor
             self._passed[name] = entries[name]
             self.nbytes += tensor.nbytes

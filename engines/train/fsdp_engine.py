@@ -39,6 +39,7 @@ from engines.train.sequence_parallel import SequenceGroup, check_heads, sequence
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
 from engines.workers.engine import Memory, Ranked
 from storage.batches.refs import BatchRef
+from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
@@ -67,6 +68,7 @@ class FSDPEngine(Ranked):
     def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec
         self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._node_cache = open_node_cache(self._store, spec.node_cache_bytes)
         self._files = RunStore(self._store, spec.run, spec.role)
         torch.set_num_threads(spec.threads)
         # torch 2.13's checkpoint code calls what it warns of itself:
@@ -267,8 +269,11 @@ class FSDPEngine(Ranked):
 
     # --- weights and state --------------------------------------------------------------------
 
-    def export_weights(self, version: int, dtype: str) -> WeightsRef:
+    def export_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         """Publish the weights held as a policy version; transformers and vLLM can load its folder.
+
+        Unless `whole` some versions are stored as the difference from another one, if the settings
+        say so; such a folder is read by this program only.
 
         Each rank writes the tensors that it gathers. The output head is among the tensors also where
         it is tied to the embedding.
@@ -284,6 +289,9 @@ class FSDPEngine(Ranked):
             companion_files(self._directory),
             DTYPES[dtype],
             meeting.group,
+            # A step changes nearly every float32: there is no difference worth storing.
+            every=1 if whole or dtype == "float32" else self._spec.whole_every,
+            cache=self._node_cache,
         )
 
     def digest(self, dtype: str | None = None) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,24 @@ from engines.failures import WeightMismatch
 from engines.train.fsdp import share
 from engines.train.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
+from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef, open_manifest, tensor_digest, weights_digest
-from storage.runs.weights_reading import stream
-from storage.runs.weights_writing import (
-    SHARD_BYTES,
+from storage.runs.weight_changes import base_for, changes_name, write_changes
+from storage.runs.weights import (
+    Base,
     Outline,
     Part,
-    cut,
+    WeightsRef,
     find_manifest,
+    open_manifest,
+    tensor_digest,
+    weights_digest,
+)
+from storage.runs.weights_reading import BaseTensors, stream
+from storage.runs.weights_writing import (
+    SHARD_BYTES,
+    cut,
     finish,
     new_token,
     outline_of,
@@ -48,12 +57,17 @@ def publish_together(
     files: Mapping[str, bytes],
     dtype: torch.dtype,
     group: dist.ProcessGroup,
+    every: int = 1,
+    cache: NodeCache | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> WeightsRef:
     """Write a (sharded) module's weights as a policy version, each rank some shards; a collective.
 
     The version has the same digest whatever the number of ranks; the rest is as `publish` promises.
     A rank holds the bytes of one shard at most beside the tensor that is gathered.
+
+    every: of so many versions one is stored whole, the others as the difference from it; cache: what
+    this machine keeps of the store, in which that one is looked for.
     """
     key = RunStore(store, run).weights_key(version)
     outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
@@ -61,14 +75,49 @@ def publish_together(
     if there is not None:
         found = digest_together(state, dtype, group)
         return on_first(group, lambda: same(there, key, found))
+    base = on_first(group, lambda: base_for(RunStore(store, run), version, outlines, every))
     shards = cut(outlines, group.size(), shard_bytes)
     owners = {name: number % group.size() for number, shard in enumerate(shards) for name in shard}
-    with _Writer(store, key, token, shards, group.rank(), group.size(), outlines) as writer:
+    parts_of = _Parts(store=store, key=key, token=token, base=base, cache=cache)
+    with _Writer(parts_of, shards, group.rank(), group.size(), outlines) as writer:
         on_owners(state, dtype, owners, group, writer.add)
         parts = together(group, writer.parts)
     written = {number: part for rank in parts for number, part in rank.items()}
     ordered = [written[number] for number in range(len(shards))]
-    return on_first(group, lambda: finish(store, key, version, ordered, files))
+    return on_first(group, lambda: finish(store, key, version, ordered, files, base))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """Where the files of a publication go, and in what form."""
+
+    store: Store
+    key: str  # folder of the version
+    token: str  # of the attempt
+    base: Base | None  # from which the version is stored as the difference
+    cache: NodeCache | None
+
+    def write(
+        self,
+        shards: Mapping[int, Mapping[str, Outline]],
+        tensors: Callable[[int], Iterator[tuple[str, Tensor]]],
+    ) -> dict[int, Part]:
+        """Write shards by number. `tensors` gives the next so many."""
+        store, key = self.store, self.key
+        if self.base is None:
+            return {
+                number: write_shard(
+                    store, key, shard_name(number, self.token), outlines, tensors(len(outlines))
+                )
+                for number, outlines in shards.items()
+            }
+        base = BaseTensors(store, self.base, self.cache)
+        return {
+            number: write_changes(
+                store, key, changes_name(number, self.token), outlines, tensors(len(outlines)), base
+            )
+            for number, outlines in shards.items()
+        }
 
 
 class _Writer:
@@ -76,15 +125,13 @@ class _Writer:
 
     def __init__(
         self,
-        store: Store,
-        key: str,
-        token: str,
+        parts: _Parts,
         shards: list[list[str]],
         rank: int,
         ranks: int,
         outlines: Mapping[str, Outline],
     ) -> None:
-        self._store, self._key, self._token = store, key, token
+        self._parts = parts
         mine = range(rank, len(shards), ranks)
         self._shards = {
             number: {name: outlines[name] for name in shards[number]} for number in mine
@@ -131,16 +178,7 @@ class _Writer:
 
     def _write(self) -> dict[int, Part]:
         try:
-            return {
-                number: write_shard(
-                    self._store,
-                    self._key,
-                    shard_name(number, self._token),
-                    outlines,
-                    self._next(len(outlines)),
-                )
-                for number, outlines in self._shards.items()
-            }
+            return self._parts.write(self._shards, self._next)
         finally:
             with self._changed:
                 self._waiting.clear()

@@ -28,6 +28,12 @@ class TrainSpec(Settings):
         default_factory=dict, description="Arguments of its file system."
     )
     cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
+    whole_every: int = Field(
+        1, ge=1, description="Of so many policy versions one is stored whole, unless in float32."
+    )
+    node_cache_bytes: int = Field(
+        0, ge=0, description="What this machine keeps of the store's policy versions, in bytes."
+    )
     run: str = Field(description="Name of the run, the first part of its keys in the store.")
     threads: int = Field(1, ge=1, description="CPU threads of each rank.")
     seed: int = Field(0, ge=0, description="Seed of the engine's random numbers.")

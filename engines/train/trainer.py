@@ -164,11 +164,12 @@ class Trainer:
             self.at(version)
             return self._call("values", version, arguments, name=f"values-{out_key}").batch
 
-    def export(self, version: int, dtype: str) -> WeightsRef:
-        """Publish the weights of a version to the store."""
+    def export(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
+        """Publish the weights of a version to the store; `whole`: not as a difference."""
+        arguments = {"version": version, "dtype": dtype, "whole": whole}
         with self._lock:
             self.at(version)
-            return self._call("export_weights", version, {"version": version, "dtype": dtype})
+            return self._call("export_weights", version, arguments)
 
     def score(
         self, version: int, tokens: list[list[int]], prompt_lengths: list[int]

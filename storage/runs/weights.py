@@ -5,20 +5,24 @@ given (config.json, the tokenizer's), and manifest.json, which is written last: 
 manifest does not exist. Written by weights_writing.py, read by weights_reading.py.
 
 A manifest may name a base: another version, without which this one cannot be read. Retention, forks
-and the audit keep to that whatever it is made of.
+and the audit keep to that whatever it is made of. A version that is stored as the difference from its
+base has changes-0000i-<token>.delta and the manifest alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from storage.batches import tensors as torch_bytes
+from storage.batches.format import DTYPES
 from storage.objects import documents
 from storage.objects.digests import digest, digest_lines
-from storage.objects.errors import ObjectDamaged
+from storage.objects.errors import ObjectDamaged, ObjectMissing
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +57,11 @@ class WeightsRef(Frozen):
     digest: str  # of the tensors: names, types, shapes, bytes (see `weights_digest`)
     nbytes: int  # of the tensors
     base: Base | None = None  # None: the version is whole
+    stored: int | None = None  # bytes of its files; None: this was not yet said when it was made
+
+
+# How a tensor is stored: its bytes; nothing, for they are the base's; its difference from the base's.
+Form = Literal["whole", "same", "changed"]
 
 
 class TensorEntry(Frozen):
@@ -63,12 +72,13 @@ class TensorEntry(Frozen):
     shape: tuple[int, ...]
     start: int  # byte in the file
     stop: int
-    digest: str
+    digest: str  # of the tensor's bytes, however it is stored
+    form: Form = "whole"
 
     @property
     def nbytes(self) -> int:
         """Of the tensor."""
-        return self.stop - self.start
+        return math.prod(self.shape) * DTYPES[self.dtype][0]
 
 
 class FileEntry(Frozen):
@@ -85,6 +95,27 @@ class Manifest(Frozen):
     tensors: dict[str, TensorEntry]  # in the order in which they were published
     files: dict[str, FileEntry]
     base: Base | None = None  # None: the version is whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """What a tensor will be when it is written."""
+
+    dtype: str  # safetensors code
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A file that was written, and the tensors in it."""
+
+    name: str  # of the file, within the version's folder
+    file: FileEntry
+    tensors: dict[str, TensorEntry]  # in the order in which they lie
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -135,3 +166,11 @@ def open_chain(store: Store, ref: WeightsRef | Base) -> list[tuple[str, Manifest
         found.append((wanted.key, open_manifest(store, wanted)))
         wanted = found[-1][1].base
     return found
+
+
+def find_manifest(store: Store, key: str) -> Manifest | None:
+    """The manifest in the folder `key`, if a version was finished there."""
+    try:
+        return open_manifest_at(store, key)
+    except ObjectMissing:
+        return None

@@ -6,50 +6,157 @@ from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from storage.batches import tensors as torch_bytes
+from storage.batches.format import DTYPES
+from storage.objects.backends import Range
 from storage.objects.digests import digest
 from storage.objects.errors import ObjectDamaged
-from storage.runs.weights import Manifest, TensorEntry, WeightsRef, open_manifest
+from storage.runs.tensor_changes import decode
+from storage.runs.weights import Base, Manifest, TensorEntry, WeightsRef, open_chain, open_manifest
 
 if TYPE_CHECKING:
     import torch
 
+    from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
 
 WINDOW_BYTES = 64 * 2**20  # read at once by `stream`; one window more is read ahead
 
 
+class BaseTensors:
+    """The tensors of a whole version, from which others are stored as the difference."""
+
+    def __init__(self, store: Store, base: Base, cache: NodeCache | None = None) -> None:
+        self.base = base
+        self.entries = open_manifest(store, base).tensors
+        self._source = cache or store
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor's bytes [bytes] uint8, checked. Raises ObjectMissing, ObjectDamaged."""
+        entry = self.entries[name]
+        where = (f"{self.base.key}/{entry.file}", entry.start, entry.stop)
+        view = self._source.read_ranges([where])[0]
+        return _checked(self.base.key, name, entry, np.frombuffer(view, np.uint8))
+
+
 def stream(
-    store: Store, ref: WeightsRef, names: Container[str] | None = None
+    store: Store,
+    ref: WeightsRef,
+    names: Container[str] | None = None,
+    cache: NodeCache | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a version (or those `names`), in the order in which they were published.
 
     From local files they map the file's pages privately, without a copy; from elsewhere at most
-    two windows of 64 MiB are held beside what the caller keeps. Each tensor's digest is checked:
-    raises ObjectMissing, and ObjectDamaged naming the tensor.
+    two windows of 64 MiB are held beside what the caller keeps. So are they of a version that is
+    stored as the difference from its base. Each tensor's digest is checked: raises ObjectMissing,
+    and ObjectDamaged naming the tensor.
+
+    cache: what this machine keeps of the store, which is read in the store's place.
     """
-    manifest = open_manifest(store, ref)
-    windows = _windows(manifest, names)
-    for window, views in _read_ahead(store, ref.key, manifest, windows):
-        for name in window:
-            yield name, _tensor(ref.key, name, manifest.tensors[name], views.pop(name))
+    version = _Version(store, ref, cache)
+    for window in _read_ahead(version, _windows(version.manifest, names)):
+        yield from window
+
+
+class _Version:
+    """A version with what it takes to read its tensors."""
+
+    def __init__(self, store: Store, ref: WeightsRef, cache: NodeCache | None) -> None:
+        self.key = ref.key
+        chain = open_chain(store, ref)
+        self.manifest = chain[0][1]
+        self._base = chain[1] if len(chain) > 1 else None
+        self._store, self._cache = store, cache
+        # Where reading takes time, it is done ahead; mapping a file costs nothing.
+        forms = {entry.form for entry in self.manifest.tensors.values()}
+        self.slow = store.backend.remote or "changed" in forms
+
+    def read(self, names: list[str]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of a window, checked."""
+        if self._cache is None:
+            return self._read(names, self._store)
+        try:
+            return self._read(names, self._cache)
+        except ObjectDamaged:  # perhaps on this machine alone
+            for folder, manifest in filter(None, ((self.key, self.manifest), self._base)):
+                for file in manifest.files:
+                    self._cache.forget(f"{folder}/{file}")
+            return self._read(names, self._store)
+
+    def _read(self, names: list[str], source: Store | NodeCache) -> list[tuple[str, torch.Tensor]]:
+        ranges = [self._range(self.key, self.manifest.tensors[name]) for name in names]
+        from_base = [name for name in names if self.manifest.tensors[name].form != "whole"]
+        ranges += [self._range(*self._in_base(name)) for name in from_base]
+        views = source.read_ranges(ranges)
+        base = dict(zip(from_base, views[len(names) :], strict=True))
+        return [
+            (name, self._tensor(name, view, base.get(name)))
+            for name, view in zip(names, views, strict=False)
+        ]
+
+    @staticmethod
+    def _range(key: str, entry: TensorEntry) -> Range:
+        return f"{key}/{entry.file}", entry.start, entry.stop
+
+    def _in_base(self, name: str) -> tuple[str, TensorEntry]:
+        """Folder and place of a tensor in the base."""
+        mine = self.manifest.tensors[name]
+        if self._base is not None:
+            key, base = self._base
+            found = base.tensors.get(name)
+            if (
+                found is not None
+                and found.form == "whole"
+                and (found.dtype, found.shape) == (mine.dtype, mine.shape)
+            ):
+                return key, found
+        raise ObjectDamaged(
+            f"The tensor {name!r} of {self.key} is stored as a difference, but its base has none "
+            "from which it could be one."
+        )
+
+    def _tensor(self, name: str, view: memoryview, base: memoryview | None) -> torch.Tensor:
+        entry = self.manifest.tensors[name]
+        if view.nbytes < entry.stop - entry.start:
+            raise ObjectDamaged(
+                f"The {_where(self.key, name, entry)} is damaged: the object ends within it."
+            )
+        values = np.frombuffer(view, np.uint8)
+        if base is not None:
+            before = np.frombuffer(base, np.uint8)
+            values = before if entry.form == "same" else self._changed(name, view, before)
+        _checked(self.key, name, entry, values)
+        if not values.flags.writeable:
+            values = values.copy()
+        return torch_bytes.tensor_of(values, entry.dtype, entry.shape)
+
+    def _changed(self, name: str, view: memoryview, before: np.ndarray) -> np.ndarray:
+        entry = self.manifest.tensors[name]
+        try:
+            return decode(view, before, DTYPES[entry.dtype][0])
+        except ObjectDamaged as error:
+            where = _where(self.key, name, entry)
+            raise ObjectDamaged(f"The {where} is damaged: {error}.") from error
 
 
 def _read_ahead(
-    store: Store, key: str, manifest: Manifest, windows: list[list[str]]
-) -> Iterator[tuple[list[str], dict[str, memoryview]]]:
-    """The names and bytes of each window; of a remote store the next one is already coming."""
-    if not store.backend.remote:  # mapping costs nothing
+    version: _Version, windows: list[list[str]]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """The tensors of each window; while the caller has one, the next is already coming."""
+    if not version.slow:
         for window in windows:
-            yield window, _read(store, key, manifest, window)
+            yield version.read(window)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        coming = [pool.submit(_read, store, key, manifest, window) for window in windows[:1]]
-        for number, window in enumerate(windows):
-            views = coming.pop().result()
-            for following in windows[number + 1 : number + 2]:
-                coming.append(pool.submit(_read, store, key, manifest, following))
-            yield window, views
+        coming = [pool.submit(version.read, window) for window in windows[:1]]
+        for following in [*windows[1:], None]:
+            found = coming.pop().result()
+            if following is not None:
+                coming.append(pool.submit(version.read, following))
+            yield found
 
 
 def _windows(manifest: Manifest, wanted: Container[str] | None) -> list[list[str]]:
@@ -67,19 +174,17 @@ def _windows(manifest: Manifest, wanted: Container[str] | None) -> list[list[str
     return windows
 
 
-def _read(store: Store, key: str, manifest: Manifest, names: list[str]) -> dict[str, memoryview]:
-    entries = [manifest.tensors[name] for name in names]
-    ranges = [(f"{key}/{entry.file}", entry.start, entry.stop) for entry in entries]
-    return dict(zip(names, store.read_ranges(ranges), strict=True))
+def _checked(key: str, name: str, entry: TensorEntry, values: np.ndarray) -> np.ndarray:
+    """`values` if they are the tensor's bytes."""
+    if digest(values.data) != entry.digest:
+        why = (
+            "its digest does not match"
+            if entry.form == "whole"
+            else "with its base, its digest does not match"
+        )
+        raise ObjectDamaged(f"The {_where(key, name, entry)} is damaged: {why}.")
+    return values
 
 
-def _tensor(key: str, name: str, entry: TensorEntry, view: memoryview) -> torch.Tensor:
-    where = f"tensor {name!r} of object {key}/{entry.file}"
-    if view.nbytes < entry.nbytes:
-        raise ObjectDamaged(f"The {where} is damaged: the object ends within it.")
-    if digest(view) != entry.digest:
-        raise ObjectDamaged(f"The {where} is damaged: its digest does not match.")
-    import numpy as np
-
-    values = np.frombuffer(bytearray(view) if view.readonly else view, np.uint8)
-    return torch_bytes.tensor_of(values, entry.dtype, entry.shape)
+def _where(key: str, name: str, entry: TensorEntry) -> str:
+    return f"tensor {name!r} of object {key}/{entry.file}"

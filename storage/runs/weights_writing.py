@@ -8,30 +8,34 @@ them calls `finish`.
 from __future__ import annotations
 
 import json
-import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from storage.batches import tensors as torch_bytes
-from storage.batches.format import DTYPES
 from storage.objects import documents
 from storage.objects.digests import Digester, digest
-from storage.objects.errors import ObjectMissing, StoreError
+from storage.objects.errors import StoreError
 from storage.runs.run_store import RunStore
+from storage.runs.weight_changes import changes_name, write_changes
 from storage.runs.weights import (
     FORMAT,
     MANIFEST,
+    Base,
     FileEntry,
     Manifest,
+    Outline,
+    Part,
     TensorEntry,
     WeightsRef,
+    find_manifest,
+    open_chain,
     open_manifest_at,
     tensor_digest,
     weights_digest,
 )
+from storage.runs.weights_reading import BaseTensors, stream
 
 if TYPE_CHECKING:
     import torch
@@ -40,27 +44,6 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outline:
-    """What a tensor will be when it is written."""
-
-    dtype: str  # safetensors code
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype][0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A file that was written, and the tensors in it."""
-
-    name: str  # of the file, within the version's folder
-    file: FileEntry
-    tensors: dict[str, TensorEntry]  # in the order in which they lie
 
 
 def outline_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> Outline:
@@ -141,15 +124,21 @@ def write_shard(
 
 
 def finish(
-    store: Store, key: str, version: int, parts: Sequence[Part], files: Mapping[str, bytes]
+    store: Store,
+    key: str,
+    version: int,
+    parts: Sequence[Part],
+    files: Mapping[str, bytes],
+    base: Base | None = None,
 ) -> WeightsRef:
     """Write the small files and then the manifest of a version whose shards are there.
 
-    parts: all of them, in the order in which their tensors are published. Where another writer was
-    faster the parts are removed, and its version stands; StoreError if that is another one.
+    parts: all of them, in the order in which their tensors are published; base: from which they are
+    the difference, and then `files` are the base's. Where another writer was faster the parts are
+    removed, and its version stands; StoreError if that is another one.
     """
     entries = {name: entry for part in parts for name, entry in part.tensors.items()}
-    others = {**files, INDEX: _index(entries)}
+    others = {**files, INDEX: _index(entries)} if base is None else {}
     manifest = Manifest(
         version=version,
         digest=weights_digest((n, e.dtype, e.shape, e.digest) for n, e in entries.items()),
@@ -157,6 +146,7 @@ def finish(
         tensors=entries,
         files={part.name: part.file for part in parts}
         | {n: FileEntry(nbytes=len(data), digest=digest(data)) for n, data in others.items()},
+        base=base,
     )
     if not _create(store, key, manifest, others):
         store.delete([f"{key}/{part.name}" for part in parts])
@@ -172,24 +162,56 @@ def publish(
     files: Mapping[str, bytes],
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    base: Base | None = None,
 ) -> WeightsRef:
     """Write a policy version and return its ref.
 
     `tensors` may be a generator: at most `shard_bytes` of them are held at once. Floating-point
     ones are cast to `dtype`, each as it is written. Publishing a version again with the same
     tensors is a no-op; with others it raises StoreError, and the first stays as it was.
+
+    base: a whole version of the same tensors, from which this one is stored as the difference.
     """
     key = RunStore(store, run).weights_key(version)
+    return _publish_at(store, key, version, tensors, files, dtype, shard_bytes, base)
+
+
+def copy_whole(store: Store, ref: WeightsRef, target: Store, key: str) -> WeightsRef:
+    """Write a version into the folder `key` of a store, whole, however it is stored itself.
+
+    Raises ObjectMissing, and ObjectDamaged naming the tensor.
+    """
+    folder, manifest = open_chain(store, ref)[-1]  # a difference has no files of its own
+    small = [name for name in manifest.files if not name.endswith(".safetensors") and name != INDEX]
+    files = {name: store.read(f"{folder}/{name}") for name in small}
+    return _publish_at(target, key, ref.version, stream(store, ref), files)
+
+
+def _publish_at(
+    store: Store,
+    key: str,
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    files: Mapping[str, bytes],
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    base: Base | None = None,
+) -> WeightsRef:
     named = _distinct(tensors)
     existing = find_manifest(store, key)
     if existing is not None:
         return same(existing, key, _digest_of(named, dtype))
     token, parts = new_token(), []
+    before = None if base is None else BaseTensors(store, base)
     for number, shard in enumerate(_shards(named, dtype, shard_bytes)):
         outlines = {name: outline_of(tensor, dtype) for name, tensor in shard.items()}
         cast = ((name, _cast(tensor, dtype)) for name, tensor in shard.items())
-        parts.append(write_shard(store, key, shard_name(number, token), outlines, cast))
-    return finish(store, key, version, parts, files)
+        if before is None:
+            parts.append(write_shard(store, key, shard_name(number, token), outlines, cast))
+        else:
+            name = changes_name(number, token)
+            parts.append(write_changes(store, key, name, outlines, cast, before))
+    return finish(store, key, version, parts, files, base)
 
 
 def same(existing: Manifest, key: str, found: str) -> WeightsRef:
@@ -200,14 +222,6 @@ def same(existing: Manifest, key: str, found: str) -> WeightsRef:
             f"{existing.digest}, not {found}. Publish other weights under another version."
         )
     return _ref(existing, key)
-
-
-def find_manifest(store: Store, key: str) -> Manifest | None:
-    """The manifest in the folder `key`, if a version was finished there."""
-    try:
-        return open_manifest_at(store, key)
-    except ObjectMissing:
-        return None
 
 
 def _create(store: Store, key: str, manifest: Manifest, others: Mapping[str, bytes]) -> bool:
@@ -221,8 +235,10 @@ def _create(store: Store, key: str, manifest: Manifest, others: Mapping[str, byt
         known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
         store.delete([left for left in store.list(key) if left not in known])  # of dead writers
         return True
-    # Its index may have been replaced by ours a moment ago.
-    store.write(f"{key}/{INDEX}", _index(open_manifest_at(store, key).tensors))
+    first = open_manifest_at(store, key)
+    if INDEX in first.files:  # it may have been replaced by ours a moment ago
+        store.write(f"{key}/{INDEX}", _index(first.tensors))
+    store.delete([f"{key}/{name}" for name in others if name not in first.files])
     return False
 
 
@@ -233,6 +249,7 @@ def _ref(manifest: Manifest, key: str) -> WeightsRef:
         digest=manifest.digest,
         nbytes=manifest.nbytes,
         base=manifest.base,
+        stored=sum(file.nbytes for file in manifest.files.values()),
     )
 
 

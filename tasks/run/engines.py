@@ -215,6 +215,7 @@ class Engines:
             rollout=config.rollout,
             store_uri=run.store.uri,
             store_options=config.store.options,
+            node_cache_bytes=config.store.node_cache_bytes,
             max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         )
         return RolloutPool(
@@ -347,6 +348,8 @@ def train_spec(
         store_uri=files.store.uri,
         store_options=config.store.options,
         cache_bytes=cache_bytes,
+        whole_every=config.store.whole_every,
+        node_cache_bytes=config.store.node_cache_bytes,
         run=files.run,
         threads=config.cluster.pools[pool].threads,
         seed=config.seed,

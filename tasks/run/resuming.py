@@ -25,6 +25,8 @@ MAY_CHANGE = (
     "store.keep_steps",
     "store.keep_snapshots",
     "store.cache_mib",
+    "store.whole_every",
+    "store.node_cache_gib",
     "store.uri",
     "staleness_guard",
     "rollout.deadline",

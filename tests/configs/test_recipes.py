@@ -126,6 +126,7 @@ def test_the_flow_process_imports_no_engine_library(module: str) -> None:
         (["store.uri=s3://me:hunter2@host/x"], "store.uri holds a password"),
         (["tracking.uri=postgresql://me:hunter2@host/x"], "tracking.uri holds a password"),
         (["cluster.pools.cpu.env={AWS_SESSION_TOKEN: hunter2}"], "AWS_SESSION_TOKEN looks like"),
+        (["store.uri=s3://b/x", "store.whole_every=4"], "Set store.node_cache_gib"),
         (["cluster.kind=slurm"], "cluster.kind = slurm needs cluster.host"),
         (["cluster.kind=ssh", "cluster.host=lo"], "Set cluster.ssh.hosts"),
         (["cluster.kind=kubernetes"], "Set cluster.kubernetes.image"),
@@ -133,7 +134,7 @@ def test_the_flow_process_imports_no_engine_library(module: str) -> None:
         (["cluster.kind=address", "cluster.address=tls://h:1"], "Use tls://HOST:PORT together with"),
     ],
 )  # fmt: skip
-def test_credentials_and_half_a_cluster_are_refused(words: list[str], said: str) -> None:
+def test_what_is_half_said_or_a_credential_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]+$") as error:
         load_recipe(GRPOConfig, "tiny", words)
     assert said in str(error.value)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from configs.overrides import ConfigError
-from flows import audit, inspect, lineage, replay, rescore
+from flows import audit, export, inspect, lineage, replay, rescore
 from storage.objects import documents
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
@@ -184,6 +184,21 @@ def test_audit_of_a_damaged_run(world: World, ask: Ask, tmp_path: Path) -> None:
     assert (code, "there is no such setting" in err) == (2, True)
 
 
+def test_export(world: World, ask: Ask, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    code, out, err = ask(export.main, world.child.run, "--to", str(tmp_path / "it"), "--json")
+    last = read_commit(world.parent, 3).version_out  # the fork repeated it
+    assert (code, err, json.loads(out)["digest"]) == (0, "", last.digest)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "it")
+    code, _, err = ask(export.main, world.child.run, "--to", str(tmp_path / "it"))
+    assert (code, "is there already" in err) == (2, True)
+    words = ("--to", str(tmp_path / "one"), "--version")
+    assert ask(export.main, world.child.run, *words, "1")[0] == 0  # the parent's
+    code, _, err = ask(export.main, world.child.run, *words, "4")
+    assert (code, "Name one from 1 to 3" in err) == (2, True)
+
+
 def test_lineage(world: World, ask: Ask) -> None:
     code, out, _ = ask(lineage.main, world.child.run, "--version", "2", "--json")
     record = json.loads(out)
@@ -308,7 +323,7 @@ def test_what_a_fork_may_change(world: World, monkeypatch: pytest.MonkeyPatch) -
     assert head(world.child) == 3
 
 
-@pytest.mark.parametrize("name", ["audit", "inspect", "lineage", "replay", "rescore"])
+@pytest.mark.parametrize("name", ["audit", "export", "inspect", "lineage", "replay", "rescore"])
 def test_help_imports_nothing_heavy(name: str) -> None:
     text = f"import sys; from flows import {name}; sys.argv = ['x', '--help']; {name}.main()"
     probe = (

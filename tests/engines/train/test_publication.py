@@ -66,10 +66,12 @@ def scenario(rank: int, world: int, ports: list[int], folder: Path) -> dict[str,
     seen: dict[str, object] = {}
 
     def put(
-        run: str, version: int, state: dict[str, Tensor], group: dist.ProcessGroup
+        run: str, version: int, state: dict[str, Tensor], group: dist.ProcessGroup, every: int = 1
     ) -> WeightsRef:
         bfloat16, files = torch.bfloat16, {"config.json": b"{}"}
-        return publish_together(store, run, version, state, files, bfloat16, group, SHARD_BYTES)
+        return publish_together(
+            store, run, version, state, files, bfloat16, group, every, shard_bytes=SHARD_BYTES
+        )
 
     for size, group in groups.items():
         if rank >= size:
@@ -85,6 +87,8 @@ def scenario(rank: int, world: int, ports: list[int], folder: Path) -> dict[str,
         own += 1
         seen[f"differs {size}"] = compare_together(store, ref, other, torch.bfloat16, group)
         seen[f"refused {size}"] = attempt(lambda: put(f"of-{size}", 1, other, group))  # noqa: B023
+        seen[f"less {size}"] = put(f"of-{size}", 2, other, group, every=3)
+        assert put(f"of-{size}", 2, other, group, every=3) == seen[f"less {size}"]
     state = sharded(meeting.group, 2)
     if rank == 2:  # its disk is full, once
         publication.write_shard = full  # type: ignore[assignment]
@@ -128,10 +132,30 @@ def test_one_digest_for_any_number_of_ranks(seen: list[dict[str, object]], folde
             assert torch.equal(tensor, whole(1)[name].to(tensor.dtype)), name
 
 
+def test_a_difference_has_the_digest_of_the_whole(
+    seen: list[dict[str, object]], folder: Path
+) -> None:
+    store = Store(str(folder / "store"))
+    values = whole(1)
+    values["layers.1.weight"] += 1
+    alone = publish(store, "alone", 2, values.items(), {}, torch.bfloat16)
+    for size in (1, 2, 4):
+        ref = seen[0][f"less {size}"]
+        assert isinstance(ref, WeightsRef)
+        assert ref.base is not None
+        assert (ref.base.key, ref.digest) == (f"of-{size}/weights/v000001", alone.digest)
+        forms = {name: entry.form for name, entry in open_manifest(store, ref).tensors.items()}
+        assert {name for name, form in forms.items() if form != "same"} == {"layers.1.weight"}
+        for name, tensor in stream(store, ref):
+            assert torch.equal(tensor, values[name].to(tensor.dtype)), name
+
+
 def test_every_rank_wrote_some_of_it(seen: list[dict[str, object]], folder: Path) -> None:
     store = Store(str(folder / "store"))
     for size in (1, 2, 4):
-        shards = [key for key in store.list(f"of-{size}") if key.endswith(".safetensors")]
+        shards = [
+            key for key in store.list(f"of-{size}/weights/v000001") if key.endswith(".safetensors")
+        ]
         total = sum(t.numel() * 2 for t in whole(1).values())
         assert len(shards) >= size
         assert all(store.size(key) < total / size + 1000 for key in shards)

@@ -1,0 +1,154 @@
+"""What a machine keeps of a remote store's objects: read once, and shared by its processes.
+
+Only of objects that never change under their key, such as a policy version's files. An object is a
+sparse file in a folder of the machine, with a byte at its end for each chunk that has arrived. Who
+needs a chunk takes the file's lock and fetches it; others wait and find it. All readers map the same
+pages, and keep them where the file is removed. What is longest unused goes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from storage.objects.backends import Range
+from storage.objects.errors import ObjectDamaged
+
+if TYPE_CHECKING:
+    from storage.objects.store import Store
+
+FOLDER = "refrain-weights"
+CHUNK = 16 * 2**20  # bytes fetched at a time; no more of an object is there than was asked for
+SIZE = struct.Struct("<Q")  # of the object; the last bytes of its file
+
+
+def open_node_cache(store: Store, limit: int) -> NodeCache | None:
+    """This machine's cache of a store, among its temporary files; None where none is wanted.
+
+    limit: bytes; 0 is none. Local files need none: the system keeps their pages for all.
+    """
+    if not limit or not store.backend.remote:
+        return None
+    return NodeCache(store, Path(tempfile.gettempdir()) / f"{FOLDER}-{os.getuid()}", limit)
+
+
+class NodeCache:
+    """A folder with at most `limit` bytes of a store's objects. Several processes may use one."""
+
+    def __init__(self, store: Store, folder: Path, limit: int) -> None:
+        self._store, self._folder, self._limit = store, folder, limit
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
+        """As the store's; the bytes map the folder's files privately. Raises ObjectMissing."""
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        for key, start, stop in ranges:
+            if start < stop:
+                wanted.setdefault(key, []).append((start, stop))
+        maps = {key: self._map(key, parts) for key, parts in wanted.items()}
+        found: list[memoryview] = []
+        for key, start, stop in ranges:
+            mapped = maps.get(key)
+            if start >= stop:
+                found.append(memoryview(b""))
+            elif mapped is None:
+                found += self._store.read_ranges([(key, start, stop)])
+            else:
+                found.append(memoryview(mapped)[start:stop])
+        return found
+
+    def forget(self, key: str) -> None:
+        """Drop an object whose bytes turned out to be wrong."""
+        self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / hashlib.sha256(f"{self._store.uri}/{key}".encode()).hexdigest()[:32]
+
+    def _map(self, key: str, parts: Sequence[tuple[int, int]]) -> mmap.mmap | None:
+        """The object's file with these parts of it; None for an object that is not kept."""
+        path = self._path(key)
+        with _locked(path) as file:
+            length = os.fstat(file).st_size
+            if length == 0:
+                size = self._store.size(key)
+                if not 0 < size <= self._limit:
+                    path.unlink(missing_ok=True)
+                    return None
+                self._make_room(size)
+                length = size + _chunks(size) + SIZE.size
+                os.ftruncate(file, length)
+                os.pwrite(file, SIZE.pack(size), length - SIZE.size)
+            (size,) = SIZE.unpack(os.pread(file, SIZE.size, length - SIZE.size))
+            self._fetch(key, file, size, parts)
+            os.utime(file)
+            return mmap.mmap(file, size, access=mmap.ACCESS_COPY)
+
+    def _fetch(self, key: str, file: int, size: int, parts: Sequence[tuple[int, int]]) -> None:
+        """Bring those chunks of the parts that are not there yet."""
+        there = os.pread(file, _chunks(size), size)
+        missing = sorted(
+            {
+                chunk
+                for start, stop in parts
+                for chunk in range(start // CHUNK, _chunks(min(stop, size)))
+                if not there[chunk]
+            }
+        )
+        ranges = [(key, chunk * CHUNK, min((chunk + 1) * CHUNK, size)) for chunk in missing]
+        for (_, start, stop), view in zip(ranges, self._store.read_ranges(ranges), strict=True):
+            if view.nbytes < stop - start:
+                raise ObjectDamaged(f"Object {key} is damaged: it ends within its {size} bytes.")
+            written = 0
+            while written < view.nbytes:
+                written += os.pwrite(file, view[written:], start + written)
+        for chunk in missing:
+            os.pwrite(file, b"\1", size + chunk)
+
+    def _make_room(self, size: int) -> None:
+        """Remove what is longest unused until so many bytes fit."""
+        files = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        held = sum(nbytes for _, nbytes, _ in files)
+        for _, nbytes, path in sorted(files):
+            if held + size <= self._limit:
+                return
+            if nbytes:  # else it is the one for which room is made
+                path.unlink(missing_ok=True)
+                held -= nbytes
+
+
+def _chunks(size: int) -> int:
+    return -(-size // CHUNK)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, which nobody else fills meanwhile."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(path, file):  # it was removed before it could be locked
+                continue
+            yield file
+            return
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a map of it has the lock too, and outlives this
+            os.close(file)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_ino == os.fstat(file).st_ino
+    return False
