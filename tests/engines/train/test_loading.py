@@ -31,6 +31,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.loading import open_checkpoint
 from engines.train.micro_batch import pack
 from engines.train.policy import Policy
+from engines.train.sequence_parallel import SequenceGroup
 from storage.batches.tensors import code_of
 from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
@@ -169,7 +170,8 @@ def whole_scores(directory: Path) -> list[float]:
     packed = pack([ids[:prompt]], [ids[prompt:]], torch.device("cpu"))
     policy = Policy(load_for_training(directory))
     with torch.no_grad():
-        return policy(packed, temperature=1.0, chunk=1024, dtype=torch.float32)[0].tolist()
+        alone = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
+        return policy(packed, alone, temperature=1.0, chunk=1024, dtype=torch.float32)[0].tolist()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -19,7 +19,8 @@ from engines.train.sequence_parallel import SequenceGroup
 from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
-from storage.runs.weights import WeightsRef, stream
+from storage.runs.weights import WeightsRef
+from storage.runs.weights_reading import stream
 from tests.engines.train.test_fsdp_ranks import with_logprobs
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
