@@ -32,12 +32,16 @@ def base_for(
     """The version from which the next one is to be stored as the difference; None: store it whole.
 
     It is the run's last whole one, so that two versions at most are read for one. Whole are every
-    `every`-th version, and those with no version before them that is made of the same tensors.
+    `every`-th version, those with no version before them that is made of the same tensors, and those
+    after a difference that was hardly smaller than the whole.
     """
     if every == 1 or version == 0:
         return None
     before = find_manifest(run.store, run.weights_key(version - 1))
     if before is None:
+        return None
+    stored = sum(file.nbytes for file in before.files.values())
+    if before.base is not None and stored > WORTHWHILE * before.nbytes:
         return None
     base = before.base or Base(key=run.weights_key(version - 1), digest=before.digest)
     whole = find_manifest(run.store, base.key)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORDS = (
     "tiny", "steps=6", "store.snapshot_every=3", "rollout.dtype=bfloat16",
-    "rollout.probe_tolerance=0.5", "cluster.pools.train.workers=2", "cluster.pools.rollout.workers=2",
+    "train.learning_rate=1e-5", "rollout.probe_tolerance=0.5", "cluster.pools.train.workers=2", "cluster.pools.rollout.workers=2",
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_the_same_weights_from_differences(
     for one in mine:
         stored, nbytes = one.version_out.stored, one.version_out.nbytes
         assert stored is not None
-        assert (stored < nbytes) == (one.version_out.base is not None)
+        assert (stored < nbytes / 2) == (one.version_out.base is not None)
     there = [
         number
         for number in less.versions()

@@ -76,6 +76,12 @@ def test_which_versions_are_whole(run: RunStore) -> None:
     assert bases == {1: "0", 2: "0", 3: "0", 5: "4", 6: "4", 7: "4"}
     assert base_for(run, 8, outlines, 1) is None
     assert base_for(run, 20, outlines, 4) is None  # nothing is there before it
+    tensor = {"x": torch.arange(100.0)}
+    shape = {"x": outline_of(tensor["x"], None)}
+    first = publish(run.store, "far", 0, tensor.items(), FILES)
+    named = Base(key=first.key, digest=first.digest)
+    publish(run.store, "far", 1, [("x", torch.randn(100))], FILES, base=named)
+    assert base_for(RunStore(run.store, "far"), 2, shape, 4) is None  # nothing was gained
     other = {**outlines, "more": outlines["new"]}
     assert base_for(run, 7, other, 4) is None
     run.store.delete([f"{refs[4].key}/manifest.json"])
