@@ -307,7 +307,7 @@ def _draw(config: RandomModel, target: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = LlamaForCausalLM(llama)
-    model.save_pretrained(target)
+    _save(model, target)
     characters.save_pretrained(target)
 
 
@@ -352,6 +352,12 @@ def _convert_gguf(source: Path, target: Path) -> None:
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )
+    _save(model, target)
+
+
+def _save(model: PreTrainedModel, target: Path) -> None:
+    # Else transformers 5.19 writes nothing in a process that is not rank 0 of a group (not reported).
+    model.should_save_on_this_rank = bool  # type: ignore[assignment]
     model.save_pretrained(target)
 
 

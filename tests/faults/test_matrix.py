@@ -68,7 +68,7 @@ TRAIN = {
 }
 RANK_0 = {
     "weight_sync": Fault(
-        id="weight_sync", target="storage.runs.weights:_finish", nth=3, action="kill"
+        id="weight_sync", target="storage.runs.weights_writing:finish", nth=3, action="kill"
     ),
     "snapshot": Fault(
         id="snapshot", target="storage.runs.snapshots:mark", nth=1, when="after", action="kill"

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.model import RandomModel
+from engines.models import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.rendezvous import RendezvousFailed, meet
 from engines.train.spec import ColumnsResult, UpdateResult
@@ -210,6 +212,20 @@ def lonely_rank(rank: int, world: int, ports: list[int]) -> str:
 def test_a_rank_that_waits_alone_is_told_where_it_is_stuck(pair: Ranks) -> None:
     text, _ = pair.run(lonely_rank)
     assert "phase store" in text and "rank 0 of 2 at 127.0.0.1" in text
+
+
+def drawn_by_last(rank: int, world: int, ports: list[int], folder: Path) -> list[str]:
+    """Meet; the last rank then draws a model that nobody has drawn before."""
+    meet(rank, world, "127.0.0.1", ports[0], torch.device("cpu"), timeout=60.0, call_timeout=60.0)
+    if rank < world - 1:
+        return []
+    made = materialize(RandomModel(layers=1, hidden_size=32, seed=77), folder / "models")
+    return sorted(path.name for path in made.iterdir())
+
+
+def test_a_model_is_whole_whichever_rank_makes_it(pair: Ranks, folder: Path) -> None:
+    *_, files = pair.run(drawn_by_last, folder)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
 
 
 def lost_peer(rank: int, world: int, ports: list[int], folder: Path) -> list[str]:
