@@ -22,6 +22,7 @@ WORDS = {
     "kl": "KL",
     "kv": "KV",
     "logprobs": "log-probs",
+    "lora": "LoRA",
     "mib": "(MiB)",
     "ssh": "SSH",
     "tls": "TLS",

@@ -10,6 +10,7 @@ from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
 from configs.data import DataConfig, ReasoningGymSource
 from configs.environment import cpu_multiplies_bfloat16
+from configs.lora import LoraConfig
 from configs.model import Model
 from configs.retraining import (
     CONTINUE_FROM,
@@ -56,6 +57,11 @@ class GRPOConfig(Settings):
     )
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The update.")
+    lora: LoraConfig | None = Field(
+        None,
+        description="Train an adapter on the frozen model, which is then the reference too; none: "
+        "train all weights. A critic always has all its weights trained.",
+    )
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Workers.")
     store: StoreConfig = Field(default_factory=StoreConfig, description="Batches and weights.")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
@@ -134,8 +140,13 @@ class GRPOConfig(Settings):
     def used_pools(self) -> set[str]:
         """Pools on which some role of the run lives; others are not started."""
         roles: list[Role] = [*self.trained_roles, "rollout", "reward"]
-        roles += ["ref"] if self.algorithm.needs_reference else []
+        roles += ["ref"] if self.has_reference_engine else []
         return {self.cluster.roles.pool_of(role) for role in roles}
+
+    @property
+    def has_reference_engine(self) -> bool:
+        """Whether engines hold the frozen reference; that of an adapter is the base below it."""
+        return self.algorithm.needs_reference and self.lora is None
 
     def train_of(self, role: Role) -> TrainConfig:
         """The settings with which a role is trained."""
@@ -304,6 +315,15 @@ class GRPOConfig(Settings):
                 f"cluster.pools.{pool}.workers = {ranks} ranks. "
                 f"Set prompts_per_step or group_size higher, or {group}.mini_batches lower."
             )
+
+    @model_validator(mode="after")
+    def _adapters_are_stored_as_they_are(self) -> Self:
+        if self.lora is not None and self.store.whole_every > 1:
+            raise ValueError(
+                f"store.whole_every = {self.store.whole_every} stores versions as differences, and "
+                "with lora a version is a small adapter already. Set store.whole_every = 1."
+            )
+        return self
 
     @model_validator(mode="after")
     def _rewards_fit_data(self) -> Self:

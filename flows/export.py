@@ -1,6 +1,6 @@
 """Write a policy version as a folder of its own, which transformers and vLLM load as it is.
 
-python -m flows.export RUN --to FOLDER [--version V]
+python -m flows.export RUN --to FOLDER [--version V] [--adapter]
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ def main() -> int:
         "export",
         "Write a policy version as a folder of its own: safetensors, config and tokenizer. Versions "
         "in the store are such folders too, save those that are stored as the difference from "
-        "another one (store.whole_every). Every tensor is checked on the way.",
+        "another one (store.whole_every), and those of LoRA runs: here they are merged into their "
+        "base. Every tensor is checked on the way.",
     )
     words.add_argument(
         "--to", required=True, metavar="FOLDER", help="a folder that is not there yet"
     )
     words.add_argument("--version", type=int, metavar="V", help="of the run [its last]")
+    words.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a LoRA run: the adapter alone, for PEFT",
+    )
 
     def work(request: commands.Request) -> commands.Answer:
         from tasks.commands.export import answer

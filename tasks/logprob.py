@@ -24,7 +24,9 @@ def logprob(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
     if run.needs_old:
         squared = run.algorithm.needs_squares
         sources.append(("old_logprobs", run.engines.actor, step - 1, squared))
-    if run.needs_ref:
+    if run.needs_ref and run.config.lora is not None:  # the actor's base, whatever its version
+        sources.append(("ref_logprobs", run.engines.actor, step - 1, False))
+    elif run.needs_ref:
         sources.append(("ref_logprobs", run.engines.ref, 0, False))
     for column, trainer, version, squared in sources:
         key = key_of(column, samples.to_json(), version, squared)

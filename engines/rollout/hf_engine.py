@@ -66,6 +66,7 @@ class HFEngine(RolloutEngine):
         self._sync: SyncMode | None = None  # a sync that waits or runs
         self._over = False  # closed
         self._shards: set[_Shard] = set()
+        self._base = ""  # digest of the base below the adapter that is held, if one is
 
     @torch.inference_mode()
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
@@ -125,12 +126,14 @@ class HFEngine(RolloutEngine):
         with self._model_for_sync(mode):
             began = time.monotonic()
             self._let_go()
-            loaded = LoadedWeights(self._store, weights, self._node_cache)
+            loaded = LoadedWeights(self._store, weights, self._node_cache, self._base)
+            self._base = ""
             state = self._model.state_dict()
             try:
                 for name, tensor in loaded:
                     state[name].copy_(tensor)
                 held = self._hold(weights, loaded.held())
+                self._base = loaded.base
             except Exception as error:
                 self._end_shards(error)
                 raise

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engines.adapters import adapted_weights, merge, whole_entries
 from engines.failures import WeightMismatch
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
-from storage.runs.weights import TensorEntry, WeightsRef, open_manifest, weights_digest
+from storage.runs.weights import (
+    Manifest,
+    WeightsRef,
+    adapter_digest,
+    open_manifest,
+    weights_digest,
+)
 from storage.runs.weights_reading import stream
 
 if TYPE_CHECKING:
@@ -35,34 +42,96 @@ class LoadReport:
 
 
 class LoadedWeights:
-    """The tensors of a version in the order in which they were published; each one is verified.
+    """The whole tensors of a version in the order of publication; each one read is verified.
 
-    Raises ObjectDamaged naming the tensor. What passed is counted.
+    An adapter's factors are merged into its base's tensors on the way. Raises ObjectDamaged naming
+    the tensor. What passed is counted.
     """
 
-    def __init__(self, store: Store, weights: WeightsRef, cache: NodeCache | None = None) -> None:
-        """`cache`: what this machine keeps of the store."""
+    def __init__(
+        self,
+        store: Store,
+        weights: WeightsRef,
+        cache: NodeCache | None = None,
+        base_held: str = "",
+    ) -> None:
+        """`cache`: what this machine keeps of the store.
+
+        `base_held`: digest of the base whose other tensors the taker has already, if it has one: of
+        an adapter on that base only the tensors that it changes are read and given.
+        """
         self._store = store
         self._cache = cache
         self._weights = weights
-        self._passed: dict[str, TensorEntry] = {}
-        self.nbytes = 0
+        self._manifest = manifest = open_manifest(store, weights)
+        self._names: frozenset[str] | None = None
+        self._factors = _Taken(manifest)
+        self._whole = self._factors
+        self.base = ""  # digest of the base below an adapter; empty where the version is none
+        if manifest.adapter is not None and manifest.base is not None:
+            base = open_manifest(store, manifest.base)
+            self.base = base.digest
+            self._whole = _Taken(base)
+            if base_held == self.base:
+                self._names = frozenset(adapted_weights(manifest))
+                self._whole.had(base.tensors.keys() - self._names)
 
     @property
     def tensors(self) -> int:
-        return len(self._passed)
+        """That were read."""
+        return sum(part.read for part in {self._whole, self._factors})
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors that were read."""
+        return sum(part.nbytes for part in {self._whole, self._factors})
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        entries = open_manifest(self._store, self._weights).tensors
-        for name, tensor in stream(self._store, self._weights, cache=self._cache):
-            yield name, tensor
-            self._passed[name] = entries[name]
-            self.nbytes += tensor.nbytes
+        adapter, base = self._manifest.adapter, self._manifest.base
+        if adapter is None or base is None:
+            for name, tensor in stream(self._store, self._weights, cache=self._cache):
+                yield name, tensor
+                self._whole.take(name)
+            return
+        factors = {}
+        for name, factor in stream(self._store, self._weights, cache=self._cache):
+            factors[name] = factor
+            self._factors.take(name)
+        for name, tensor in stream(self._store, base, self._names, self._cache):
+            yield name, merge(name, tensor, factors, adapter.scale)
+            self._whole.take(name)
 
     def held(self) -> Held:
         """The version with the digest of the tensors that were taken, not of those offered."""
-        taken = ((name, e.dtype, e.shape, e.digest) for name, e in self._passed.items())
-        return Held(version=self._weights.version, digest=weights_digest(taken))
+        adapter, digest = self._manifest.adapter, self._whole.digest()
+        if adapter is not None:
+            digest = adapter_digest(self._factors.digest(), adapter, digest)
+        return Held(version=self._weights.version, digest=digest)
+
+
+class _Taken:
+    """Which tensors of a manifest have been taken."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._entries = manifest.tensors
+        self._names: list[str] = []
+        self.read = 0
+        self.nbytes = 0
+
+    def had(self, names: Iterable[str]) -> None:
+        """These were taken before."""
+        self._names += names
+
+    def take(self, name: str) -> None:
+        """One more has been read and taken."""
+        self._names.append(name)
+        self.read += 1
+        self.nbytes += self._entries[name].nbytes
+
+    def digest(self) -> str:
+        """Of those taken."""
+        entries = ((name, self._entries[name]) for name in self._names)
+        return weights_digest((name, e.dtype, e.shape, e.digest) for name, e in entries)
 
 
 def check_manifest(
@@ -72,7 +141,7 @@ def check_manifest(
 
     Done before anything is loaded: vLLM keeps the old values of a weight that does not come.
     """
-    offered = {name: entry.shape for name, entry in open_manifest(store, weights).tensors.items()}
+    offered = {name: entry.shape for name, entry in whole_entries(store, weights).items()}
     for name, shape in expected.items():
         if name not in offered:
             raise WeightMismatch(

@@ -17,13 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from engines.adapters import is_factor, stream_whole, whole_entries
 from engines.failures import WeightMismatch
 from storage.objects.store import Store
-from storage.runs.weights import (
-    WeightsRef,
-    open_manifest,
-)
-from storage.runs.weights_reading import stream
+from storage.runs.weights import WeightsRef
 
 
 class _Sized(Protocol):
@@ -119,7 +116,9 @@ def _equal_parts(whole: Tensor, rows: int, number: int) -> list[Tensor]:
 
 
 def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.ProcessGroup) -> None:
-    """Copy a version's tensors into a (sharded) model; a collective.
+    """Copy a version's whole tensors into a (sharded) model; a collective.
+
+    Those of an adapter are merged with its base's; adapters of the model stay as they are.
 
     Each tensor is read by one rank, which checks its digest and gives the others their rows, so
     the ranks together read every byte once, and no byte is used that was not checked.
@@ -127,8 +126,8 @@ def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.Proces
     Raises WeightMismatch naming a tensor that one of the two lacks or has in another shape, before
     anything is copied. A rank that finds one damaged raises ObjectDamaged.
     """
-    held = model.state_dict()
-    entries = open_manifest(store, weights).tensors
+    held = {name: each for name, each in model.state_dict().items() if not is_factor(name)}
+    entries = whole_entries(store, weights)
     for name, entry in entries.items():
         if name not in held or tuple(held[name].shape) != entry.shape:
             has = tuple(held[name].shape) if name in held else "no such tensor"
@@ -142,7 +141,7 @@ def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.Proces
             "Set model to the one that these weights were trained from."
         )
     readers = share(entries, group.size())
-    mine = stream(store, weights, {name for name in entries if readers[name] == group.rank()})
+    mine = stream_whole(store, weights, {name for name in entries if readers[name] == group.rank()})
     for name in entries:
         whole = next(mine)[1] if readers[name] == group.rank() else None
         spread(held[name], whole, readers[name], group)

@@ -21,22 +21,23 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
-from engines.models import build_empty, companion_files, materialize
+from engines.models import build_empty, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import fill, shard
 from engines.train.loading import load, open_checkpoint
 from engines.train.logprob_pass import write_token_columns
+from engines.train.lora import base_alone, inject, reset
 from engines.train.memory import held_by_rank, setting_for_less
 from engines.train.mfu import CostModel, cost_model
 from engines.train.micro_batch import MicroBatch, pack
 from engines.train.optimizer import Optimizer
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
-from engines.train.publication import compare_together, digest_together, publish_together
 from engines.train.rendezvous import Meeting, meet
 from engines.train.sequence_parallel import SequenceGroup, check_heads, sequence_group
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
+from engines.train.versions import AdapterVersions, Versions
 from engines.workers.engine import Memory, Ranked
 from storage.batches.refs import BatchRef
 from storage.objects.node_cache import open_node_cache
@@ -79,6 +80,7 @@ class FSDPEngine(Ranked):
         self._checkpoint = open_checkpoint(self._directory)
         self._policy: Policy | Critic | None = None
         self._optimizer: Optimizer | None = None
+        self._published: Versions | None = None
         self._meeting: Meeting | None = None
         self._sequence: SequenceGroup | None = None
 
@@ -97,6 +99,8 @@ class FSDPEngine(Ranked):
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
         model = build_empty(self._directory)
         check_heads(model.config.get_text_config().num_attention_heads, self._sequence.size)
+        if self._spec.lora is not None:
+            inject(model, self._spec.lora)
         policy = Critic(model) if self._spec.role == "critic" else Policy(model)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
@@ -110,7 +114,10 @@ class FSDPEngine(Ranked):
             policy.reset_head()
         else:
             load(policy.model, "", self._checkpoint, self._meeting.group)
+        if self._spec.base is not None:
+            fill(policy.model, self._store, self._spec.base, self._meeting.group)
         self._policy = policy.train()
+        self._begin_versions(policy)
         if self._spec.role != "ref":
             self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
         self.version = 0
@@ -123,7 +130,7 @@ class FSDPEngine(Ranked):
         """Leave the process group and forget the weights."""
         if self._meeting is None:
             return
-        self._meeting = self._policy = self._optimizer = self.version = None
+        self._meeting = self._policy = self._optimizer = self._published = self.version = None
         gc.collect()
 
     def close(self) -> None:
@@ -153,8 +160,17 @@ class FSDPEngine(Ranked):
     ) -> ColumnsResult:
         """Write log-probs of response tokens under the weights held; all rows, in their order.
 
-        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too.
+        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too. The reference
+        of an engine with adapters is its base.
         """
+        if self._spec.lora is not None and column == "ref_logprobs":
+            with base_alone(self._loaded()):
+                return self._logprobs(batch, column, out_key, temperature, squared)
+        return self._logprobs(batch, column, out_key, temperature, squared)
+
+    def _logprobs(
+        self, batch: BatchRef, column: str, out_key: str, temperature: float, squared: bool
+    ) -> ColumnsResult:
         forward = self._forward(temperature)
 
         def computed(micro: MicroBatch) -> dict[str, Tensor]:
@@ -278,31 +294,20 @@ class FSDPEngine(Ranked):
         Each rank writes the tensors that it gathers. The output head is among the tensors also where
         it is tied to the embedding.
         """
-        meeting = self._joined()
+        self._joined()
         if self._spec.role == "critic":
             raise ValueError("A critic is no policy, so it has no version to publish.")
-        return publish_together(
-            self._store,
-            self._spec.run,
-            version,
-            self._weights(),
-            companion_files(self._directory),
-            DTYPES[dtype],
-            meeting.group,
-            # A step changes nearly every float32: there is no difference worth storing.
-            every=1 if whole or dtype == "float32" else self._spec.whole_every,
-            cache=self._node_cache,
-        )
+        return self._versions().publish(version, DTYPES[dtype], whole)
 
     def digest(self, dtype: str | None = None) -> str:
         """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""
-        meeting = self._joined()
-        return digest_together(self._weights(), DTYPES[dtype] if dtype else None, meeting.group)
+        self._joined()
+        return self._versions().digest(DTYPES[dtype] if dtype else None)
 
     def compare(self, weights: WeightsRef, dtype: str) -> WeightsComparison:
         """The weights held, cast to `dtype`, beside a published version's."""
-        meeting = self._joined()
-        return compare_together(self._store, weights, self._weights(), DTYPES[dtype], meeting.group)
+        self._joined()
+        return self._versions().compare(weights, DTYPES[dtype])
 
     def save_state(self, step: int, run: str | None = None) -> None:
         """Store weights, optimizer and counters as a snapshot of this or another run."""
@@ -324,12 +329,27 @@ class FSDPEngine(Ranked):
         self.version = step if version is None else version
 
     def load_weights(self, weights: WeightsRef, version: int) -> None:
-        """Take the weights of a published policy version, with the optimizer as it is."""
+        """Take the weights of a published policy version, with the optimizer as it is.
+
+        An engine with adapters takes them as its base, below adapters that change nothing yet.
+        """
         meeting = self._joined()
         model = self._loaded()
         self.version = None
-        fill(model.model, self._store, weights, meeting.group)
+        if weights != self._spec.base:
+            fill(model.model, self._store, weights, meeting.group)
+        self._begin_versions(model)
         self.version = version
+
+    def _begin_versions(self, policy: Policy | Critic) -> None:
+        """What is held now is a beginning: below fresh adapters, if this engine trains any."""
+        module = policy if isinstance(policy, Critic) else policy.model
+        made: type[Versions] = Versions
+        if self._spec.lora is not None:
+            reset(policy.model, self._spec.seed)
+            made = AdapterVersions
+        group, cache = self._joined().group, self._node_cache
+        self._published = made(module, self._spec, self._files, self._directory, cache, group)
 
     def _files_of(self, run: str | None) -> RunStore:
         return self._files if run is None else replace(self._files, run=run)
@@ -339,10 +359,9 @@ class FSDPEngine(Ranked):
         weights = {f"model.{name}": value.detach() for name, value in optimizer.parameters.items()}
         return {**weights, **optimizer.moments()}
 
-    def _weights(self) -> dict[str, Tensor]:
-        """The sharded weights by name; those of a policy are named as in its checkpoint."""
-        model = self._loaded()
-        return dict((model if isinstance(model, Critic) else model.model).state_dict())
+    def _versions(self) -> Versions:
+        assert self._published is not None
+        return self._published
 
     def _forward(self, temperature: float) -> Forward:
         policy = self._loaded()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from engines.adapters import is_factor
 from engines.model_files import StoredTensor, part_equals, read_part, stored_tensors, unfit
 from engines.models import build_empty, load_for_training
 from engines.train.fsdp import own_part, spread
@@ -109,9 +110,14 @@ def _not_tied(directory: Path, first: str, second: str) -> str:
 
 
 def _distinct(model: PreTrainedModel) -> list[tuple[list[str], Tensor]]:
-    """Every weight and stored buffer once, with its name, or names where weights are tied."""
+    """Every weight and stored buffer once, with its name, or names where weights are tied.
+
+    Adapters are in no model's files.
+    """
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_factor(name):
+            continue
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())
 

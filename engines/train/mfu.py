@@ -54,11 +54,17 @@ PEAKS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
-    """Floating-point operations of a forward pass; a backward pass costs twice as much."""
+    """Floating-point operations of a forward pass, and of a backward pass.
+
+    That costs once for the gradients of what a layer reads, once for those of its weights.
+    """
 
     per_token: float = 1.0  # layers: 2 x their parameters
     per_response_token: float = 0.0  # output head: 2 x hidden size x vocabulary
     per_square: float = 0.0  # causal attention, per squared sequence length
+    frozen: float = (
+        0.0  # share of the layers' weights without a gradient; if any, the head has none
+    )
 
     def forward(self, tokens: int, response_tokens: int, squares: int) -> float:
         """FLOPs of a forward pass.
@@ -74,6 +80,12 @@ class CostModel:
             + self.per_square * squares
         )
 
+    def backward(self, tokens: int, response_tokens: int, squares: int) -> float:
+        """FLOPs of a backward pass, in which frozen weights take half; arguments as for `forward`."""
+        unmade = self.frozen * self.per_token * tokens
+        unmade += self.per_response_token * response_tokens if self.frozen else 0.0
+        return 2 * self.forward(tokens, response_tokens, squares) - unmade
+
 
 def cost_model(policy: Trained) -> CostModel:
     """The cost model of a policy or a critic, from its shapes, before it is sharded."""
@@ -82,7 +94,10 @@ def cost_model(policy: Trained) -> CostModel:
     embedding = cast("Tensor", policy.model.get_input_embeddings().weight)
     tables = embedding.numel() + (0 if head is embedding else head.numel())
     parameters = sum(parameter.numel() for parameter in policy.parameters())
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    adapted = 0 < trained < parameters
     return CostModel(
+        frozen=1.0 - trained / (parameters - tables) if adapted else 0.0,
         per_token=2.0 * (parameters - tables),
         per_response_token=2.0 * head.numel(),
         per_square=2.0 * config.hidden_size * config.num_hidden_layers,

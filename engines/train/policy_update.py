@@ -116,11 +116,12 @@ class Tally:
         return self.seconds
 
     def count(self, micro: MicroBatch, cost: CostModel) -> None:
-        """Add the work on a micro-batch; a backward pass costs two forward passes."""
+        """Add the work on a micro-batch, forward and backward."""
         responses = micro.packed.labels.numel()
         self.tokens += micro.tokens
         self.responses += responses
-        self.flops += 3 * cost.forward(micro.tokens, responses, micro.packed.squares)
+        work = (micro.tokens, responses, micro.packed.squares)
+        self.flops += cost.forward(*work) + cost.backward(*work)
 
 
 class Updater(ABC):

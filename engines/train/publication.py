@@ -25,10 +25,12 @@ from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import base_for, changes_name, write_changes
 from storage.runs.weights import (
+    Adapter,
     Base,
     Outline,
     Part,
     WeightsRef,
+    adapter_digest,
     find_manifest,
     open_manifest,
     tensor_digest,
@@ -55,11 +57,14 @@ def publish_together(
     version: int,
     state: Mapping[str, Tensor],
     files: Mapping[str, bytes],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     group: dist.ProcessGroup,
     every: int = 1,
     cache: NodeCache | None = None,
     shard_bytes: int = SHARD_BYTES,
+    *,
+    key: str | None = None,
+    adapter: tuple[Adapter, Base] | None = None,
 ) -> WeightsRef:
     """Write a (sharded) module's weights as a policy version, each rank some shards; a collective.
 
@@ -67,13 +72,16 @@ def publish_together(
     A rank holds the bytes of one shard at most beside the tensor that is gathered.
 
     every: of so many versions one is stored whole, the others as the difference from it; cache: what
-    this machine keeps of the store, in which that one is looked for.
+    this machine keeps of the store, in which that one is looked for. key: the folder, if not that
+    of the version's number. adapter: what the tensors are factors of, and on which base.
     """
-    key = RunStore(store, run).weights_key(version)
+    key = key or RunStore(store, run).weights_key(version)
     outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
     there, token = on_first(group, lambda: (find_manifest(store, key), new_token()))
     if there is not None:
         found = digest_together(state, dtype, group)
+        if adapter is not None:
+            found = adapter_digest(found, adapter[0], adapter[1].digest)
         return on_first(group, lambda: same(there, key, found))
     base = on_first(group, lambda: base_for(RunStore(store, run), version, outlines, every))
     shards = cut(outlines, group.size(), shard_bytes)
@@ -84,6 +92,9 @@ def publish_together(
         parts = together(group, writer.parts)
     written = {number: part for rank in parts for number, part in rank.items()}
     ordered = [written[number] for number in range(len(shards))]
+    if adapter is not None:
+        made, below = adapter
+        return on_first(group, lambda: finish(store, key, version, ordered, files, below, made))
     return on_first(group, lambda: finish(store, key, version, ordered, files, base))
 
 
@@ -212,9 +223,9 @@ def digest_together(
 
 def compare_together(
     store: Store,
-    weights: WeightsRef,
+    weights: WeightsRef | Base,
     state: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     group: dist.ProcessGroup,
 ) -> WeightsComparison:
     """A (sharded) module's weights, cast to `dtype`, beside a version's own bytes; a collective.

@@ -9,9 +9,11 @@ from typing import Literal
 from pydantic import Field
 
 from configs.base import Settings
+from configs.lora import LoraConfig
 from configs.model import Model
 from configs.train import TrainConfig
 from storage.batches.refs import BatchRef
+from storage.runs.weights import WeightsRef
 
 
 class TrainSpec(Settings):
@@ -20,6 +22,10 @@ class TrainSpec(Settings):
     model: Model = Field(description="The model at version 0.")
     model_cache: str = Field(description="Directory for models that are converted or drawn.")
     train: TrainConfig = Field(description="Optimizer, precision, batching.")
+    lora: LoraConfig | None = Field(None, description="The adapter; none: all is trained.")
+    base: WeightsRef | None = Field(
+        None, description="Version below the adapter, where it is not the model's own weights."
+    )
     role: Literal["actor", "ref", "critic"] = Field(
         description="ref has no optimizer and never changes; critic has a value head."
     )

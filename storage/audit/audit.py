@@ -25,6 +25,7 @@ from storage.batches.refs import BatchRef
 from storage.objects import documents
 from storage.objects.digests import digest
 from storage.objects.errors import ObjectMissing, StoreError
+from storage.runs.adapters import base_keys
 from storage.runs.commit_log import (
     HEAD_FORMAT,
     Commit,
@@ -248,6 +249,9 @@ def _versions(run: RunStore, chain: _Chain, found: Audit, kept: set[str]) -> Non
             with found.noting("weights", number):
                 kept.update(check_version(run.store, key, chain.versions.get(key), found.read))
                 found.versions += 1
+    for key in base_keys(run):  # also one on which no adapter has been kept
+        with found.noting("weights"):
+            kept.update(check_version(run.store, key, None, found.read))
     for number in sorted(must - there):
         message = f"Policy version {number} of run {run.run} is missing: there is no manifest."
         found.problems.append(Problem(kind="weights", step=number, message=message))

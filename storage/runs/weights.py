@@ -6,7 +6,8 @@ manifest does not exist. Written by weights_writing.py, read by weights_reading.
 
 A manifest may name a base: another version, without which this one cannot be read. Retention, forks
 and the audit keep to that whatever it is made of. A version that is stored as the difference from its
-base has changes-0000i-<token>.delta and the manifest alone.
+base has changes-0000i-<token>.delta and the manifest alone. The tensors of an adapter are factors
+that are merged into its base's (adapters.py).
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ if TYPE_CHECKING:
     from storage.objects.store import Store
 
 FORMAT = "refrain.weights/2"
+ADAPTER_FORMAT = "refrain.adapter/1"
 MANIFEST = "manifest.json"
 
 # A manifest of version 1 is one of a whole version, and says no less.
-READERS: dict[str, documents.Reader] = {FORMAT: dict, "refrain.weights/1": dict}
+READERS: dict[str, documents.Reader] = {
+    FORMAT: dict,
+    "refrain.weights/1": dict,
+    ADAPTER_FORMAT: dict,
+}
 
 
 class Frozen(BaseModel):
@@ -58,6 +64,18 @@ class WeightsRef(Frozen):
     nbytes: int  # of the tensors
     base: Base | None = None  # None: the version is whole
     stored: int | None = None  # bytes of its files; None: this was not yet said when it was made
+
+
+class Adapter(Frozen):
+    """What the tensors of a version are: two small factors for each weight that it adapts."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        """What the product of two factors is multiplied by."""
+        return self.alpha / self.rank
 
 
 # How a tensor is stored: its bytes; nothing, for they are the base's; its difference from the base's.
@@ -95,6 +113,16 @@ class Manifest(Frozen):
     tensors: dict[str, TensorEntry]  # in the order in which they were published
     files: dict[str, FileEntry]
     base: Base | None = None  # None: the version is whole
+    adapter: Adapter | None = None  # on the base; None: the tensors are the weights
+
+    @property
+    def content(self) -> str:
+        """The digest that its tensors, as listed, give."""
+        entries = ((n, e.dtype, e.shape, e.digest) for n, e in self.tensors.items())
+        found = weights_digest(entries)
+        if self.adapter is None or self.base is None:
+            return found
+        return adapter_digest(found, self.adapter, self.base.digest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +160,11 @@ def weights_digest(entries: Iterable[tuple[str, str, Sequence[int], str]]) -> st
     return digest_lines(lines)
 
 
+def adapter_digest(factors: str, adapter: Adapter, base: str) -> str:
+    """The digest of an adapter: of its factors' own, its scale and its base's."""
+    return digest_lines([[factors, adapter.rank, adapter.alpha, base]])
+
+
 def open_manifest_at(store: Store, key: str) -> Manifest:
     """The manifest in the folder `key`. Raises ObjectMissing, ObjectDamaged."""
     manifest = f"{key}/{MANIFEST}"
@@ -142,7 +175,7 @@ def open_manifest_at(store: Store, key: str) -> Manifest:
 def open_manifest(store: Store, ref: WeightsRef | Base) -> Manifest:
     """The manifest of the version that `ref` means. Raises ObjectMissing, ObjectDamaged."""
     manifest = open_manifest_at(store, ref.key)
-    found = weights_digest((n, e.dtype, e.shape, e.digest) for n, e in manifest.tensors.items())
+    found = manifest.content
     if not manifest.digest == ref.digest == found:
         raise ObjectDamaged(
             f"Object {ref.key}/{MANIFEST} is not the version that the reference names: "

@@ -43,7 +43,7 @@ class BaseTensors:
 
 def stream(
     store: Store,
-    ref: WeightsRef,
+    ref: WeightsRef | Base,
     names: Container[str] | None = None,
     cache: NodeCache | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -55,6 +55,8 @@ def stream(
     and ObjectDamaged naming the tensor.
 
     cache: what this machine keeps of the store, which is read in the store's place.
+
+    Of an adapter they are its factors (engines/adapters.py merges them).
     """
     version = _Version(store, ref, cache)
     for window in _read_ahead(version, _windows(version.manifest, names)):
@@ -64,7 +66,7 @@ def stream(
 class _Version:
     """A version with what it takes to read its tensors."""
 
-    def __init__(self, store: Store, ref: WeightsRef, cache: NodeCache | None) -> None:
+    def __init__(self, store: Store, ref: WeightsRef | Base, cache: NodeCache | None) -> None:
         self.key = ref.key
         chain = open_chain(store, ref)
         self.manifest = chain[0][1]

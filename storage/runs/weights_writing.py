@@ -20,8 +20,10 @@ from storage.objects.errors import StoreError
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import changes_name, write_changes
 from storage.runs.weights import (
+    ADAPTER_FORMAT,
     FORMAT,
     MANIFEST,
+    Adapter,
     Base,
     FileEntry,
     Manifest,
@@ -29,6 +31,7 @@ from storage.runs.weights import (
     Part,
     TensorEntry,
     WeightsRef,
+    adapter_digest,
     find_manifest,
     open_chain,
     open_manifest_at,
@@ -130,24 +133,28 @@ def finish(
     parts: Sequence[Part],
     files: Mapping[str, bytes],
     base: Base | None = None,
+    adapter: Adapter | None = None,
 ) -> WeightsRef:
     """Write the small files and then the manifest of a version whose shards are there.
 
     parts: all of them, in the order in which their tensors are published; base: from which they are
-    the difference, and then `files` are the base's. Where another writer was faster the parts are
-    removed, and its version stands; StoreError if that is another one.
+    the difference, and then `files` are the base's; adapter: they are factors of one on the base.
+    Where another writer was faster the parts are removed, and its version stands; StoreError if that
+    is another one.
     """
     entries = {name: entry for part in parts for name, entry in part.tensors.items()}
-    others = {**files, INDEX: _index(entries)} if base is None else {}
+    others = {**files, INDEX: _index(entries)} if base is None else dict(files if adapter else {})
     manifest = Manifest(
         version=version,
-        digest=weights_digest((n, e.dtype, e.shape, e.digest) for n, e in entries.items()),
+        digest="",
         nbytes=sum(entry.nbytes for entry in entries.values()),
         tensors=entries,
         files={part.name: part.file for part in parts}
         | {n: FileEntry(nbytes=len(data), digest=digest(data)) for n, data in others.items()},
         base=base,
+        adapter=adapter,
     )
+    manifest = manifest.model_copy(update={"digest": manifest.content})
     if not _create(store, key, manifest, others):
         store.delete([f"{key}/{part.name}" for part in parts])
         return same(open_manifest_at(store, key), key, manifest.digest)
@@ -163,6 +170,9 @@ def publish(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     base: Base | None = None,
+    *,
+    adapter: Adapter | None = None,
+    key: str | None = None,
 ) -> WeightsRef:
     """Write a policy version and return its ref.
 
@@ -171,20 +181,30 @@ def publish(
     tensors is a no-op; with others it raises StoreError, and the first stays as it was.
 
     base: a whole version of the same tensors, from which this one is stored as the difference.
+    adapter: the tensors are factors of one on the base instead.
+    key: the folder, if not that of the version's number.
     """
-    key = RunStore(store, run).weights_key(version)
-    return _publish_at(store, key, version, tensors, files, dtype, shard_bytes, base)
+    key = key or RunStore(store, run).weights_key(version)
+    return _publish_at(store, key, version, tensors, files, dtype, shard_bytes, base, adapter)
 
 
-def copy_whole(store: Store, ref: WeightsRef, target: Store, key: str) -> WeightsRef:
+def copy_whole(
+    store: Store,
+    ref: WeightsRef,
+    target: Store,
+    key: str,
+    tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+) -> WeightsRef:
     """Write a version into the folder `key` of a store, whole, however it is stored itself.
+
+    tensors: of an adapter, its base's with its own factors merged into them.
 
     Raises ObjectMissing, and ObjectDamaged naming the tensor.
     """
     folder, manifest = open_chain(store, ref)[-1]  # a difference has no files of its own
     small = [name for name in manifest.files if not name.endswith(".safetensors") and name != INDEX]
     files = {name: store.read(f"{folder}/{name}") for name in small}
-    return _publish_at(target, key, ref.version, stream(store, ref), files)
+    return _publish_at(target, key, ref.version, tensors or stream(store, ref), files)
 
 
 def _publish_at(
@@ -196,13 +216,17 @@ def _publish_at(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     base: Base | None = None,
+    adapter: Adapter | None = None,
 ) -> WeightsRef:
     named = _distinct(tensors)
     existing = find_manifest(store, key)
     if existing is not None:
-        return same(existing, key, _digest_of(named, dtype))
+        found = _digest_of(named, dtype)
+        if adapter is not None and base is not None:
+            found = adapter_digest(found, adapter, base.digest)
+        return same(existing, key, found)
     token, parts = new_token(), []
-    before = None if base is None else BaseTensors(store, base)
+    before = None if base is None or adapter is not None else BaseTensors(store, base)
     for number, shard in enumerate(_shards(named, dtype, shard_bytes)):
         outlines = {name: outline_of(tensor, dtype) for name, tensor in shard.items()}
         cast = ((name, _cast(tensor, dtype)) for name, tensor in shard.items())
@@ -211,7 +235,7 @@ def _publish_at(
         else:
             name = changes_name(number, token)
             parts.append(write_changes(store, key, name, outlines, cast, before))
-    return finish(store, key, version, parts, files, base)
+    return finish(store, key, version, parts, files, base, adapter)
 
 
 def same(existing: Manifest, key: str, found: str) -> WeightsRef:
@@ -230,7 +254,9 @@ def _create(store: Store, key: str, manifest: Manifest, others: Mapping[str, byt
         return False
     for name, data in others.items():
         store.write(f"{key}/{name}", data)
-    data = documents.encode(FORMAT, manifest.model_dump(mode="json"))
+    form = FORMAT if manifest.adapter is None else ADAPTER_FORMAT
+    body = manifest.model_dump(mode="json", exclude={"adapter"} if form == FORMAT else None)
+    data = documents.encode(form, body)
     if store.create(f"{key}/{MANIFEST}", data):
         known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
         store.delete([left for left in store.list(key) if left not in known])  # of dead writers

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.overrides import ConfigError
+from engines.adapters import export_adapter, stream_whole
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
 from storage.runs.origins import start_of
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef
 from storage.runs.weights_writing import copy_whole
 from tasks.commands.command import Answer, Request, bytes_text, text
 
@@ -26,7 +29,10 @@ def answer(request: Request) -> Answer:
     if folder.exists():
         raise ConfigError(f"--to: {folder} is there already. Name a folder that is not.")
     weights = version_weights(run, version)
-    written = copy_whole(run.store, weights, Store(f"file://{folder.parent}"), folder.name)
+    if request.arguments.adapter:
+        return _adapter(run, weights, folder)
+    tensors, target = stream_whole(run.store, weights), Store(f"file://{folder.parent}")
+    written = copy_whole(run.store, weights, target, folder.name, tensors)
     return Answer(
         record={
             "run": run.run,
@@ -38,5 +44,27 @@ def answer(request: Request) -> Answer:
         shown=[
             text(f"Version {version} of {run.run}, {written.digest}"),
             text(f"  {folder}  {bytes_text(written.stored or 0)}"),
+        ],
+    )
+
+
+def _adapter(run: RunStore, weights: WeightsRef, folder: Path) -> Answer:
+    """The adapter alone, for PEFT, and where its base is."""
+    export_adapter(run.store, weights, folder)
+    assert weights.base is not None
+    base, size = run.store.url(weights.base.key), sum(f.stat().st_size for f in folder.iterdir())
+    return Answer(
+        record={
+            "run": run.run,
+            "version": weights.version,
+            "digest": weights.digest,
+            "bytes": size,
+            "folder": str(folder),
+            "base": base,
+        },
+        shown=[
+            text(f"Adapter of version {weights.version} of {run.run}, {weights.digest}"),
+            text(f"  {folder}  {bytes_text(size)}"),
+            text(f"  on the base {base}"),
         ],
     )

@@ -27,6 +27,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, State
 
 from tasks.reporting.artifacts import escaped
+from tasks.run.forking import check_same_adapter, parent_config
 
 REGISTERED = "models:/"
 
@@ -52,6 +53,7 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
             cursor=config.continue_data == "cursor",
         )
         if origin.trainer_state:
+            check_same_adapter(config, parent_config(parent, origin), str(origin))
             for role in config.trained_roles:
                 _check_snapshot(parent, origin, role)
     except (NoSuchOrigin, StoreError) as error:

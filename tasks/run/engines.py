@@ -25,6 +25,7 @@ from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
 from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
+from storage.runs.adapters import trained_base
 from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
 from tasks.results import Metrics
@@ -94,7 +95,7 @@ class Engines:
         self._started: dict[str, Future[None]] = {}
         self._usage = StoreUsage()
         self.roles = ["reward", *run.config.trained_roles, "rollout"]
-        self.roles += ["ref"] if run.config.algorithm.needs_reference else []
+        self.roles += ["ref"] if run.config.has_reference_engine else []
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once."""
@@ -169,7 +170,7 @@ class Engines:
             actor=self._trainer(cluster, "actor", self._run.files, config),
             ref=(
                 self._trainer(cluster, "ref", self._run.files, config)
-                if config.algorithm.needs_reference
+                if config.has_reference_engine
                 else None
             ),
             critic=(
@@ -311,7 +312,7 @@ class Engines:
     def ref(self) -> Trainer:
         """The frozen reference."""
         found = self._made().ref
-        assert found is not None, "the algorithm uses no reference"
+        assert found is not None, "no engines hold a reference"
         return found
 
     @property
@@ -340,10 +341,13 @@ def train_spec(
 ) -> TrainSpec:
     """From what a run's train engine of a role is built."""
     pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
+    lora = config.lora if role == "actor" else None
     return TrainSpec(
         model=config.model,
         model_cache=str(MODELS.absolute()),
         train=train,
+        lora=lora,
+        base=None if lora is None else trained_base(files),
         role=role,
         store_uri=files.store.uri,
         store_options=config.store.options,

@@ -45,6 +45,7 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
             f"{origin} was trained from another model, whose weights and optimizer state do not fit "
             "the one given. A fork keeps its parent's model; start a new run to change it."
         )
+    check_same_adapter(config, before, str(origin))
     if config.steps <= origin.at:
         raise ConfigError(
             f"steps = {config.steps}, and a fork of {origin} begins after step {origin.at}. "
@@ -55,6 +56,20 @@ def origin_of_fork(config: GRPOConfig, fork: str, flow: str) -> Origin:
         "first_group": first_group(config, parent, origin),
     }
     return origin.model_copy(update=update)
+
+
+def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> None:
+    """ConfigError where a trainer's state is to be taken over by other adapters than its own."""
+    if config.lora != before.lora:
+        was, is_ = (
+            "null" if one is None else str(one.model_dump(mode="json"))
+            for one in (before.lora, config.lora)
+        )
+        raise ConfigError(
+            f"The trainer state of {origin} is of lora = {was}, and lora = {is_} does not fit it. "
+            "Set lora to the former, or begin with the weights alone: continue_from = "
+            f"{origin} with continue_state = weights."
+        )
 
 
 def first_group(config: GRPOConfig, parent: RunStore, origin: Origin) -> int:

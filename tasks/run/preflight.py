@@ -162,7 +162,7 @@ def installed(package: str) -> str | None:
 def check_devices(config: GRPOConfig) -> str:
     """Whether the engines can use their pools' GPUs as the settings say."""
     roles: list[Role] = [*config.trained_roles]
-    roles += ["ref"] if config.algorithm.needs_reference else []
+    roles += ["ref"] if config.has_reference_engine else []
     for role in roles:
         _check_train_device(config, role)
     _check_rollout_device(config)

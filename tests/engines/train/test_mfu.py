@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.train.mfu import peak_flops
+from engines.train.mfu import CostModel, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,11 @@ from engines.train.mfu import peak_flops
 )
 def test_a_device_is_known_by_its_name(device: str, rate: float | None) -> None:
     assert peak_flops(device) == rate
+
+
+def test_frozen_weights_take_no_gradient_of_their_own() -> None:
+    costs = {"per_token": 4.0, "per_response_token": 2.0, "per_square": 1.0}
+    work = (10, 3, 5)
+    assert CostModel(**costs).forward(*work) == 51
+    assert CostModel(**costs).backward(*work) == 102
+    assert CostModel(**costs, frozen=0.75).backward(*work) == 102 - 0.75 * 40 - 6

@@ -9,12 +9,13 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects import documents
 from storage.objects.store import Store
+from storage.runs.adapters import base_key, find_base
 from storage.runs.commit_log import Commit, commit, head, read_commit
 from storage.runs.retention import sweep
 from storage.runs.run_index import index_key
 from storage.runs.run_store import RunStore
 from storage.runs.snapshots import mark, snapshots
-from storage.runs.weights import FORMAT, MANIFEST, Base, WeightsRef, open_manifest_at
+from storage.runs.weights import FORMAT, MANIFEST, Adapter, Base, WeightsRef, open_manifest_at
 from storage.runs.weights_reading import stream
 from storage.runs.weights_writing import publish
 
@@ -192,3 +193,25 @@ def test_what_a_version_is_based_on_stays_with_it(run: RunStore) -> None:
         assert versions(run) == [1, 2, 3, 5, 6, 7, 8]
     sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=1, tagged={6})
     assert versions(run) == [5, 6, 7, 8]
+
+
+def test_the_base_of_adapters_stays_however_old_it_is(run: RunStore) -> None:
+    weights = torch.ones(4, 4)
+    base = publish(run.store, run.run, 0, [("w.weight", weights)], {}, key=base_key(run, "float32"))
+    adapter, below = Adapter(rank=1, alpha=1.0), Base(key=base.key, digest=base.digest)
+    before = None
+    for step in range(6):
+        factors = [("base_model.model.w.lora_A.weight", torch.full((1, 4), float(step)))]
+        out = publish(run.store, run.run, step, factors, {}, base=below, adapter=adapter)
+        if before is not None:
+            made = Commit(step=step, parent=step - 1, refs={}, version_in=before, version_out=out)
+            commit(run, made)
+            snapshot_of(run, step)
+        before = out
+    removed = sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=1)
+    assert any("weights/v000002/" in key for key in removed)
+    assert not any("base-" in key for key in removed)
+    assert run.versions() == [4, 5]
+    assert torch.equal(dict(stream(run.store, base))["w.weight"], weights)
+    assert find_base(run, "float32") == below
+    assert find_base(run, "bfloat16") is None

@@ -1,0 +1,44 @@
+"""Training a low-rank adapter on a frozen base, instead of all weights."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from configs.base import Settings
+
+# Their weights are no linear layer's of the decoder.
+NOT_ADAPTED = ("lm_head", "embed_tokens")
+
+
+class LoraConfig(Settings):
+    """LoRA (arXiv:2106.09685), as in PEFT, without dropout: y = x W + (alpha / rank) x A B."""
+
+    rank: int = Field(32, ge=1, description="Rank of each adapted layer's update.")
+    alpha: float = Field(
+        32.0, gt=0, description="Scale of the update: it is multiplied by alpha / rank."
+    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        "all-linear",
+        description="Linear layers that are adapted, by the last part of their names, such as "
+        "[q_proj, v_proj]; all-linear: every one of the decoder. The output head never is.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two matrices is multiplied by."""
+        return self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _targets_can_be_adapted(self) -> Self:
+        if not self.target_modules:
+            raise ValueError(
+                "lora.target_modules is empty, so nothing would be trained. Set "
+                "lora.target_modules = all-linear, or lora = null to train all weights."
+            )
+        for name in NOT_ADAPTED:
+            if name in self.target_modules:
+                raise ValueError(
+                    f"lora.target_modules has {name}, and only linear layers of the decoder are "
+                    "adapted. Leave it out."
+                )
+        return self

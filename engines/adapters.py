@@ -1,0 +1,163 @@
+"""Low-rank adapters as PEFT stores them, and the whole weights that a version of them means.
+
+An adapted linear layer computes x W^T + s (x A^T) B^T with s = alpha / rank (Hu et al., 2021,
+arXiv:2106.09685); its merged weight is W + s B A. W [out, in] is of the base, A [rank, in] and
+B [out, rank] are of the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.failures import WeightMismatch
+from storage.objects.store import Store
+from storage.runs.weights import Base, Manifest, TensorEntry, WeightsRef, open_manifest
+from storage.runs.weights_reading import stream
+
+if TYPE_CHECKING:
+    import torch
+
+    from configs.lora import LoraConfig
+    from configs.model import PretrainedModel
+    from storage.objects.node_cache import NodeCache
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # PEFT's, before the name in the language model
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+PARAMETERS = ("lora_A", "lora_B")  # of an adapted layer of the train engine
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """PEFT's names of A and B for the weight of that name, such as model.…q_proj.weight."""
+    module = _PREFIX + weight.removesuffix(".weight")
+    return module + _FACTORS[0], module + _FACTORS[1]
+
+
+def is_factor(name: str) -> bool:
+    """Whether a name in a train engine's model is that of an adapter's factor."""
+    return name.rpartition(".")[2] in PARAMETERS
+
+
+def adapted_weights(manifest: Manifest) -> list[str]:
+    """Names of the base's weights for which a version has factors, in its order."""
+    found: dict[str, None] = {}
+    for name in manifest.tensors:
+        for factor in _FACTORS:
+            if name.startswith(_PREFIX) and name.endswith(factor):
+                found[name.removeprefix(_PREFIX).removesuffix(factor) + ".weight"] = None
+    return list(found)
+
+
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale x B A, computed in float32 and rounded once to the number format of W.
+
+    Args:
+        weight: W [out, in]. a: A [rank, in]. b: B [out, rank].
+    """
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def merge(
+    name: str, tensor: torch.Tensor, factors: Mapping[str, torch.Tensor], scale: float
+) -> torch.Tensor:
+    """The base's tensor of that name as an adapter makes it, by its factors by PEFT's names."""
+    a, b = (factors.get(factor) for factor in factor_names(name))
+    return tensor if a is None or b is None else merged(tensor, a, b, scale)
+
+
+def whole_entries(store: Store, weights: WeightsRef | Base) -> Mapping[str, TensorEntry]:
+    """What is known of each whole tensor that a version means, in order; an adapter's are its base's.
+
+    Raises WeightMismatch where an adapter does not fit its base.
+    """
+    manifest = open_manifest(store, weights)
+    if manifest.adapter is None:
+        return manifest.tensors
+    assert manifest.base is not None
+    entries, rank = whole_entries(store, manifest.base), manifest.adapter.rank
+    held = {name: entry.shape for name, entry in manifest.tensors.items()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name in adapted_weights(manifest):
+        rows, columns = entries[name].shape if name in entries else (0, 0)
+        a, b = factor_names(name)
+        wanted |= {a: (rank, columns), b: (rows, rank)}
+    for name in [*held, *wanted]:
+        if held.get(name) != wanted.get(name):
+            raise WeightMismatch(
+                f"Tensor {name} of {weights.key} has shape {held.get(name)}, and on the base "
+                f"{manifest.base.key} an adapter of rank {rank} has {wanted.get(name)} there."
+            )
+    return entries
+
+
+def stream_whole(
+    store: Store,
+    weights: WeightsRef,
+    names: Container[str] | None = None,
+    cache: NodeCache | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `storage.runs.weights_reading.stream`; of an adapter its base's tensors, merged.
+
+    Every tensor read, of the base and of the adapter, is checked before it is used.
+    """
+    manifest = open_manifest(store, weights)
+    if manifest.adapter is None or manifest.base is None:
+        yield from stream(store, weights, names, cache)
+        return
+    factors = dict(stream(store, weights, None, cache))
+    for name, tensor in stream(store, manifest.base, names, cache):
+        yield name, merge(name, tensor, factors, manifest.adapter.scale)
+
+
+def export_adapter(store: Store, weights: WeightsRef, target: Path) -> None:
+    """Write a version's adapter into a new folder as PEFT stores it, each tensor checked.
+
+    Raises ValueError for a version that is none.
+    """
+    from safetensors.torch import save_file
+
+    manifest = open_manifest(store, weights)
+    if manifest.adapter is None:
+        raise ValueError(
+            f"Version {weights.version} ({weights.key}) has whole weights and no adapter. Leave "
+            "--adapter out."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        save_file(dict(stream(store, weights)), folder / WEIGHTS_FILE, {"format": "pt"})
+        (folder / WEIGHTS_FILE).chmod(0o644)
+        (folder / CONFIG_FILE).write_bytes(store.read(f"{weights.key}/{CONFIG_FILE}"))
+        folder.chmod(0o755)
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def peft_config(lora: LoraConfig, modules: list[str], base: PretrainedModel | None) -> bytes:
+    """adapter_config.json, by which PEFT and vLLM load an adapter.
+
+    Args:
+        lora: Rank and scale.
+        modules: Names of the adapted layers, without the weight's; PEFT looks at their last parts.
+        base: What transformers loads the base by; None where that is no name or directory.
+    """
+    facts = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else base.path,
+        "revision": None if base is None else base.revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "inference_mode": True,
+    }
+    return json.dumps(facts, indent=1).encode()

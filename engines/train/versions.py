@@ -1,0 +1,175 @@
+"""What a train engine holds, as policy versions: published, digested, compared.
+
+Whole weights; or, of an engine with adapters, the frozen base once and then their factors alone.
+Every call is a collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from configs.lora import LoraConfig
+from configs.model import Model, PretrainedModel
+from engines.adapters import CONFIG_FILE, peft_config
+from engines.failures import WeightMismatch
+from engines.models import companion_files
+from engines.train.gathering import on_first
+from engines.train.lora import adapted_layers, base_weights, factors
+from engines.train.publication import compare_together, digest_together, publish_together
+from engines.train.spec import TrainSpec, WeightsComparison
+from storage.objects.node_cache import NodeCache
+from storage.runs.adapters import base_key, find_base
+from storage.runs.run_store import RunStore
+from storage.runs.weights import Adapter, Base, WeightsRef, adapter_digest, open_manifest
+
+
+class Versions:
+    """Versions of all weights of a sharded module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: TrainSpec,
+        files: RunStore,
+        directory: Path,
+        cache: NodeCache | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """`module`: names in it are those that are published; `directory`: of the model's files."""
+        self._module = module
+        self._spec = spec
+        self._files = files
+        self._directory = directory
+        self._cache = cache
+        self._group = group
+
+    def publish(self, version: int, dtype: torch.dtype, whole: bool) -> WeightsRef:
+        """Publish the weights held, cast to `dtype`, as a policy version.
+
+        Unless `whole` some versions are stored as the difference from another one, if the settings
+        say so.
+        """
+        # A step changes nearly every float32: there is no difference worth storing.
+        every = 1 if whole or dtype == torch.float32 else self._spec.whole_every
+        return self._publish_whole(version, dtype, every)
+
+    def digest(self, dtype: torch.dtype | None) -> str:
+        """What `publish` would give the version's digest; None: of the weights as they are."""
+        return digest_together(self._weights, dtype, self._group)
+
+    def compare(self, weights: WeightsRef, dtype: torch.dtype) -> WeightsComparison:
+        """The weights held, cast to `dtype`, beside a published version's."""
+        return compare_together(self._files.store, weights, self._weights, dtype, self._group)
+
+    @property
+    def _weights(self) -> dict[str, Tensor]:
+        return base_weights(self._module)
+
+    def _publish_whole(
+        self, version: int, dtype: torch.dtype, every: int = 1, key: str | None = None
+    ) -> WeightsRef:
+        return publish_together(
+            self._files.store,
+            self._files.run,
+            version,
+            self._weights,
+            companion_files(self._directory),
+            dtype,
+            self._group,
+            every=every,
+            cache=self._cache,
+            key=key,
+        )
+
+
+class AdapterVersions(Versions):
+    """Versions of a language model's adapters, on a base that does not change."""
+
+    def publish(self, version: int, dtype: torch.dtype, whole: bool) -> WeightsRef:
+        """Publish the factors, in float32, as a version; before the first one the base in `dtype`.
+
+        Raises WeightMismatch where the base in the store is not the one that is held here.
+        """
+        base = self._published_base(dtype)
+        modules = [name for name, _ in adapted_layers(self._module)]
+        config = peft_config(self._lora, modules, _loadable(self._spec.model))
+        return publish_together(
+            self._files.store,
+            self._files.run,
+            version,
+            factors(self._module),
+            {CONFIG_FILE: config},
+            None,
+            self._group,
+            adapter=(self._adapter, base),
+        )
+
+    def digest(self, dtype: torch.dtype | None) -> str:
+        """What `publish` would give the version's digest."""
+        own = digest_together(factors(self._module), None, self._group)
+        return adapter_digest(own, self._adapter, self._base_digest(dtype))
+
+    def compare(self, weights: WeightsRef, dtype: torch.dtype) -> WeightsComparison:
+        """Base and factors held beside a published version's."""
+        store, group = self._files.store, self._group
+        published = on_first(group, lambda: open_manifest(store, weights).base)
+        if published is None:
+            raise WeightMismatch(
+                f"{weights.key} is no adapter, and this run trains one. Set lora = null."
+            )
+        base = compare_together(store, published, self._weights, dtype, group)
+        mine = compare_together(store, weights, factors(self._module), None, group)
+        return replace(
+            mine,
+            digest=adapter_digest(mine.digest, self._adapter, base.digest),
+            tensors=base.tensors + mine.tensors,
+            differing=base.differing + mine.differing,
+        )
+
+    @cached_property
+    def _base_digests(self) -> dict[torch.dtype | None, str]:
+        """Of the base held, by the number format that it is cast to; it never changes."""
+        return {}
+
+    @property
+    def _lora(self) -> LoraConfig:
+        assert self._spec.lora is not None
+        return self._spec.lora
+
+    @property
+    def _adapter(self) -> Adapter:
+        return Adapter(rank=self._lora.rank, alpha=self._lora.alpha)
+
+    def _base_digest(self, dtype: torch.dtype | None) -> str:
+        if dtype not in self._base_digests:
+            self._base_digests[dtype] = digest_together(self._weights, dtype, self._group)
+        return self._base_digests[dtype]
+
+    def _published_base(self, dtype: torch.dtype) -> Base:
+        """The base in the store, put there unless it is; it must be the one that is held."""
+        name = str(dtype).removeprefix("torch.")
+        base = on_first(self._group, lambda: find_base(self._files, name))
+        if base is None:
+            made = self._publish_whole(0, dtype, key=base_key(self._files, name))
+            base = Base(key=made.key, digest=made.digest)
+            self._base_digests[dtype] = base.digest
+        if self._base_digest(dtype) != base.digest:
+            raise WeightMismatch(
+                f"The adapters of run {self._files.run} are on the base {base.key} with digest "
+                f"{base.digest}, and the model loaded here has {self._base_digest(dtype)}. "
+                "Set model to what it was, and model.revision where its hub repository has moved on."
+            )
+        return base
+
+
+def _loadable(model: Model) -> PretrainedModel | None:
+    """The model, where others can load it by its name."""
+    if isinstance(model, PretrainedModel) and not model.path.endswith(".gguf"):
+        return model
+    return None
