@@ -10,7 +10,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
 from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
+from storage.runs.weights import MANIFEST, WeightsRef
 from storage.runs.weights_writing import copy_whole
 from tasks.commands.command import Answer, Request, bytes_text, text
 
@@ -29,6 +29,11 @@ def answer(request: Request) -> Answer:
     if folder.exists():
         raise ConfigError(f"--to: {folder} is there already. Name a folder that is not.")
     weights = version_weights(run, version)
+    if not run.store.exists(f"{weights.key}/{MANIFEST}"):
+        raise ConfigError(
+            f"The weights of version {version} of run {run.run} are no longer in the store: retention "
+            "removed them. Name a later version; store.keep_versions says how many stay."
+        )
     if request.arguments.adapter:
         return _adapter(run, weights, folder)
     tensors, target = stream_whole(run.store, weights), Store(f"file://{folder.parent}")
