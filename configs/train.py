@@ -43,8 +43,45 @@ class TrainConfig(Settings):
         description="Number format of matrix products; weights and sums stay float32. Unless set, "
         "float32 on a CPU without AVX-512 or bf16 instructions.",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, more time."
+    gradient_checkpointing: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of layers whose activations are computed again in the backward pass: less "
+        "memory, more time, the same gradients. true is 1, false is 0.",
+    )
+    activation_offload: bool = Field(
+        False,
+        description="Keep activations in the host's memory between forward and backward pass: less "
+        "memory of the GPU, more time, the same gradients. On a CPU nothing moves.",
+    )
+    reshard_after_forward: bool | Literal["auto"] = Field(
+        "auto",
+        description="Let go of a layer's gathered weights after its forward pass and gather them in "
+        "the backward pass again: less memory, more traffic. auto: where there are several ranks.",
+    )
+    reduce_gradients: Literal["micro_batch", "optimizer_step"] = Field(
+        "micro_batch",
+        description="When gradients are summed over ranks: after each micro-batch, or once for an "
+        "optimizer step, with less traffic, for which each rank holds the gradients of the whole "
+        "model (4 bytes a parameter).",
+    )
+    optimizer_device: Literal["device", "host"] = Field(
+        "device",
+        description="Where AdamW's two moments lie: with the weights, or in the host's memory, from "
+        "where each parameter's come and go at each optimizer step.",
+    )
+    optimizer_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Number format of AdamW's two moments (8 or 4 bytes a parameter); bfloat16 is "
+        "rounded stochastically.",
+    )
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="Copies of the model among the ranks of the gang. With more than one, a copy is "
+        "sharded over workers / replicas neighbouring ranks and gradients are summed over copies "
+        "(HSDP): layers are gathered within a machine, where a copy's ranks share one.",
     )
     recompute_old_logprobs: bool | Literal["auto"] = Field(
         "auto",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import string
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,6 +35,36 @@ _SCALARS = {
 }
 
 
+# Of the random model's tokenizer: four special tokens and what can be printed, less three.
+_CHARACTERS = 4 + len(string.printable) - 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder with gated feed-forward layers (Llama, Qwen, Mistral and their like)."""
+
+    hidden: int  # width of the residual stream
+    layers: int
+    intermediate: int  # width of a feed-forward layer
+    heads: int  # of queries
+    kv_heads: int
+    head_size: int
+    vocabulary: int  # tokens
+    tied: bool  # whether the output head is the embedding
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer, without biases."""
+        attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Weights in all; a head that is tied counts once."""
+        tables = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return self.layers * self.layer_parameters + tables + self.hidden
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
     """What is known of a model before it is loaded; None: its files do not say.
@@ -50,6 +81,7 @@ class ModelFacts:
     head_size: int | None  # numbers in one head's key
     chat_template: bool  # whether its tokenizer has one
     unsupported: str | None  # what its attention has that the train engine does not compute
+    shape: ModelShape | None = None  # None also for mixtures of experts
 
 
 def model_facts(
@@ -69,12 +101,22 @@ def model_facts(
             head_size=config.hidden_size // config.heads,
             chat_template=True,
             unsupported=None,
+            shape=ModelShape(
+                hidden=config.hidden_size,
+                layers=config.layers,
+                intermediate=2 * config.hidden_size,
+                heads=config.heads,
+                kv_heads=config.heads,
+                head_size=config.hidden_size // config.heads,
+                vocabulary=_CHARACTERS,
+                tied=True,
+            ),
         )
     directory = present(config, cache)
     if directory is not None:
         return _of_directory(directory)
     file = gguf_file(config)
-    return None if file is None else _of_gguf(gguf_scalars(file))
+    return None if file is None else _of_gguf(*_gguf_header(file))
 
 
 def token_counts(
@@ -118,7 +160,31 @@ def _of_directory(directory: Path) -> ModelFacts:
         head_size=head_size,
         chat_template=_has_chat_template(directory),
         unsupported=_unsupported(text),
+        shape=None if compressed else _shape(text, head_size),
     )
+
+
+def _shape(text: dict[str, Any], head_size: int | None) -> ModelShape | None:
+    """By config.json; None where it does not say all, or has experts."""
+    heads = text.get("num_attention_heads")
+    sizes = {
+        "hidden": text.get("hidden_size"),
+        "layers": text.get("num_hidden_layers"),
+        "intermediate": text.get("intermediate_size"),
+        "heads": heads,
+        "kv_heads": text.get("num_key_value_heads") or heads,
+        "head_size": head_size,
+        "vocabulary": text.get("vocab_size"),
+    }
+    if any("expert" in name for name in text):
+        return None
+    return _whole_shape(sizes, bool(text.get("tie_word_embeddings", False)))
+
+
+def _whole_shape(sizes: dict[str, int | None], tied: bool) -> ModelShape | None:
+    if any(size is None for size in sizes.values()):
+        return None
+    return ModelShape(**sizes, tied=tied)  # type: ignore[arg-type]
 
 
 def _positions(text: dict[str, Any]) -> int | None:
@@ -152,7 +218,7 @@ def _has_chat_template(directory: Path) -> bool:
     return settings.exists() and bool(json.loads(settings.read_text()).get("chat_template"))
 
 
-def _of_gguf(values: dict[str, Any]) -> ModelFacts:
+def _of_gguf(values: dict[str, Any], tensors: set[str]) -> ModelFacts:
     kind = values.get("general.architecture", "")
     heads = values.get(f"{kind}.attention.head_count")
     width = values.get(f"{kind}.embedding_length")
@@ -166,32 +232,64 @@ def _of_gguf(values: dict[str, Any]) -> ModelFacts:
         or (width // heads if width and heads else None),
         chat_template="tokenizer.chat_template" in values,
         unsupported=None,
+        shape=_gguf_shape(values, kind, tied="output.weight" not in tensors),
     )
 
 
+def _gguf_shape(values: dict[str, Any], kind: str, tied: bool) -> ModelShape | None:
+    """By the header's sizes; None where it does not say all, or has experts."""
+    heads, width = (
+        values.get(f"{kind}.attention.head_count"),
+        values.get(f"{kind}.embedding_length"),
+    )
+    if f"{kind}.expert_count" in values:
+        return None
+    sizes = {
+        "hidden": width,
+        "layers": values.get(f"{kind}.block_count"),
+        "intermediate": values.get(f"{kind}.feed_forward_length"),
+        "heads": heads,
+        "kv_heads": values.get(f"{kind}.attention.head_count_kv", heads),
+        "head_size": values.get(f"{kind}.attention.key_length")
+        or (width // heads if width and heads else None),
+        "vocabulary": values.get(f"{kind}.vocab_size"),
+    }
+    return _whole_shape(sizes, tied)
+
+
 def gguf_scalars(path: Path) -> dict[str, Any]:
-    """Every metadata value of a GGUF file but the arrays; ValueError if it is none.
+    """Every metadata value of a GGUF file but the arrays; ValueError if it is none."""
+    return _gguf_header(path)[0]
+
+
+def _gguf_header(path: Path) -> tuple[dict[str, Any], set[str]]:
+    """Metadata values of a GGUF file but the arrays, and the names of its tensors.
 
     Source: the GGUF specification, versions 2 and 3 (little-endian).
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            magic, version, _, count = struct.unpack_from("<4sIQQ", data, 0)
+            magic, version, tensors, count = struct.unpack_from("<4sIQQ", data, 0)
             if magic != b"GGUF" or version not in (2, 3):
                 raise ValueError(f"it begins with {magic!r}, version {version}")
-            found, at = {}, 24
+            found, names, at = {}, set(), 24
             for _ in range(count):
                 key, at = _gguf_value(data, at, _STRING)
                 (kind,) = struct.unpack_from("<I", data, at)
                 value, at = _gguf_value(data, at + 4, kind)
                 if kind != _ARRAY:
                     found[key] = value
+            for _ in range(tensors):
+                name, at = _gguf_value(data, at, _STRING)
+                names.add(name)
+                (dimensions,) = struct.unpack_from("<I", data, at)
+                at += 4 + 8 * dimensions + 4 + 8  # each size, the type, the place
         except (ValueError, KeyError, struct.error) as error:
             raise ValueError(
                 f"model.path = {path} is no GGUF file that can be read: {error}. Set model.path to "
                 "another one."
             ) from None
-    return found
+    return found, names
 
 
 def _gguf_value(data: mmap.mmap, at: int, kind: int) -> tuple[Any, int]:

@@ -39,6 +39,11 @@ class PoolConfig(Settings):
     memory_gib: float | None = Field(
         None, gt=0, description="Memory of each worker's job or pod, in GiB; none: its default."
     )
+    gpu_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Memory of each GPU, in GiB, for the memory plan; none: as nvidia-smi says here.",
+    )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the workers; no credentials."
     )

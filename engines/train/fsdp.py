@@ -6,16 +6,17 @@ gathering.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engines.adapters import is_factor, stream_whole, whole_entries
 from engines.failures import WeightMismatch
@@ -29,11 +30,14 @@ class _Sized(Protocol):
 
 
 def shard(
-    module: nn.Module, group: dist.ProcessGroup, device: torch.device, compute: torch.dtype
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    compute: torch.dtype,
+    reshard: bool | Literal["auto"] = "auto",
+    replicas: int = 1,
 ) -> None:
     """Shard a module that holds a language model over a group, in place; its values are not set.
-
-    A lone rank keeps gathered weights between forward and backward pass: there is nothing to save.
 
     Args:
         module: A policy or a critic in float32 on the meta device; weights and sums of gradients
@@ -41,16 +45,33 @@ def shard(
         group: All ranks.
         device: This rank's.
         compute: In what a layer's weights are gathered and multiplied.
+        reshard: Whether a layer's gathered weights are let go between forward and backward pass;
+            auto: unless its shard is the whole, where there is nothing to save.
+        replicas: Copies of the model, each sharded over as many neighbouring ranks.
     """
-    mesh = DeviceMesh.from_group(group, device.type)
+    mesh = _mesh(group, device.type, replicas)
     precision = MixedPrecisionPolicy()
     if compute != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    several = group.size() > 1
+    again = group.size() > replicas if reshard == "auto" else reshard
     for layer in layers(module):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=several)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=again)
     fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     module.to_empty(device=device)
+
+
+@functools.lru_cache(maxsize=8)  # roles that share a process share its groups
+def _mesh(group: dist.ProcessGroup, device: str, replicas: int) -> DeviceMesh:
+    """The ranks in a row, or with several replicas as a table [replicas, ranks of each]."""
+    if replicas == 1:
+        return DeviceMesh.from_group(group, device)
+    table = torch.arange(group.size()).view(replicas, -1)
+    mine, own = divmod(group.rank(), table.shape[1])
+    # Every rank makes every group, in the same order.
+    copies = [dist.new_group(column) for column in table.t().tolist()]
+    shards = [dist.new_group(row) for row in table.tolist()]
+    groups = [copies[own], shards[mine]]
+    return DeviceMesh.from_group(groups, device, mesh=table, mesh_dim_names=("replicate", "shard"))
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
@@ -71,11 +92,15 @@ def own_part(target: Tensor) -> tuple[Tensor, int]:
     """
     if not isinstance(target, DTensor):
         return target.detach(), 0
-    assert target.placements == (Shard(0),), f"FSDP shards rows, here it was {target.placements}"
+    *copied, sharded = target.placements
+    assert sharded == Shard(0), f"FSDP shards rows, here it was {target.placements}"
+    assert all(placement == Replicate() for placement in copied), target.placements
     mesh = target.device_mesh
     with torch.no_grad():
         own = target.to_local().detach()
-    rows, first = Shard.local_shard_size_and_offset(len(target), mesh.size(), mesh.get_local_rank())
+    rows, first = Shard.local_shard_size_and_offset(
+        len(target), mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    )
     assert rows == len(own)
     return own, first * math.prod(target.shape[1:])
 
@@ -96,9 +121,12 @@ def spread(target: Tensor, whole: Tensor | None, source: int, group: dist.Proces
         received = own if whole is None else whole.contiguous()
         dist.broadcast(received, group=group, group_src=source)
     else:
-        rows = -(-len(target) // group.size())
+        shards = target.device_mesh.size(target.device_mesh.ndim - 1)
+        rows = -(-len(target) // shards)
         received = own.new_empty(rows, *own.shape[1:])
-        parts = None if whole is None else _equal_parts(whole, rows, group.size())
+        parts = None
+        if whole is not None:  # rank r has the shard r modulo `shards`, whichever copy it is in
+            parts = _equal_parts(whole, rows, shards) * (group.size() // shards)
         dist.scatter(received, parts, group=group, group_src=source)
     own.copy_(received[: len(own)] if own.dim() else received)
 

@@ -18,10 +18,12 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
 from engines.models import build_empty, materialize
+from engines.train.activations import checkpoint_layers
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import fill, shard
@@ -106,9 +108,12 @@ class FSDPEngine(Ranked):
         self._cost = cost_model(policy)
         if self._spec.role == "ref":
             policy.requires_grad_(False)
-        if self._spec.train.gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        shard(policy, self._meeting.group, self._device, self._compute)
+        checkpoint_layers(policy.model, config.gradient_checkpointing)
+        shard(
+            *(policy, self._meeting.group, self._device, self._compute),
+            reshard=config.reshard_after_forward,
+            replicas=config.replicas,
+        )
         if isinstance(policy, Critic):
             load(policy.model, self._checkpoint.decoder, self._checkpoint, self._meeting.group)
             policy.reset_head()
@@ -146,7 +151,7 @@ class FSDPEngine(Ranked):
     def memory_setting(
         cls, payload: TrainSpec, memory: Memory, held: Mapping[str, int], said: str
     ) -> str:
-        return setting_for_less(payload.train, held)
+        return setting_for_less(payload.train, memory, held)
 
     # --- forward passes -----------------------------------------------------------------------
 
@@ -260,15 +265,17 @@ class FSDPEngine(Ranked):
             raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
         torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
         self.version = None
+        model = self._loaded()
+        assert isinstance(model, FSDPModule)
         rank = TrainRank(
             store=self._store,
             meeting=meeting,
             sequence=self._shared(),
             optimizer=self._optimizer,
+            sharded=model,
             config=self._spec.train,
             cost=self._cost,
         )
-        model = self._loaded()
         updater: Updater
         if isinstance(model, Critic):
             updater = CriticUpdater(rank, model, algorithm.critic)

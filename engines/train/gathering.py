@@ -59,16 +59,23 @@ def gather(
     own, _ = own_part(value)
     if dtype is not None and own.is_floating_point():
         own = own.to(dtype)
-    if not isinstance(value, DTensor) or group.size() == 1:
+    across = value.device_mesh.ndim - 1 if isinstance(value, DTensor) else 0
+    shards = value.device_mesh.size(across) if isinstance(value, DTensor) else 1
+    if not isinstance(value, DTensor) or shards == 1:
         return own if owner == group.rank() else None
-    rows = -(-len(value) // group.size())
+    copy, place = divmod(owner, shards)
+    if group.rank() // shards != copy:
+        return None
+    # Of several copies that one takes part in which the owner is.
+    ranks = value.device_mesh.get_group(across)
+    rows = -(-len(value) // shards)
     if lack := rows - len(own):
         own = torch.cat([own, own.new_zeros(lack, *own.shape[1:])])
     if owner != group.rank():
-        dist.gather(own.contiguous(), group=group, group_dst=owner)
+        dist.gather(own.contiguous(), group=ranks, group_dst=place)
         return None
-    whole = own.new_empty(rows * group.size(), *own.shape[1:])
-    dist.gather(own.contiguous(), list(whole.split(rows)), group=group, group_dst=owner)
+    whole = own.new_empty(rows * shards, *own.shape[1:])
+    dist.gather(own.contiguous(), list(whole.split(rows)), group=ranks, group_dst=place)
     return whole[: len(value)]
 
 

@@ -49,14 +49,16 @@ def _size(tensors: list[Tensor] | list[nn.Parameter], kind: str) -> int:
     return sum(tensor.nbytes for tensor in own if tensor.device.type == kind)
 
 
-def setting_for_less(train: TrainConfig, held: Mapping[str, int]) -> str:
+def setting_for_less(train: TrainConfig, memory: Memory, held: Mapping[str, int]) -> str:
     """Which setting makes the largest holder smaller, as a sentence."""
     largest = max(held, key=lambda name: held[name], default=PASS)
     if largest == OTHERS:
         return "Give the engine a pool of its own (cluster.roles), or the others a smaller share."
+    if largest == "optimizer" and memory == "device" and train.optimizer_device == "device":
+        return "Set train.optimizer_device = host, or raise cluster.pools.NAME.workers of its pool."
     if largest != PASS:
         return "Raise the number of ranks, cluster.pools.NAME.workers of its pool."
     lower = f"train.micro_batch_tokens lower than {train.micro_batch_tokens}"
-    if not train.gradient_checkpointing:
+    if train.gradient_checkpointing < 1:
         return f"Set train.gradient_checkpointing = true, or {lower}."
     return f"Set {lower}, or train.logit_chunk_tokens lower than {train.logit_chunk_tokens}."

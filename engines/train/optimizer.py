@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.train import TrainConfig
+from engines.train.adamw import MOMENTS, make_adamw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,15 +34,7 @@ class Optimizer:
         self.applied = 0  # made so far, skipped ones not: what AdamW's bias correction goes by
         self._config = config
         self._total = total_steps
-        self._adamw = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        self._make_state()
+        self._adamw = make_adamw(self.parameters.values(), config)
 
     def step(self, finite: bool = True) -> StepReport:
         """Bound the gradients, apply them, forget them; nothing is applied unless all is finite.
@@ -67,7 +59,7 @@ class Optimizer:
         return {
             f"{moment}.{name}": self._adamw.state[parameter][moment]
             for name, parameter in self.parameters.items()
-            for moment in ("exp_avg", "exp_avg_sq")
+            for moment in MOMENTS
         }
 
     def resume(self, steps: int, applied: int) -> None:
@@ -75,15 +67,6 @@ class Optimizer:
         self.steps, self.applied = steps, applied
         for parameter in self.parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(applied))
-
-    def _make_state(self) -> None:
-        """Make AdamW's state now, so that a snapshot can be read into it."""
-        for parameter in self.parameters.values():
-            self._adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
 
 def learning_rate(config: TrainConfig, step: int, total: int | None) -> float:

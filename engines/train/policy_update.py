@@ -17,12 +17,14 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from configs.train import TrainConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, mean_over
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.objective import Objective
 from engines.algorithms.rollout_correction_sums import sample_sizes
+from engines.train.activations import kept_on_host
 from engines.train.mfu import CostModel, utilisation
 from engines.train.micro_batch import (
     PER_TOKEN,
@@ -49,6 +51,7 @@ class TrainRank:
     meeting: Meeting
     sequence: SequenceGroup
     optimizer: Optimizer
+    sharded: FSDPModule  # what is trained
     config: TrainConfig
     cost: CostModel
 
@@ -132,6 +135,7 @@ class Updater(ABC):
         self._meeting = rank.meeting
         self._sequence = rank.sequence
         self._optimizer = rank.optimizer
+        self._sharded = rank.sharded
         self._config = rank.config
         self._cost = rank.cost
         self._tally = Tally()
@@ -196,7 +200,9 @@ class Updater(ABC):
             with tally.phase("read"):
                 micro = read_micro_batch(self._store, batch, rows, columns, self._meeting.device)
             chosen = None if selected is None else selected[number]
-            with tally.phase("forward"):
+            if self._config.reduce_gradients == "optimizer_step":
+                self._sharded.set_requires_gradient_sync(number == len(mine) - 1)
+            with tally.phase("forward"), kept_on_host(self._config.activation_offload):
                 loss, sums = self._loss(micro, normaliser, chosen)
             with tally.phase("backward"):
                 loss.backward()

@@ -93,6 +93,7 @@ class Gang:
             self._ranks = ()
             self.generation += 1
             members = list(self.cluster.staying(self.pool).values())[: self.world]
+            members.sort(key=lambda member: member.host)  # neighbours in rank are so in the network
             if len(members) < self.world:
                 raise GangLost(0, self.pool, "its workers left while it was formed")
             builds = self._all(

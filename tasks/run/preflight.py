@@ -18,6 +18,7 @@ from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
+from tasks.run.preflight_memory import check_memory
 
 if TYPE_CHECKING:
     from engines.model_facts import ModelFacts
@@ -52,12 +53,14 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     try:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
+        memory = check_memory(config)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     return [
         Finding(check="packages", found=packages),
         Finding(check="model", found=model),
         Finding(check="devices", found=devices),
+        *(Finding(check="memory", found=line) for line in memory),
     ]
 
 
@@ -187,6 +190,12 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
             f"cluster.pools.{pool}.gpus = {gpus}, but a worker of the role {role} is one FSDP rank, "
             f"which uses one GPU. Set cluster.pools.{pool}.gpus = 1 and raise "
             f"cluster.pools.{pool}.workers, or give {role} a pool of its own (cluster.roles)."
+        )
+    workers, replicas = config.cluster.pools[pool].workers, config.train_of(role).replicas
+    if workers % replicas:
+        raise PreflightError(
+            f"train.replicas = {replicas} does not divide the ranks of the role {role}, "
+            f"cluster.pools.{pool}.workers = {workers}. Set one so that it does."
         )
     compute = config.train_of(role).compute_dtype
     if gpus and compute != "bfloat16":

@@ -36,7 +36,11 @@ MAY_CHANGE = (
     "rollout.probe_tolerance",
     "rewards.timeout",
     "train.deadline",
-    "train.gradient_checkpointing",  # the same numbers, computed twice
+    # Where the same numbers lie, and how often they are computed.
+    "train.gradient_checkpointing",
+    "train.activation_offload",
+    "train.reshard_after_forward",
+    "train.optimizer_device",
     "evaluation",
     "promotion",
 )

@@ -15,7 +15,7 @@ from configs.grpo import GRPOConfig
 from configs.model import PretrainedModel
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
-from engines.model_facts import gguf_scalars, model_facts
+from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
 from tasks.run import preflight
@@ -63,7 +63,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
     found = {finding.check: finding.found for finding in check(settings(tmp_path))}
     assert list(found) == [
-        *("packages", "model", "devices", "data", "rewards", "placement", "store", "tracking")
+        *("packages", "model", "devices", "memory"),
+        *("data", "rewards", "placement", "store", "tracking"),
     ]
     assert found["model"] == (
         "random Llama: longest sequence 256 tokens, samples of up to 128 + 16 tokens"
@@ -92,6 +93,10 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
         (
             ["rollout={engine: vllm, tensor_parallel_size: 2, shards: 1}", GPU],
             r"rollout\.tensor_parallel_size = 2 is not .*cluster\.pools\.rollout\.gpus = 1",
+        ),
+        (
+            ["train.replicas=2", "cluster.pools.train.workers=3"],
+            r"train\.replicas = 2 does not divide the ranks of the role actor, .*workers = 3",
         ),
         (
             ["train.micro_batch_tokens=142"],
@@ -248,6 +253,26 @@ def test_a_gguf_files_header_is_read(tmp_path: Path) -> None:
     assert facts is not None
     assert (facts.positions, facts.head_size, facts.kv_heads) == (77, 32, 2)
     assert not facts.chat_template
+    assert facts.shape is None
+
+    for name, value in (("block_count", 3), ("feed_forward_length", 96), ("vocab_size", 50)):
+        entries.append(entry(f"llama.{name}", 4, struct.pack("<I", value)))
+    head = text("output.weight") + struct.pack("<IQQIQ", 2, 64, 50, 0, 0)
+    for tensors, tied in (([], True), ([head], False)):
+        header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries))
+        path.write_bytes(b"".join([header, *entries, *tensors]))
+        facts = model_facts(PretrainedModel(path=str(path)), tmp_path / "cache")
+        assert facts is not None
+        assert facts.shape == ModelShape(
+            hidden=64,
+            layers=3,
+            intermediate=96,
+            heads=2,
+            kv_heads=2,
+            head_size=32,
+            vocabulary=50,
+            tied=tied,
+        )
     path.write_bytes(b"GGUF" + bytes(20))
     with pytest.raises(ValueError, match="is no GGUF file that can be read"):
         gguf_scalars(path)
@@ -273,5 +298,6 @@ def test_check_prints_what_it_found_and_imports_no_torch(tmp_path: Path) -> None
     lines = done.stdout.splitlines()
     assert lines[-1] == "tiny: the settings are good, and a run would start."
     assert [line.split()[0] for line in lines[:-1]] == [
-        *("packages", "model", "devices", "data", "rewards", "placement", "store", "tracking")
+        *("packages", "model", "devices", "memory", "memory", "memory"),
+        *("data", "rewards", "placement", "store", "tracking"),
     ]

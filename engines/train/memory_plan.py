@@ -1,0 +1,214 @@
+"""How much memory a train rank will take, from the model's shape and the settings; without torch.
+
+Each term is in bytes of one rank. What is counted, and against what it was measured, is in
+docs/memory.md. H is the hidden size, I that of the feed-forward layer, Q and G the numbers of all
+query heads and of all key heads, V the vocabulary; T tokens of a micro-batch, S slots of its
+sequences in attention, R response tokens; c the bytes of a number in products.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from configs.train import TrainConfig
+from engines.model_facts import ModelShape
+
+FLOAT = 4  # bytes
+SHORT = 256  # tokens; as in engines/train/attention.py, likewise
+# On a CPU, beside the bytes that are in use at most: the heap has holes, and keeps what is free at
+# its end (engines/processes/process_setup.py). Fitted to measurements; docs/memory.md.
+HOLES = 1100 * 2**20  # at most; a small rank's are as large as what it uses
+LIBRARIES = 36 * 2**20  # that are loaded once a rank computes
+CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The largest micro-batch of a rank."""
+
+    tokens: int  # T, shared prompts once
+    slots: int  # S, each sequence whole
+    responses: int  # R
+    longest: int  # tokens of a sequence
+    several: bool  # whether an optimizer step has more than one of them on a rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Bytes of one rank by what holds them, and at most by stage.
+
+    On a CPU `host` is empty: device and host are one.
+    """
+
+    held: dict[str, int]  # all the time: weights, optimizer
+    passing: dict[str, int]  # during an update: gradients, gathered, activations, logits, …
+    stages: dict[str, int]  # most at once by stage, what is held among it
+    host: dict[str, int]  # of the machine's memory, where the rank computes on a GPU
+
+    @property
+    def peak(self) -> int:
+        """Most at once."""
+        return max(self.stages.values())
+
+    @property
+    def passing_peak(self) -> int:
+        """Most at once beyond what is held all the time."""
+        return self.peak - sum(self.held.values())
+
+
+def largest_batch(
+    budget: int,
+    prompt: int,
+    response: int,
+    samples: int,
+    group: int,
+    ranks: int,
+    sequence: int = 1,
+) -> Batch:
+    """A rank's part of the largest micro-batch of samples as long as they may be.
+
+    Args:
+        budget: train.micro_batch_tokens.
+        prompt: Tokens of the longest prompt, which a group shares.
+        response: Tokens of the longest response; the last is not read.
+        samples: Of an optimizer step, on all ranks.
+        group: Samples of a group.
+        ranks: Of the gang.
+        sequence: Ranks that share a micro-batch, of tokens and of heads.
+    """
+    budget *= sequence
+    mine = math.ceil(samples * sequence / ranks)
+    shared = min(group, mine)  # samples that share a prompt on a rank
+    one = response - 1 + prompt / shared  # tokens of a sample
+    fitting = max(1, min(mine, int(budget / one)))
+    tokens = min(budget, math.ceil(fitting * one))
+    return Batch(
+        tokens=max(math.ceil(tokens / sequence), 1),
+        slots=math.ceil((fitting * (prompt + response - 1) + 1) / sequence),
+        responses=math.ceil(fitting * response / sequence),
+        longest=prompt + response - 1,
+        several=fitting < mine,
+    )
+
+
+def plan_rank(
+    shape: ModelShape,
+    train: TrainConfig,
+    batch: Batch,
+    *,
+    role: str,
+    ranks: int,
+    on_gpu: bool,
+) -> MemoryPlan:
+    """What a rank of a role holds and takes in an update (ref: in a pass without gradients)."""
+    shards = ranks // train.replicas
+    c = 2 if train.compute_dtype == "bfloat16" else FLOAT
+    head = 0 if role == "critic" else shape.vocabulary * shape.hidden
+    parameters = shape.parameters - (0 if shape.tied or role != "critic" else head)
+    weights = FLOAT * parameters // shards
+    logits = 0 if role == "critic" else logits_bytes(shape, train, batch, on_gpu)
+    gathered, one = gathered_bytes(shape, train, shards, c), layer_bytes(shape, batch, c, on_gpu)
+    if role == "ref":  # nothing is kept for a backward pass
+        passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
+        stages = {"log-probs": weights + sum(passing.values())}
+        return MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})
+    moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * parameters // shards
+    kept = activation_bytes(shape, train, batch, c, on_gpu)
+    away = on_gpu and train.activation_offload
+    off = on_gpu and train.optimizer_device == "host"
+    once = train.reduce_gradients == "optimizer_step"
+    held = {"weights": weights, "optimizer": 0 if off else moments}
+    passing = {
+        "gradients": FLOAT * parameters // (1 if once else shards),
+        "gathered": gathered,
+        "activations": 0 if away else kept,
+        "one layer": one if away or train.gradient_checkpointing else 0,  # made anew, or fetched
+        "logits": logits,
+        "head": c * head,  # the gradient of the output head, until the embedding's joins it
+    }
+    host = {"activations": kept if away else 0, "optimizer": moments if off else 0}
+    return MemoryPlan(
+        held=held,
+        passing=passing,
+        stages=_stages(shape, batch, sum(held.values()), passing, c),
+        host={what: size for what, size in host.items() if size},
+    )
+
+
+def _stages(
+    shape: ModelShape, batch: Batch, held: int, passing: dict[str, int], c: int
+) -> dict[str, int]:
+    """Most bytes by stage. Gradients of a first micro-batch come as its activations go."""
+    table = shape.vocabulary * shape.hidden
+    outside = shape.parameters - shape.layers * shape.layer_parameters
+    before = passing["gradients"] if batch.several else 0
+    first = held + before + passing["gathered"] + passing["activations"]
+    busy = max(passing["logits"], passing["one layer"])
+    # Layers have let go. The embedding's gradient is whole, and once more in float32 to be reduced.
+    last = held + passing["gradients"] + c * outside + (c + FLOAT) * table
+    return {
+        "forward": first + busy,
+        "backward": max(first + busy + passing["head"], last),
+        "optimizer": held + passing["gradients"],
+    }
+
+
+def gathered_bytes(shape: ModelShape, train: TrainConfig, shards: int, c: int) -> int:
+    """Weights gathered at once: all of them, or those outside the layers and of two layers.
+
+    FSDP gathers the next layer while one computes, into a buffer that is copied out.
+    """
+    again = shards > 1 if train.reshard_after_forward == "auto" else train.reshard_after_forward
+    outside = shape.parameters - shape.layers * shape.layer_parameters
+    inside = min(shape.layers, 3 if again else shape.layers) * shape.layer_parameters
+    return c * (outside + inside)
+
+
+def layer_bytes(shape: ModelShape, batch: Batch, c: int, on_gpu: bool) -> int:
+    """What one decoder layer keeps for its backward pass.
+
+    Two norms (see `norm_bytes`). Attention keeps queries, keys, values and its output in slots, and
+    the output in tokens for the projection; by plain matrix products (short sequences in bfloat16 on
+    a CPU) queries, keys and values twice, and the scores. The feed-forward layer keeps its two
+    inputs, the gate's activation and their product.
+    """
+    heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    if c == FLOAT or on_gpu or batch.longest > SHORT:
+        slot = 2 * heads + 2 * keys
+    else:
+        slot = 2 * (heads + 2 * keys) + shape.heads * batch.longest
+    attention = c * (batch.slots * slot + batch.tokens * heads)
+    feed_forward = 4 * c * batch.tokens * shape.intermediate
+    return 2 * norm_bytes(shape, batch, c) + attention + feed_forward
+
+
+def norm_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
+    """What a norm keeps: hidden states in float32, and normed ones before and after its weight."""
+    return batch.tokens * shape.hidden * (FLOAT + 2 * c)
+
+
+def activation_bytes(
+    shape: ModelShape, train: TrainConfig, batch: Batch, c: int, on_gpu: bool
+) -> int:
+    """What is kept between forward and backward pass; of checkpointed layers their input alone."""
+    again = checkpointed(train.gradient_checkpointing, shape.layers)
+    whole = (shape.layers - again) * layer_bytes(shape, batch, c, on_gpu)
+    return whole + again * c * batch.tokens * shape.hidden + norm_bytes(shape, batch, c)
+
+
+def checkpointed(share: float, count: int) -> int:
+    """How many of `count` layers train.gradient_checkpointing is, rounded up."""
+    return math.ceil(share * count - 1e-9)
+
+
+def logits_bytes(shape: ModelShape, train: TrainConfig, batch: Batch, on_gpu: bool) -> int:
+    """Logits of a block, their exponentials and one copy, and hidden states with their gradient."""
+    chunk = train.logit_chunk_tokens * shape.vocabulary
+    block = min(chunk if on_gpu else min(chunk, CACHED_LOGITS), batch.responses * shape.vocabulary)
+    return 3 * FLOAT * block + 2 * FLOAT * batch.responses * shape.hidden
+
+
+def resident_bytes(in_use: int) -> int:
+    """Resident memory of a rank on a CPU that has so many bytes of tensors at most."""
+    return in_use + min(in_use, HOLES) + LIBRARIES

@@ -1,0 +1,281 @@
+"""The memory plan: what each device and this machine will have to hold, before anything starts.
+
+The train engines' part is engines/train/memory_plan.py's; here it is put together with the rollout
+engines', and held against what there is. A run that cannot fit is refused with the setting that
+would make it fit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.cluster.cluster import Role
+from configs.grpo import GRPOConfig
+from engines.model_facts import ModelShape, model_facts
+from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank, resident_bytes
+from engines.workers.out_of_memory import GIB, size_of
+
+CGROUPS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Something with a bound to its memory, and what the plan puts there."""
+
+    what: str  # a GPU of pool gpu; this machine
+    limit: int | None  # bytes; None: not known
+    planned: int  # bytes
+    largest: str  # what takes the most
+    limited_by: str  # where the limit is from
+
+
+def check_memory(config: GRPOConfig) -> list[str]:
+    """What the plan says, line by line; ValueError, in one sentence, where it cannot fit."""
+    facts = model_facts(config.model)
+    shape = None if facts is None else facts.shape
+    if shape is None:
+        return ["no plan: the model's files do not say its sizes, or not as Llama's do"]
+    places = list(_places(config, shape))
+    for place in places:
+        if place.limit is not None and place.planned > place.limit:
+            raise ValueError(_refusal(config, shape, place))
+    lines = [line for role in _roles(config) for line in [_of_role(config, shape, role)]]
+    lines.append(_of_rollout(config, shape))
+    for place in places:
+        bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
+        lines.append(f"{place.what}: {size_of(place.planned)}{bound}")
+    return lines
+
+
+def _roles(config: GRPOConfig) -> list[Role]:
+    """Those of the train engine."""
+    reference: list[Role] = ["ref"] if config.algorithm.needs_reference else []
+    return [*config.trained_roles, *reference]
+
+
+def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
+    """What each rank of a role takes."""
+    train = config.train_of(role)
+    pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
+    batch = largest_batch(
+        train.micro_batch_tokens,
+        config.data.max_prompt_tokens,
+        config.rollout.max_new_tokens,
+        -(-config.samples_per_step // train.mini_batches),
+        config.group_size,
+        pool.workers,
+        train.sequence_parallel,
+    )
+    return plan_rank(shape, train, batch, role=role, ranks=pool.workers, on_gpu=pool.gpus > 0)
+
+
+def rollout_bytes(config: GRPOConfig, shape: ModelShape) -> dict[str, int]:
+    """What an engine that samples holds; on a GPU all of vLLM's share is called keys and values."""
+    rollout = config.rollout
+    tables = 2 * shape.vocabulary * shape.hidden  # the head is a weight of its own
+    inside = shape.parameters - (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
+    weights = BYTES[rollout.dtype] * (inside + tables) // rollout.tensor_parallel_size
+    if rollout.engine == "vllm":
+        return {"weights": weights, "keys and values": int(rollout.kv_cache_gib * GIB)}
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    at_once = min(config.cluster.pools[config.cluster.roles.rollout].slots, config.shards_at_once)
+    samples = at_once * -(-config.samples_per_step // config.shards_at_once)
+    token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[rollout.dtype]
+    return {"weights": weights, "keys and values": samples * longest * token}
+
+
+def _of_role(config: GRPOConfig, shape: ModelShape, role: Role) -> str:
+    pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
+    plan = plan_of(config, shape, role)
+    ranks = f"each of {pool.workers} ranks" if pool.workers > 1 else "its rank"
+    stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
+    host = f"; on the host {_listed(plan.host)}" if plan.host else ""
+    return (
+        f"{role}, {ranks}: holds {_listed(plan.held)}; in an update {_listed(plan.passing)}; at "
+        f"most in {stages}{host}"
+    )
+
+
+def _of_rollout(config: GRPOConfig, shape: ModelShape) -> str:
+    pool = config.cluster.pools[config.cluster.roles.rollout]
+    taken = rollout_bytes(config, shape)
+    if pool.gpus and config.rollout.engine == "vllm":
+        share = f"{config.rollout.gpu_memory_utilization:g} of the GPU"
+        return f"rollout, each engine: {share}, of it weights {size_of(taken['weights'])}"
+    return f"rollout, each engine: {_listed(taken)}"
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{what} {size_of(size)}" for what, size in sizes.items() if size)
+
+
+def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
+    """Every GPU of another pool, and the machine or the workers' jobs."""
+    machine: dict[str, int] = {}  # of this machine, by holder
+    for name in sorted(config.used_pools):
+        pool = config.cluster.pools[name]
+        of_gpu, of_host = _of_worker(config, shape, name)
+        if pool.gpus:
+            total, source = _gpu_limit(config, name)
+            vllm = config.rollout.engine == "vllm" and name == config.cluster.roles.rollout
+            if vllm and total is not None:
+                of_gpu["vLLM"] = int(config.rollout.gpu_memory_utilization * total)
+            yield _place(f"a GPU of pool {name}", total, of_gpu, source)
+        if config.cluster.kind == "local":
+            for holder, size in of_host.items():
+                machine[holder] = machine.get(holder, 0) + size * pool.workers
+        elif pool.memory_gib is not None:
+            given, key = int(pool.memory_gib * GIB), f"cluster.pools.{name}.memory_gib"
+            yield _place(f"a worker of pool {name}", given, of_host, key)
+    if config.cluster.kind == "local":
+        limit, source = host_memory()
+        yield _place("this machine", limit, machine, source)
+
+
+def _gpu_limit(config: GRPOConfig, name: str) -> tuple[int | None, str]:
+    """Bytes of a GPU of a pool and who says so; None where nobody does."""
+    given = config.cluster.pools[name].gpu_memory_gib
+    if given is not None:
+        return int(given * GIB), f"cluster.pools.{name}.gpu_memory_gib"
+    return (gpu_memory() if config.cluster.kind == "local" else None), "nvidia-smi"
+
+
+def _place(what: str, limit: int | None, taken: dict[str, int], source: str) -> Place:
+    largest = max(taken, key=lambda holder: taken[holder], default="nothing")
+    size = sum(taken.values())
+    return Place(what=what, limit=limit, planned=size, largest=largest, limited_by=source)
+
+
+def _of_worker(
+    config: GRPOConfig, shape: ModelShape, name: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a worker of a pool takes of its GPU and of the host, by holder.
+
+    Roles that share a process take turns: of what they need in passing the largest counts.
+    """
+    roles = config.cluster.roles
+    pool = config.cluster.pools[name]
+    held: dict[str, int] = {}
+    host: dict[str, int] = {}
+    passing: dict[str, int] = {}
+    for role in _roles(config):
+        if roles.pool_of(role) != name:
+            continue
+        plan = plan_of(config, shape, role)
+        held.update({f"{role}'s {what}": size for what, size in plan.held.items() if size})
+        host.update({f"{role}'s {what}": size for what, size in plan.host.items()})
+        if plan.passing_peak >= sum(passing.values()):
+            largest = max(plan.passing, key=lambda what: plan.passing[what])
+            passing = {f"{role}'s {largest} and what else an update needs": plan.passing_peak}
+    sampling: dict[str, int] = {}
+    if name == roles.rollout and not (pool.gpus and config.rollout.engine == "vllm"):
+        sampling = {f"rollout's {w}": size for w, size in rollout_bytes(config, shape).items()}
+    device = {**held, **passing}
+    if pool.gpus:
+        return {**device, **sampling}, host
+    if device:
+        used = sum(device.values())
+        device["holes in the heap and libraries"] = resident_bytes(used) - used
+    return {}, {**device, **sampling}
+
+
+def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
+    limit = place.limit
+    assert limit is not None
+    said = (
+        f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
+        f"{size_of(limit)} ({place.limited_by}); most of it for {place.largest}."
+    )
+    if place.largest.startswith("rollout"):
+        return f"{said} Set rollout.kv_cache_gib lower."
+    if place.largest == "vLLM":
+        return f"{said} Set rollout.gpu_memory_utilization lower."
+    for words, changed in _smaller(config):
+        now = next(one for one in _places(changed, shape) if one.what == place.what)
+        if now.planned <= limit:
+            return f"{said} Set {words}: then it is {size_of(now.planned)}."
+    return f"{said} No setting of the train engine is enough. Choose a smaller model."
+
+
+def _smaller(config: GRPOConfig) -> Iterator[tuple[str, GRPOConfig]]:
+    """Settings with which less memory is taken: one alone, several, and then more ranks."""
+    train = config.train
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
+    pool = config.cluster.roles.pool_of("actor")
+    on_gpu = config.cluster.pools[pool].gpus > 0
+    budgets = [train.micro_batch_tokens // part for part in (2, 4, 8, 16)]
+    options: list[dict[str, object]] = [{"gradient_checkpointing": 1.0}]
+    options += [{"micro_batch_tokens": budget} for budget in budgets if budget >= longest]
+    options += [{"optimizer_device": "host"}] if on_gpu else []
+    options += [{"optimizer_dtype": "bfloat16"}]
+    for option in options:
+        yield _changed(config, option, 1)
+    together: dict[str, object] = {}
+    for option in options:
+        together |= option
+        yield _changed(config, together, 1)
+    if on_gpu:
+        for changes in ({}, together):
+            for factor in (2, 4, 8, 16, 32, 64):
+                yield _changed(config, changes, factor)
+
+
+def _changed(
+    config: GRPOConfig, settings: Mapping[str, object], factor: int
+) -> tuple[str, GRPOConfig]:
+    """With other settings of the train engine and `factor` times as many ranks; in words too."""
+    train = config.train.model_copy(update=dict(settings))
+    changed = config.model_copy(update={"train": train})
+    words = [
+        f"train.{name}={value:g}" if isinstance(value, float) else f"train.{name}={value}"
+        for name, value in settings.items()
+    ]
+    if factor > 1:
+        name = config.cluster.roles.pool_of("actor")
+        pool = config.cluster.pools[name]
+        more = pool.model_copy(update={"workers": factor * pool.workers})
+        pools = {**config.cluster.pools, name: more}
+        cluster = config.cluster.model_copy(update={"pools": pools})
+        changed = changed.model_copy(update={"cluster": cluster})
+        words.append(f"cluster.pools.{name}.workers={more.workers}")
+    return " ".join(words), changed
+
+
+def host_memory(
+    meminfo: Path = Path("/proc/meminfo"), cgroups: tuple[Path, ...] = CGROUPS
+) -> tuple[int | None, str]:
+    """Bytes that processes here may use: the machine's, or its container's where that is less."""
+    total: int | None = None
+    if meminfo.exists():
+        line = next(
+            line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")
+        )
+        total = int(line.split()[1]) * 1024
+    for file in cgroups:
+        text = file.read_text().strip() if file.exists() else "max"
+        if text.isdigit() and (total is None or int(text) < total):
+            return int(text), str(file)
+    return total, "its memory"
+
+
+def gpu_memory() -> int | None:
+    """Bytes of the smallest GPU here; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    listing = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    sizes = [int(line) * 2**20 for line in listing.stdout.split() if line.isdigit()]
+    return min(sizes, default=None)

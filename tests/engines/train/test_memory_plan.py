@@ -1,0 +1,162 @@
+"""The memory plan against what a train engine really holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.train import TrainConfig
+from engines.model_facts import ModelShape, model_facts
+from engines.models import build_empty, materialize
+from engines.train import attention, logprobs, memory_plan, policy_update
+from engines.train.fsdp_engine import FSDPEngine
+from engines.train.memory_plan import Batch, activation_bytes, largest_batch, plan_rank
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from tests.engines.train.train_ranks import MODEL, TEMPERATURE, spec
+
+PROMPT, RESPONSE, GROUPS, GROUP = 40, 24, 4, 4
+
+
+def shape_of(model: Any = MODEL) -> ModelShape:
+    facts = model_facts(model)
+    assert facts is not None
+    assert facts.shape is not None
+    return facts.shape
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that autograd keeps of each micro-batch, weights left out."""
+    found: list[int] = []
+
+    class Counting(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, wanted: bool) -> None:
+            self.kept: dict[int, int] = {}
+            super().__init__(self.pack, lambda tensor: tensor)
+
+        def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+            weight = torch.nn.Parameter
+            if not isinstance(tensor, weight) and not isinstance(tensor._base, weight):
+                storage = tensor.untyped_storage()
+                self.kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        def __exit__(self, *given: object) -> None:
+            found.append(sum(self.kept.values()))
+            super().__exit__(*given)
+
+    monkeypatch.setattr(policy_update, "kept_on_host", Counting)
+    return found
+
+
+def test_the_model_has_as_many_weights_as_its_shape_says(tmp_path: Path) -> None:
+    model = build_empty(materialize(MODEL, tmp_path))
+    assert shape_of().parameters == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"micro_batch_tokens": 140},  # a group
+        {"gradient_checkpointing": 0.5},
+        {"compute_dtype": "bfloat16"},
+    ],
+)
+def test_activations_weights_and_moments_are_what_the_plan_says(
+    tmp_path: Path, hooked: list[int], settings: dict[str, Any]
+) -> None:
+    engine = FSDPEngine(spec(tmp_path, **settings))
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    random = np.random.default_rng(0)
+    rows = GROUPS * GROUP
+    prompts = [random.integers(4, 90, PROMPT) for _ in range(GROUPS)]
+    columns: dict[str, object] = {
+        "prompt_ids": [prompts[row // GROUP] for row in range(rows)],
+        "response_ids": [random.integers(4, 90, RESPONSE) for _ in range(rows)],
+        "advantages": [np.ones(RESPONSE, dtype=np.float32) for _ in range(rows)],
+        "group_id": np.repeat(np.arange(GROUPS), GROUP),
+    }
+    batch = write_batch(Store(str(tmp_path / "store")), "run/batch.safetensors", columns)
+    engine.update(batch, AlgorithmConfig(), TEMPERATURE, RESPONSE, 1)
+    held = engine.memory_held("host")
+    engine.leave()
+
+    train = TrainConfig(**{"compute_dtype": "float32", "micro_batch_tokens": 4096, **settings})
+    largest = largest_batch(train.micro_batch_tokens, PROMPT, RESPONSE, rows, GROUP, 1)
+    plan = plan_rank(shape_of(), train, largest, role="actor", ranks=1, on_gpu=False)
+    assert plan.held["weights"] == held["weights"]
+    assert plan.held["optimizer"] == held["optimizer"]
+    bytes_of = 2 if train.compute_dtype == "bfloat16" else 4
+    kept = activation_bytes(shape_of(), train, largest, bytes_of, on_gpu=False)
+    assert largest.several == (len(hooked) > 1)
+    assert kept == pytest.approx(max(hooked), rel=0.05)
+
+
+def test_the_largest_micro_batch() -> None:
+    # Two groups of four: each a prompt of 8 once, and 4 x (6 - 1) response tokens: 28.
+    assert largest_batch(4096, 8, 6, samples=8, group=4, ranks=1) == Batch(
+        tokens=56, slots=8 * 13 + 1, responses=48, longest=13, several=False
+    )
+    assert largest_batch(30, 8, 6, samples=8, group=4, ranks=1) == Batch(
+        tokens=28, slots=4 * 13 + 1, responses=24, longest=13, several=True
+    )
+    assert largest_batch(4096, 8, 6, samples=8, group=4, ranks=8) == Batch(
+        tokens=13, slots=14, responses=6, longest=13, several=False
+    )
+
+
+def planned(ranks: int = 1, role: str = "actor", gpu: bool = True, **settings: Any) -> Any:
+    shape = ModelShape(
+        hidden=2048,
+        layers=16,
+        intermediate=8192,
+        heads=32,
+        kv_heads=8,
+        head_size=64,
+        vocabulary=128_256,
+        tied=True,
+    )
+    train = TrainConfig(**{"micro_batch_tokens": 8192, "compute_dtype": "bfloat16", **settings})
+    batch = largest_batch(train.micro_batch_tokens, 512, 1024, 512, 8, ranks)
+    return plan_rank(shape, train, batch, role=role, ranks=ranks, on_gpu=gpu)
+
+
+def test_each_setting_makes_less_of_what_it_is_for() -> None:
+    plain = planned()
+    assert planned(gradient_checkpointing=1).passing["activations"] < (
+        0.2 * plain.passing["activations"]
+    )
+    assert planned(micro_batch_tokens=4096).passing["activations"] == pytest.approx(
+        plain.passing["activations"] / 2, rel=0.15
+    )
+    assert planned(optimizer_dtype="bfloat16").held["optimizer"] == plain.held["optimizer"] // 2
+    assert planned(logit_chunk_tokens=256).passing["logits"] < plain.passing["logits"]
+    assert planned(reshard_after_forward=True).passing["gathered"] < plain.passing["gathered"]
+    away = planned(optimizer_device="host", activation_offload=True)
+    assert away.held["optimizer"] == 0
+    assert away.host["optimizer"] == plain.held["optimizer"]
+    assert away.host["activations"] == plain.passing["activations"]
+    assert away.peak < plain.peak
+
+
+def test_ranks_share_weights_and_replicas_do_not() -> None:
+    one, four, copies = planned(), planned(4), planned(4, replicas=2)
+    assert four.held["weights"] == one.held["weights"] // 4
+    assert copies.held["weights"] == one.held["weights"] // 2
+    once = planned(4, reduce_gradients="optimizer_step")
+    assert once.passing["gradients"] == one.passing["gradients"]
+    reference = planned(role="ref")
+    assert reference.held == {"weights": one.held["weights"]}
+    assert reference.peak < one.peak
+
+
+def test_the_engines_own_limits_on_a_cpu_are_known() -> None:
+    assert memory_plan.CACHED_LOGITS == logprobs.CACHED_LOGITS
+    assert memory_plan.SHORT == attention.SHORT

@@ -1,0 +1,127 @@
+"""The memory plan before a run: what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.ppo import PPOConfig
+from configs.recipe import load_recipe
+from tasks.run import preflight_memory
+from tasks.run.preflight_memory import check_memory, host_memory
+
+MIB = 2**20
+LARGE = (  # a model that needs GPUs, of which nothing is loaded
+    "model={kind: random, layers: 32, hidden_size: 4096, heads: 64, max_positions: 8192}",
+    "train.compute_dtype=bfloat16",
+    "train.micro_batch_tokens=16384",
+    "data.max_prompt_tokens=512",
+    "rollout.max_new_tokens=1024",
+    "prompts_per_step=128",
+    "cluster.pools.train.gpus=1",
+    "cluster.pools.train.workers=8",
+    "cluster.kind=address",
+    "cluster.address=tcp://scheduler:8786",
+    "store.uri=file:///shared",
+)
+
+
+def settings(*words: str, model: type[GRPOConfig] = GRPOConfig) -> GRPOConfig:
+    return load_recipe(model, "tiny", list(words))
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(ValueError, match="By the memory plan") as caught:
+        check_memory(settings(*words))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_plan_names_what_each_role_takes_and_what_there_is() -> None:
+    actor, reference, rollout, machine = check_memory(
+        settings("algorithm.kl.coefficient=0.1", "cluster.pools.train.workers=2")
+    )
+    assert re.match(r"actor, each of 2 ranks: holds weights .* MiB, optimizer .*; in an", actor)
+    assert "activations" in actor
+    assert "backward" in actor
+    assert reference.startswith("ref, each of 2 ranks: holds weights")
+    assert "optimizer" not in reference
+    assert rollout.startswith("rollout, each engine: weights")
+    assert machine.startswith("this machine: ")
+
+
+def test_a_critic_is_in_the_plan() -> None:
+    lines = check_memory(settings(model=PPOConfig))
+    assert any(line.startswith("critic, ") for line in lines)
+
+
+def test_what_cannot_fit_is_refused_with_a_setting_that_makes_it_fit() -> None:
+    said = refused(*LARGE, "cluster.pools.train.gpu_memory_gib=40")
+    assert said.startswith("By the memory plan a GPU of pool train has to hold ")
+    assert "and has 40.0 GiB (cluster.pools.train.gpu_memory_gib); most of it for actor's " in said
+    found = re.search(r"Set (.*): then it is", said)
+    assert found is not None
+    words = found.group(1).split()
+    assert words
+    check_memory(settings(*LARGE, "cluster.pools.train.gpu_memory_gib=40", *words))
+
+
+def test_a_model_too_large_for_its_ranks_gets_more_of_them() -> None:
+    said = refused(*LARGE, "cluster.pools.train.gpu_memory_gib=4")
+    assert "cluster.pools.train.workers=" in said
+
+
+def test_two_roles_on_a_gpu_share_it() -> None:
+    pool = "cluster.pools.train.gpu_memory_gib=200"
+    alone = check_memory(settings(*LARGE, pool))
+    both = check_memory(settings(*LARGE, pool, "algorithm.kl.coefficient=0.1"))
+
+    def planned(lines: list[str]) -> float:
+        (line,) = (line for line in lines if line.startswith("a GPU of pool train"))
+        return float(re.search(r": ([\d.]+) GiB", line).group(1))  # type: ignore[union-attr]
+
+    assert planned(alone) < planned(both) < 1.5 * planned(alone)
+
+
+def test_vllms_share_of_a_gpu_counts() -> None:
+    shared = ("cluster.roles.rollout=train", "rollout.engine=vllm", "rollout.dtype=bfloat16")
+    limit = "cluster.pools.train.gpu_memory_gib=100"
+    said = refused(*LARGE, *shared, limit, "rollout.gpu_memory_utilization=0.95")
+    assert "most of it for vLLM" in said
+    assert "rollout.gpu_memory_utilization lower" in said
+
+
+def test_the_machine_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_memory, "host_memory", lambda: (8 * MIB, "its memory"))
+    said = refused("rollout.max_new_tokens=64")
+    assert said.startswith("By the memory plan this machine has to hold ")
+
+
+def test_a_container_has_what_its_group_may_use(tmp_path: Path) -> None:
+    meminfo, group = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal:       1024 kB\nMemFree:         12 kB\n")
+    group.write_text("max\n")
+    assert host_memory(meminfo, (group,)) == (2**20, "its memory")
+    group.write_text(f"{2**19}\n")
+    assert host_memory(meminfo, (group,)) == (2**19, str(group))
+    group.write_text(f"{2**30}\n")
+    assert host_memory(meminfo, (group, tmp_path / "none")) == (2**20, "its memory")
+
+
+def test_a_model_whose_sizes_are_not_known_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preflight_memory, "model_facts", lambda config: None)
+    (line,) = check_memory(settings())
+    assert line.startswith("no plan")
+
+
+def test_gpus_are_asked_for_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 81559\necho 143771\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert preflight_memory.gpu_memory() == 81559 * MIB
