@@ -35,6 +35,7 @@ from unittest import mock
 import numpy as np
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import model_facts
 from engines.processes.process_setup import MALLOC
@@ -61,6 +62,7 @@ CASES: list[dict[str, Any]] = [
     {"micro_batch_tokens": 1200, "gradient_checkpointing": 1.0},
     {"micro_batch_tokens": 512, "optimizer_dtype": "bfloat16"},
     {"micro_batch_tokens": 512, "compute_dtype": "bfloat16"},
+    {"micro_batch_tokens": 512, "lora": {"rank": 8}},
 ]
 PROMPT, RESPONSE, GROUPS, GROUP = 40, 60, 4, 4
 
@@ -180,11 +182,14 @@ def measure(
     from engines.train.fsdp_engine import FSDPEngine
 
     batch = prepared(folder, rank)
-    train = TrainConfig(**{"compute_dtype": "float32", **settings})
+    settings = {"compute_dtype": "float32", **settings}
+    adapter = settings.pop("lora", None)
+    lora, train = adapter and LoraConfig(**adapter), TrainConfig(**settings)
     spec = TrainSpec(
         model=MODELS[model],
         model_cache=str(CACHE),
         train=train,
+        lora=lora,
         role="actor",
         store_uri=f"{folder}/store-{rank}",
         run="run",
@@ -206,7 +211,8 @@ def measure(
     facts = model_facts(spec.model, CACHE)
     assert facts is not None
     assert facts.shape is not None
-    plan = plan_rank(facts.shape, train, largest, role="actor", ranks=ranks, on_gpu=False)
+    where: Any = {"role": "actor", "ranks": ranks, "on_gpu": False, "lora": lora}
+    plan = plan_rank(facts.shape, train, largest, **where)
     return {
         "resident": measured,
         "in use": used[0] - given_out,

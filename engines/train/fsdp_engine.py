@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -168,14 +169,6 @@ class FSDPEngine(Ranked):
         `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too. The reference
         of an engine with adapters is its base.
         """
-        if self._spec.lora is not None and column == "ref_logprobs":
-            with base_alone(self._loaded()):
-                return self._logprobs(batch, column, out_key, temperature, squared)
-        return self._logprobs(batch, column, out_key, temperature, squared)
-
-    def _logprobs(
-        self, batch: BatchRef, column: str, out_key: str, temperature: float, squared: bool
-    ) -> ColumnsResult:
         forward = self._forward(temperature)
 
         def computed(micro: MicroBatch) -> dict[str, Tensor]:
@@ -183,7 +176,9 @@ class FSDPEngine(Ranked):
             found = {column: logprobs, "entropy": entropy}
             return {**found, "sum_pi_squared": squares[0]} if squared else found
 
-        return self._columns(batch, out_key, computed, (column, "sum_pi_squared"))
+        of_base = self._spec.lora is not None and column == "ref_logprobs"
+        with base_alone(self._loaded()) if of_base else nullcontext():
+            return self._columns(batch, out_key, computed, (column, "sum_pi_squared"))
 
     def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
         """Write the critic's value of every response token; all rows, in their order."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape
 
@@ -100,32 +101,42 @@ def plan_rank(
     role: str,
     ranks: int,
     on_gpu: bool,
+    lora: LoraConfig | None = None,
 ) -> MemoryPlan:
-    """What a rank of a role holds and takes in an update (ref: in a pass without gradients)."""
+    """What a rank of a role holds and takes in an update (ref: in a pass without gradients).
+
+    lora: the actor's adapter, which alone has gradients and moments then.
+    """
     shards = ranks // train.replicas
     c = 2 if train.compute_dtype == "bfloat16" else FLOAT
     head = 0 if role == "critic" else shape.vocabulary * shape.hidden
     parameters = shape.parameters - (0 if shape.tied or role != "critic" else head)
-    weights = FLOAT * parameters // shards
+    adapter = 0 if lora is None else adapter_parameters(shape, lora)
+    trained = adapter or parameters
+    weights = FLOAT * (parameters + adapter) // shards
     logits = 0 if role == "critic" else logits_bytes(shape, train, batch, on_gpu)
-    gathered, one = gathered_bytes(shape, train, shards, c), layer_bytes(shape, batch, c, on_gpu)
+    gathered, one = (
+        gathered_bytes(shape, train, shards, c),
+        layer_bytes(shape, batch, c, on_gpu, lora),
+    )
     if role == "ref":  # nothing is kept for a backward pass
         passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
         stages = {"log-probs": weights + sum(passing.values())}
         return MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})
-    moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * parameters // shards
-    kept = activation_bytes(shape, train, batch, c, on_gpu)
+    moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * trained // shards
+    kept = activation_bytes(shape, train, batch, c, on_gpu, lora)
     away = on_gpu and train.activation_offload
     off = on_gpu and train.optimizer_device == "host"
     once = train.reduce_gradients == "optimizer_step"
     held = {"weights": weights, "optimizer": 0 if off else moments}
     passing = {
-        "gradients": FLOAT * parameters // (1 if once else shards),
+        "gradients": FLOAT * trained // (1 if once else shards),
         "gathered": gathered,
         "activations": 0 if away else kept,
         "one layer": one if away or train.gradient_checkpointing else 0,  # made anew, or fetched
         "logits": logits,
-        "head": c * head,  # the gradient of the output head, until the embedding's joins it
+        # The gradient of the output head, until the embedding's joins it.
+        "head": 0 if adapter else c * head,
     }
     host = {"activations": kept if away else 0, "optimizer": moments if off else 0}
     return MemoryPlan(
@@ -146,12 +157,34 @@ def _stages(
     first = held + before + passing["gathered"] + passing["activations"]
     busy = max(passing["logits"], passing["one layer"])
     # Layers have let go. The embedding's gradient is whole, and once more in float32 to be reduced.
-    last = held + passing["gradients"] + c * outside + (c + FLOAT) * table
+    whole = (c + FLOAT) * table if passing["head"] else 0
+    last = held + passing["gradients"] + c * outside + whole
     return {
         "forward": first + busy,
         "backward": max(first + busy + passing["head"], last),
         "optimizer": held + passing["gradients"],
     }
+
+
+def adapted_sizes(shape: ModelShape, lora: LoraConfig) -> list[int]:
+    """Inputs and outputs, added, of each linear layer of a decoder layer that is adapted."""
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    sizes = {
+        "q_proj": shape.hidden + queries,
+        "k_proj": shape.hidden + keys,
+        "v_proj": shape.hidden + keys,
+        "o_proj": queries + shape.hidden,
+        "gate_proj": shape.hidden + shape.intermediate,
+        "up_proj": shape.hidden + shape.intermediate,
+        "down_proj": shape.intermediate + shape.hidden,
+    }
+    wanted = sizes if lora.target_modules == "all-linear" else lora.target_modules
+    return [sizes[name] for name in wanted if name in sizes]
+
+
+def adapter_parameters(shape: ModelShape, lora: LoraConfig) -> int:
+    """Numbers in the factors of all adapted layers."""
+    return shape.layers * lora.rank * sum(adapted_sizes(shape, lora))
 
 
 def gathered_bytes(shape: ModelShape, train: TrainConfig, shards: int, c: int) -> int:
@@ -165,13 +198,16 @@ def gathered_bytes(shape: ModelShape, train: TrainConfig, shards: int, c: int) -
     return c * (outside + inside)
 
 
-def layer_bytes(shape: ModelShape, batch: Batch, c: int, on_gpu: bool) -> int:
+def layer_bytes(
+    shape: ModelShape, batch: Batch, c: int, on_gpu: bool, lora: LoraConfig | None = None
+) -> int:
     """What one decoder layer keeps for its backward pass.
 
     Two norms (see `norm_bytes`). Attention keeps queries, keys, values and its output in slots, and
     the output in tokens for the projection; by plain matrix products (short sequences in bfloat16 on
     a CPU) queries, keys and values twice, and the scores. The feed-forward layer keeps its two
-    inputs, the gate's activation and their product.
+    inputs, the gate's activation and their product. Of an adapted linear layer what the second
+    factor reads is kept besides.
     """
     heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     if c == FLOAT or on_gpu or batch.longest > SHORT:
@@ -180,21 +216,31 @@ def layer_bytes(shape: ModelShape, batch: Batch, c: int, on_gpu: bool) -> int:
         slot = 2 * (heads + 2 * keys) + shape.heads * batch.longest
     attention = c * (batch.slots * slot + batch.tokens * heads)
     feed_forward = 4 * c * batch.tokens * shape.intermediate
-    return 2 * norm_bytes(shape, batch, c) + attention + feed_forward
+    low = 0 if lora is None else c * batch.tokens * lora.rank * len(adapted_sizes(shape, lora))
+    return 2 * norm_bytes(shape, batch, c, lora) + attention + feed_forward + low
 
 
-def norm_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
-    """What a norm keeps: hidden states in float32, and normed ones before and after its weight."""
-    return batch.tokens * shape.hidden * (FLOAT + 2 * c)
+def norm_bytes(shape: ModelShape, batch: Batch, c: int, lora: LoraConfig | None) -> int:
+    """What a norm keeps: hidden states in float32, and normed ones before and after its weight.
+
+    Before it only where the weight itself has a gradient.
+    """
+    return batch.tokens * shape.hidden * (FLOAT + (2 * c if lora is None else c))
 
 
 def activation_bytes(
-    shape: ModelShape, train: TrainConfig, batch: Batch, c: int, on_gpu: bool
+    shape: ModelShape,
+    train: TrainConfig,
+    batch: Batch,
+    c: int,
+    on_gpu: bool,
+    lora: LoraConfig | None = None,
 ) -> int:
     """What is kept between forward and backward pass; of checkpointed layers their input alone."""
     again = checkpointed(train.gradient_checkpointing, shape.layers)
-    whole = (shape.layers - again) * layer_bytes(shape, batch, c, on_gpu)
-    return whole + again * c * batch.tokens * shape.hidden + norm_bytes(shape, batch, c)
+    whole = (shape.layers - again) * layer_bytes(shape, batch, c, on_gpu, lora)
+    inputs = again * c * batch.tokens * shape.hidden
+    return whole + inputs + norm_bytes(shape, batch, c, lora)
 
 
 def checkpointed(share: float, count: int) -> int:

@@ -31,8 +31,8 @@ def answer(request: Request) -> Answer:
     weights = version_weights(run, version)
     if not run.store.exists(f"{weights.key}/{MANIFEST}"):
         raise ConfigError(
-            f"The weights of version {version} of run {run.run} are no longer in the store: retention "
-            "removed them. Name a later version; store.keep_versions says how many stay."
+            f"The weights of version {version} of run {run.run} are no longer in the store: "
+            "retention removed them. Name a later version; store.keep_versions says how many stay."
         )
     if request.arguments.adapter:
         return _adapter(run, weights, folder)

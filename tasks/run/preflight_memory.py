@@ -57,7 +57,7 @@ def check_memory(config: GRPOConfig) -> list[str]:
 
 def _roles(config: GRPOConfig) -> list[Role]:
     """Those of the train engine."""
-    reference: list[Role] = ["ref"] if config.algorithm.needs_reference else []
+    reference: list[Role] = ["ref"] if config.has_reference_engine else []
     return [*config.trained_roles, *reference]
 
 
@@ -74,7 +74,9 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
         pool.workers,
         train.sequence_parallel,
     )
-    return plan_rank(shape, train, batch, role=role, ranks=pool.workers, on_gpu=pool.gpus > 0)
+    lora = config.lora if role == "actor" else None
+    gpu = pool.gpus > 0
+    return plan_rank(shape, train, batch, role=role, ranks=pool.workers, on_gpu=gpu, lora=lora)
 
 
 def rollout_bytes(config: GRPOConfig, shape: ModelShape) -> dict[str, int]:

@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape, model_facts
 from engines.models import build_empty, materialize
 from engines.train import attention, logprobs, memory_plan, policy_update
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.memory_plan import Batch, activation_bytes, largest_batch, plan_rank
+from engines.train.lora import inject
+from engines.train.memory_plan import (
+    Batch,
+    activation_bytes,
+    adapter_parameters,
+    largest_batch,
+    plan_rank,
+)
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import MODEL, TEMPERATURE, spec
@@ -67,12 +75,15 @@ def test_the_model_has_as_many_weights_as_its_shape_says(tmp_path: Path) -> None
         {"micro_batch_tokens": 140},  # a group
         {"gradient_checkpointing": 0.5},
         {"compute_dtype": "bfloat16"},
+        {"lora": LoraConfig(rank=4)},
     ],
 )
 def test_activations_weights_and_moments_are_what_the_plan_says(
     tmp_path: Path, hooked: list[int], settings: dict[str, Any]
 ) -> None:
-    engine = FSDPEngine(spec(tmp_path, **settings))
+    lora = settings.get("lora")
+    settings = {name: value for name, value in settings.items() if name != "lora"}
+    engine = FSDPEngine(spec(tmp_path, **settings).model_copy(update={"lora": lora}))
     engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
     random = np.random.default_rng(0)
     rows = GROUPS * GROUP
@@ -90,11 +101,11 @@ def test_activations_weights_and_moments_are_what_the_plan_says(
 
     train = TrainConfig(**{"compute_dtype": "float32", "micro_batch_tokens": 4096, **settings})
     largest = largest_batch(train.micro_batch_tokens, PROMPT, RESPONSE, rows, GROUP, 1)
-    plan = plan_rank(shape_of(), train, largest, role="actor", ranks=1, on_gpu=False)
+    plan = plan_rank(shape_of(), train, largest, role="actor", ranks=1, on_gpu=False, lora=lora)
     assert plan.held["weights"] == held["weights"]
     assert plan.held["optimizer"] == held["optimizer"]
     bytes_of = 2 if train.compute_dtype == "bfloat16" else 4
-    kept = activation_bytes(shape_of(), train, largest, bytes_of, on_gpu=False)
+    kept = activation_bytes(shape_of(), train, largest, bytes_of, on_gpu=False, lora=lora)
     assert largest.several == (len(hooked) > 1)
     assert kept == pytest.approx(max(hooked), rel=0.05)
 
@@ -160,3 +171,24 @@ def test_ranks_share_weights_and_replicas_do_not() -> None:
 def test_the_engines_own_limits_on_a_cpu_are_known() -> None:
     assert memory_plan.CACHED_LOGITS == logprobs.CACHED_LOGITS
     assert memory_plan.SHORT == attention.SHORT
+
+
+def test_an_adapter_alone_has_gradients_and_moments(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4)
+    model = build_empty(materialize(MODEL, tmp_path))
+    inject(model, lora)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert adapter_parameters(shape_of(), lora) == trained
+    part = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))
+    assert 0 < adapter_parameters(shape_of(), part) < trained
+
+    batch = largest_batch(4096, PROMPT, RESPONSE, GROUPS * GROUP, GROUP, 1)
+    train = TrainConfig(compute_dtype="float32")
+    whole, adapted = (
+        plan_rank(shape_of(), train, batch, role="actor", ranks=1, on_gpu=False, lora=one)
+        for one in (None, lora)
+    )
+    assert adapted.held["weights"] == whole.held["weights"] + 4 * trained
+    assert adapted.held["optimizer"] == 8 * trained
+    assert adapted.passing["gradients"] == 4 * trained
+    assert adapted.passing["head"] == 0
