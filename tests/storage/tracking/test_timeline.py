@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from storage.tracking.timeline import Work, idle_shares, timeline_png
+from storage.tracking.timeline import (
+    MOST_ROWS,
+    Work,
+    idle_shares,
+    shown_engines,
+    timeline_png,
+)
 
 
 def call(engine: str, start: float, end: float, stage: str = "rollout", step: int = 1) -> Work:
@@ -28,3 +34,16 @@ def test_the_picture_has_a_row_for_each_engine() -> None:
     height = slice(20, 24)  # of a PNG's header
     assert few.startswith(b"\x89PNG")
     assert int.from_bytes(many[height]) > int.from_bytes(few[height])
+
+
+def test_of_many_engines_the_idlest_and_the_busiest_are_shown() -> None:
+    shares = {f"rollout-{n:03}": n / 200 for n in range(200)}
+    half = MOST_ROWS // 2
+    assert shown_engines(shares) == [*list(shares)[:half], *list(shares)[-half:]]
+    assert shown_engines({"train": 0.5}) == ["train"]
+    height = slice(20, 24)
+    drawn = [
+        timeline_png([call(f"rollout-{n}", 0, 1 + n) for n in range(count)], "a run")
+        for count in (MOST_ROWS, 4 * MOST_ROWS)
+    ]
+    assert drawn[0][height] == drawn[1][height]
