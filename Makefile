@@ -13,7 +13,10 @@ export UV_COMPILE_BYTECODE ?= 1
 # Many tests wait for processes to start or to be missed, so three at once pay even on two cores.
 TEST_PROCESSES ?= 3
 
-.PHONY: demo test check deploy lock clean
+# The other Pythons that Refrain is for: what needs neither vLLM nor a cluster is tested there.
+PYTHONS ?= python3.12 python3.13
+
+.PHONY: demo test check check-pythons deploy lock clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
@@ -27,6 +30,17 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
+
+check-pythons: $(PYTHONS:%=check-%)
+
+check-%: $(VENV)-%/.test
+	$(VENV)-$*/bin/python -m pytest -n $(TEST_PROCESSES) -p no:cacheprovider -m "not cluster and not slow and not gpu" \
+		tests/configs tests/storage tests/tasks tests/parity tests/engines
+
+$(VENV)-%/.test: pyproject.toml | $(BIN)/uv
+	$* -m venv $(VENV)-$*
+	VIRTUAL_ENV=$(VENV)-$* $(BIN)/uv pip install --quiet -e ".[demo,s3,test]"
+	touch $@
 
 # Registers infra/prefect.yaml and infra/automations.yaml on the server that PREFECT_API_URL names.
 deploy: $(VENV)/.demo
@@ -62,4 +76,4 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/uv
 	touch $@
 
 clean:
-	rm -rf $(VENV) .refrain
+	rm -rf $(VENV) $(VENV)-python* .refrain

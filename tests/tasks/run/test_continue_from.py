@@ -51,8 +51,9 @@ def parent(tmp_path: Path) -> RunStore:
     """A finished run of two steps over four of six rows, with a snapshot after the second."""
     source = write(tmp_path, range(6))
     run = RunStore(Store(f"file://{tmp_path}/store"), "parent")
-    run.write_run({"config": {}})
-    cursor = Cursor.start(settings(tmp_path).data, source)
+    config = settings(tmp_path)
+    run.write_run({"config": config.model_dump(mode="json"), "flow": "flows.grpo:grpo"})
+    cursor = Cursor.start(config.data, source)
     versions = [
         publish(run.store, run.run, v, [("w", torch.full((2,), float(v)))], {}) for v in range(3)
     ]
