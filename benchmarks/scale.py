@@ -10,10 +10,11 @@ Every shard takes `--seconds`, so the shortest sampling is ceil(shards / workers
 
 Printed, medians over the steps but the first: seconds a step; its sampling, from the first shard's
 start to the last one's end, beyond the shortest; the flow's own work for each shard in milliseconds
-of processor time, and those of the scheduler and of Prefect's server; the flow's memory after the
-second step and at the end, so that `--steps 2000 --shards 16 --seconds 0` shows what a step leaves.
-With --staleness steps overlap, and the engines of the next step sample while one trains: what counts
-then are the seconds a step, beside shards / workers times what a shard takes.
+of processor time, and those of the scheduler and of Prefect's server; the resident memory of the
+three after the second step, half-way and at the end, so that `--steps 2000 --shards 16 --seconds 0`
+shows what a step leaves. With --staleness steps overlap, and the engines of the next step sample
+while one trains: what counts then are the seconds a step, beside shards / workers times what a shard
+takes.
 
 Prefect's server keeps its data in SQLite, or where PREFECT_SERVER_DATABASE_CONNECTION_URL says; a
 database server's own processor time is not in the figures.
@@ -44,7 +45,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.run_store import RunStore
 
-LIMIT = 3600.0  # seconds for one run
+LIMIT = 900.0  # seconds for one run beyond three times what its steps take at least
 LOOK_EVERY = 0.05  # seconds
 IN_A_PROCESS = 64  # simulated workers
 
@@ -59,6 +60,16 @@ class Setting:
     seconds: float  # that each shard takes
     staleness: int  # max_staleness
     group_size: int = 2
+
+    @property
+    def shortest(self) -> float:
+        """Seconds in which all shards of a step can be sampled."""
+        return math.ceil(self.shards / self.workers) * self.seconds
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the run is given up."""
+        return LIMIT + 3 * self.steps * (1.0 + self.shortest)
 
     def words(self, scheduler: str) -> list[str]:
         """A tiny model, and a prompt a shard."""
@@ -166,19 +177,26 @@ class Look:
     flow: float
     scheduler: float
     server: float
-    memory: float  # MiB of the flow process
+    memory: tuple[float, float, float]  # MiB of flow, scheduler and server
 
 
 def look(flow: psutil.Process, scheduler: psutil.Process) -> Look:
     """At the processes; everything below the flow is Prefect's server."""
-    server = sum(spent(child) for child in flow.children(recursive=True))
+    servers = flow.children(recursive=True)
     return Look(
         when=time.time(),
         flow=spent(flow),
         scheduler=spent(scheduler),
-        server=server,
-        memory=flow.memory_info().rss / 2**20,
+        server=sum(spent(child) for child in servers),
+        memory=(resident(flow), resident(scheduler), sum(resident(child) for child in servers)),
     )
+
+
+def resident(process: psutil.Process) -> float:
+    """MiB of one process."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return float(process.memory_info().rss) / 2**20
+    return 0.0
 
 
 def spent(process: psutil.Process) -> float:
@@ -189,8 +207,8 @@ def spent(process: psutil.Process) -> float:
     return 0.0
 
 
-def measured(setting: Setting) -> dict[str, float]:
-    """One run in a folder of its own."""
+def measured(setting: Setting) -> tuple[dict[str, float], str]:
+    """One run in a folder of its own: its figures, and memory."""
     with tempfile.TemporaryDirectory(prefix="scale-") as name:
         folder = Path(name)
         with cluster(setting, folder) as (scheduler, process):
@@ -215,7 +233,7 @@ def measured(setting: Setting) -> dict[str, float]:
                 if flow.poll() is None:
                     flow.kill()
                     flow.wait()
-            return figures(setting, commits_of(folder), looks)
+            return figures(setting, commits_of(folder), looks), memory(looks)
 
 
 def watched(
@@ -223,26 +241,36 @@ def watched(
 ) -> list[Look]:
     """A look at the processes after each commit."""
     found: list[Look] = []
-    process, began = psutil.Process(flow.pid), time.monotonic()
-    while len(found) < setting.steps and flow.poll() is None:
-        if time.monotonic() - began > LIMIT:
-            raise SystemExit(f"No end in {LIMIT:g} s.")
-        if len(list(folder.glob(".refrain/store/*/steps/*/commit.json"))) > len(found):
+    process, began, seen = psutil.Process(flow.pid), time.monotonic(), 0
+    while seen < setting.steps and flow.poll() is None:
+        if time.monotonic() - began > setting.limit:
+            raise SystemExit(f"No end in {setting.limit:g} s.")
+        files = run_in(folder)
+        newest = (head(files) or 0) if files is not None else 0
+        if newest > seen:
             found.append(look(process, scheduler))
+            seen = newest
         time.sleep(LOOK_EVERY)
     return found
 
 
-def commits_of(folder: Path) -> list[Commit]:
-    """The run's commits."""
+def run_in(folder: Path) -> RunStore | None:
+    """The run, once it is there."""
     store = Store(f"file://{folder}/.refrain/store")
-    (name,) = store.children()
-    files = RunStore(store, name)
-    return [read_commit(files, step) for step in range(1, (head(files) or 0) + 1)]
+    names = store.children()
+    return RunStore(store, names[0]) if names else None
+
+
+def commits_of(folder: Path) -> list[Commit]:
+    """The run's last commits."""
+    files = run_in(folder)
+    assert files is not None
+    last = head(files) or 0
+    return [read_commit(files, step) for step in range(max(1, last - 19), last + 1)]
 
 
 def figures(setting: Setting, commits: Sequence[Commit], looks: Sequence[Look]) -> dict[str, float]:
-    """Medians over the steps but the first."""
+    """Medians over the steps but the first; of the sampling over the last twenty."""
     sampling = []
     for commit in commits[1:]:
         shards = [one for one in commit.attempts if one["stage"] == "rollout"]
@@ -251,16 +279,21 @@ def figures(setting: Setting, commits: Sequence[Commit], looks: Sequence[Look]) 
         sampling.append(ended - began)
     pairs = list(itertools.pairwise(looks))
     each = 1000.0 / setting.shards
-    shortest = math.ceil(setting.shards / setting.workers) * setting.seconds
     return {
         "step": statistics.median(b.when - a.when for a, b in pairs),
-        "beyond": statistics.median(sampling) - shortest,
+        "beyond": statistics.median(sampling) - setting.shortest,
         "flow": statistics.median(b.flow - a.flow for a, b in pairs) * each,
         "scheduler": statistics.median(b.scheduler - a.scheduler for a, b in pairs) * each,
         "server": statistics.median(b.server - a.server for a, b in pairs) * each,
-        "early": looks[min(1, len(looks) - 1)].memory,
-        "memory": looks[-1].memory,
     }
+
+
+def memory(looks: Sequence[Look]) -> str:
+    """MiB of flow, scheduler and server after the second step, half-way and at the end."""
+    moments = [looks[min(1, len(looks) - 1)], looks[len(looks) // 2], looks[-1]]
+    return "   ".join(
+        " ".join(f"{one.memory[process]:.0f}" for one in moments) for process in range(3)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -291,13 +324,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.one:
         return run_one(settings[0], options.one)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before", flush=True)
-    print("workers shards  s a step  beyond  flow ms  scheduler ms  server ms  MiB: 2nd step, last")
+    print("MiB: after the second step, half-way, at the end, of flow, scheduler and server")
+    print("workers shards  s a step  beyond  flow ms  scheduler ms  server ms  MiB")
     for setting in settings:
-        found = measured(setting)
+        found, mib = measured(setting)
         print(
             f"{setting.workers:7} {setting.shards:6}  {found['step']:8.2f}  {found['beyond']:6.2f}  "
             f"{found['flow']:7.1f}  {found['scheduler']:12.1f}  {found['server']:9.1f}  "
-            f"{found['early']:8.0f}  {found['memory']:8.0f}",
+            f"{mib}",
             flush=True,
         )
     print(f"load {os.getloadavg()[0]:.1f} after")
