@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from engines.train.mfu import CostModel
-from engines.train.micro_batch import MicroBatch, read_micro_batch
+from engines.train.micro_batch import MicroBatch
 from engines.train.packing import plan_logprobs, read_lengths
+from engines.train.read_ahead import read_ahead
 from engines.train.sequence_parallel import SequenceGroup
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
@@ -57,19 +58,20 @@ def write_token_columns(
     )
     found: dict[str, dict[int, np.ndarray]] = {}
     sums = {"tokens": 0.0}
-    for rows in plan.ranks[sequence.replica]:
-        micro = read_micro_batch(store, batch, rows, (), device)
-        with torch.no_grad():
-            given = computed(micro)
-        if not sequence.counts:
-            continue
-        lengths = micro.packed.rows.lengths.tolist()
-        sums["tokens"] += float(micro.mask.sum())
-        for name, values in given.items():
-            sums[name] = sums.get(name, 0.0) + float(values.where(micro.mask, 0.0).sum())
-            if name in columns:
-                parts = [part.numpy() for part in values.float().cpu().split(lengths)]
-                found.setdefault(name, {}).update(zip(rows, parts, strict=True))
+    mine = plan.ranks[sequence.replica]
+    with read_ahead(store, batch, mine, (), device) as micros:
+        for rows, micro in zip(mine, micros, strict=True):
+            with torch.no_grad():
+                given = computed(micro)
+            if not sequence.counts:
+                continue
+            lengths = micro.packed.rows.lengths.tolist()
+            sums["tokens"] += float(micro.mask.sum())
+            for name, values in given.items():
+                sums[name] = sums.get(name, 0.0) + float(values.where(micro.mask, 0.0).sum())
+                if name in columns:
+                    parts = [part.numpy() for part in values.float().cpu().split(lengths)]
+                    found.setdefault(name, {}).update(zip(rows, parts, strict=True))
     if not any(found.values()):
         return None, sums
     if sequence.replicas > 1:

@@ -108,8 +108,8 @@ def read_micro_batch(
     total = sum(map(len, responses))
     return MicroBatch(
         packed=pack(_rows_of(data["prompt_ids"]), responses, device),
-        mask=(torch.ones(total, dtype=torch.bool) if mask is None else mask).to(device),
-        columns={name: data[name].values().float().to(device) for name in wanted},
+        mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),
+        columns={name: put(data[name].values().float(), device) for name in wanted},
     )
 
 
@@ -156,7 +156,7 @@ def pack(
         layout=_layout([m.astype(np.int64) for m in members], total, shared, device),
         predictors=_tensor(predictors, device),
         labels=_tensor([responses[row] for row in used], device),
-        rows=Rows.of_lengths(torch.tensor(lengths, dtype=torch.int64, device=device)),
+        rows=Rows.of_lengths(put(torch.tensor(lengths, dtype=torch.int64), device)),
         squares=int(sum(len(m) ** 2 for m in members)),
     )
 
@@ -177,7 +177,14 @@ def _place_prompts(prompts: Sequence[Ints]) -> tuple[list[int], list[int]]:
 
 def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
     flat = np.concatenate(parts) if len(parts) else np.zeros(0)
-    return torch.from_numpy(flat.astype(np.int64)).to(device)
+    return put(torch.from_numpy(flat.astype(np.int64)), device)
+
+
+def put(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device; to a GPU by pinned memory, so that nobody waits for it."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _layout(
@@ -190,7 +197,6 @@ def _layout(
     buckets = _buckets(lengths) if dense else ()
     widths = [bucket.length for bucket in buckets for _ in range(bucket.sequences)] or lengths
     edges = np.concatenate([[0], np.cumsum(widths)])
-    slots_of: list[list[int]] = [[] for _ in range(shared)]
     spare = int(edges[-1])  # one slot more, of a sequence of its own, whose gradient is zero
     expand = np.zeros(spare + 1, dtype=np.int64)
     collapse = np.zeros(total, dtype=np.int64)
@@ -198,19 +204,32 @@ def _layout(
         member = members[i]
         expand[start : start + len(member)] = member
         collapse[member] = np.arange(start, start + len(member))
-        for offset, token in enumerate(member[member < shared].tolist()):
-            slots_of[token].append(start + offset)
-    copies = np.full((max(map(len, slots_of), default=1), shared), spare, dtype=np.int64)
-    for token, slots in enumerate(slots_of):
-        copies[: len(slots), token] = slots
+    slots = np.concatenate(
+        [start + np.arange(len(members[i])) for start, i in zip(edges, order, strict=False)]
+    )
+    copies = _copies(expand[slots], slots, shared, spare)
     return AttentionLayout(
-        expand=torch.from_numpy(expand).to(device),
-        collapse=torch.from_numpy(collapse).to(device),
-        copies=torch.from_numpy(copies).to(device),
+        expand=put(torch.from_numpy(expand), device),
+        collapse=put(torch.from_numpy(collapse), device),
+        copies=put(torch.from_numpy(copies), device),
         buckets=(*buckets, Bucket(start=spare, sequences=1, length=1)) if dense else (),
-        edges=None if dense else torch.from_numpy(np.append(edges, spare + 1)).int().to(device),
+        edges=None if dense else put(torch.from_numpy(np.append(edges, spare + 1)).int(), device),
         longest=max(lengths),
     )
+
+
+def _copies(tokens: Ints, slots: Ints, shared: int, spare: int) -> Ints:
+    """[C, shared] the slots of each of the first `shared` tokens, in their order, then `spare`.
+
+    tokens, slots: [S] of each slot in use, its token and its number.
+    """
+    first = np.flatnonzero(tokens < shared)
+    first = first[np.argsort(tokens[first], kind="stable")]  # by token
+    number = np.bincount(tokens[first], minlength=shared)
+    place = np.arange(len(first)) - np.repeat(number.cumsum() - number, number)
+    copies = np.full((number.max(initial=0) if shared else 1, shared), spare, dtype=np.int64)
+    copies[place, tokens[first]] = slots[first]
+    return copies
 
 
 def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:

@@ -97,8 +97,9 @@ def read_mask_counts(store: Store, batch: BatchRef, rows: Sequence[int]) -> tupl
         return int(lengths.sum()), int((lengths > 0).sum()), len(rows)
     values, offsets = taken.fetch_numpy(store, "response_mask")
     assert offsets is not None
-    counts = [int(values[start:stop].astype(bool).sum()) for start, stop in pairwise(offsets)]
-    return sum(counts), sum(count > 0 for count in counts), len(rows)
+    before = np.concatenate([[0], np.cumsum(values.astype(bool))])
+    counts = np.diff(before[offsets])
+    return int(counts.sum()), int((counts > 0).sum()), len(rows)
 
 
 def plan_update(

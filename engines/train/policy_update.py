@@ -35,6 +35,7 @@ from engines.train.micro_batch import (
 from engines.train.optimizer import Optimizer, StepReport
 from engines.train.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
 from engines.train.policy import Policy
+from engines.train.read_ahead import read_ahead
 from engines.train.rendezvous import Meeting
 from engines.train.sequence_parallel import SequenceGroup
 from engines.train.spec import UpdateResult
@@ -159,9 +160,11 @@ class Updater(ABC):
         columns = self._columns(batch)
         with self._tally.phase("plan"):
             plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
-        for _ in range(config.epochs):
-            for mini in plan:
-                self._optimizer_step(batch, mini, columns, max_new_tokens)
+        steps = [mini for _ in range(config.epochs) for mini in plan]
+        parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
+        with read_ahead(self._store, batch, parts, columns, self._meeting.device) as micros:
+            for mini in steps:
+                self._optimizer_step(batch, mini, columns, max_new_tokens, micros)
         phases = self._tally.timed()  # before the clock is read: it waits for the device
         return UpdateResult(step=step, metrics=self._metrics(time.perf_counter() - began, phases))
 
@@ -189,16 +192,21 @@ class Updater(ABC):
         return None
 
     def _optimizer_step(
-        self, batch: BatchRef, mini: MiniBatch, columns: list[str], max_new_tokens: int
+        self,
+        batch: BatchRef,
+        mini: MiniBatch,
+        columns: list[str],
+        max_new_tokens: int,
+        micros: Iterator[MicroBatch],
     ) -> None:
         tally, mine = self._tally, mini.ranks[self._sequence.replica]
         with tally.phase("plan"):
             normaliser = self._normaliser(batch, mini, max_new_tokens)
         selected = self._select(batch, mini, columns)
         finite = []
-        for number, rows in enumerate(mine):
-            with tally.phase("read"):
-                micro = read_micro_batch(self._store, batch, rows, columns, self._meeting.device)
+        for number in range(len(mine)):
+            with tally.phase("read"):  # what of it was not done while the last one was computed
+                micro = next(micros)
             chosen = None if selected is None else selected[number]
             if self._config.reduce_gradients == "optimizer_step":
                 self._sharded.set_requires_gradient_sync(number == len(mine) - 1)
