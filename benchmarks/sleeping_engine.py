@@ -43,7 +43,7 @@ class SleepingEngine(HFEngine):
             return begun
         each = seconds(os.environ[VARIABLE], prompts.groups[0]) / whole  # of a token
         start, first = time.monotonic(), self._holding().version
-        with self._in_flight(_Shard(request.out_key, begun)) as shard, self._changed:
+        with self._in_flight(_Shard(request.out_key, [])) as shard, self._changed:
             while (
                 (left := start + (whole - drawn) * each - time.monotonic()) > 0
                 and shard.ended is None
@@ -66,6 +66,9 @@ class SleepingEngine(HFEngine):
             finish_reason=reason,
         )
         return [one.followed_by(more) for one in begun]
+
+    def _so_far(self, out_key: str) -> None:
+        """Nothing is saved of answers that are made up at the end."""
 
     def _cut_shards(self) -> None:
         with self._changed:

@@ -57,7 +57,7 @@ class RolloutConfig(Settings):
         description="Parts into which a step's prompts are split; the unit of retry. An engine works "
         "on as many at once as its pool has slots.",
     )
-    max_sequences: int = Field(64, ge=1, description="Sequences that vLLM decodes at once.")
+    max_sequences: int = Field(64, ge=1, description="Sequences that an engine decodes at once.")
     kv_cache_gib: float = Field(
         2.0, gt=0, description="Memory of vLLM's key-value cache on CPU, in GiB."
     )

@@ -165,7 +165,7 @@ def engine_class(config: RolloutConfig) -> str:
 def setting_for_less(config: RolloutConfig, memory: Memory, said: str) -> str:
     """What to set where an engine ran out of memory, as a sentence; `said`: the error's words."""
     if config.engine == "transformers":
-        return f"Set rollout.shards higher than {config.shards}: fewer samples are decoded at once."
+        return f"Set rollout.max_sequences lower than {config.max_sequences}."
     if memory == "host":
         return f"Set rollout.kv_cache_gib lower than {config.kv_cache_gib:g}."
     share = f"{config.gpu_memory_utilization:g}"

@@ -1,4 +1,4 @@
-"""Decoding of several prompts at once with a transformers model, token by token.
+"""Decoding of many completions at once with a transformers model, token by token.
 
 The caller decides when a step runs and under which policy version; nothing here waits or locks.
 """
@@ -6,35 +6,82 @@ The caller decides when a step runs and under which policy version; nothing here
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engines.rollout.contract import Sampling
+from engines.rollout.hf_rows import (
+    Cached,
+    KeysAndValues,
+    Prefill,
+    Step,
+    block_of,
+    by_rows,
+    sequences_of,
+)
 from engines.rollout.samples import UNFINISHED, Completion
 
 # A stop string ends in the newest token, so it lies within the last few; some tokens are parts of a
 # character and add no text of their own.
 _STOP_MARGIN = 8
+PREFILL = 8192  # tokens of one forward pass over whole sequences, unless one is longer
 
 
-class _Row:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reader:
+    """Knows where completions end."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]  # tokens that end a completion
+    max_model_len: int  # tokens of prompt and completion together
+    device: torch.device  # where noise is drawn
+
+    def ended(self, row: Row) -> str:
+        """The finish reason after the newest token; empty while the row goes on."""
+        sampling = row.sampling
+        if row.tokens[-1] in self.ends and not sampling.ignore_eos:
+            return "stop"
+        if self._stopped(row):
+            return "stop"
+        limit = min(sampling.max_new_tokens, self.max_model_len - len(row.prompt))
+        return "length" if len(row.tokens) >= limit else ""
+
+    def _stopped(self, row: Row) -> bool:
+        if not row.sampling.stop:
+            return False
+        reach = max(len(stop) for stop in row.sampling.stop) + _STOP_MARGIN
+        text = self.tokenizer.decode(row.tokens[-reach:], skip_special_tokens=True)
+        return any(stop in text for stop in row.sampling.stop)
+
+
+class Row:
     """A completion in the making."""
 
-    __slots__ = ("begun", "ended", "limit", "logprobs", "noise", "prompt", "spans", "tokens")
-
     def __init__(
-        self, prompt: list[int], noise: torch.Generator, limit: int, begun: Completion
+        self,
+        prompt: list[int],
+        seed: int | None,
+        sampling: Sampling,
+        reader: Reader,
+        begun: Completion,
     ) -> None:
         self.prompt = prompt
-        self.noise = noise
-        self.limit = limit  # most tokens that it may get
+        self.sampling = sampling
+        self.noise = torch.Generator(reader.device).manual_seed(
+            _entropy() if seed is None else seed
+        )
+        self.cached = Cached()
         self.begun = begun
         self.tokens = list(begun.tokens)
         self.logprobs = list(begun.logprobs)
         self.spans = list(begun.spans)
         self.ended = begun.finish_reason if begun.ended else ""  # empty while it goes on
+        self._reader = reader
 
     @property
     def drawn(self) -> int:
@@ -49,6 +96,7 @@ class _Row:
             self.spans[-1] = (version, self.spans[-1][1], place + 1)
         else:
             self.spans.append((version, place, place + 1))
+        self.ended = self._reader.ended(self)
 
     def completion(self) -> Completion:
         """As it stands."""
@@ -62,124 +110,120 @@ class _Row:
 
 
 class Decoding:
-    """n completions of each of some prompts, which share the prompt's keys and values."""
+    """The rows that a model decodes together; rows join and leave between steps.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[list[int]],
-        seeds: Sequence[int | None],  # one per completion: prompts x n, in that order
-        sampling: Sampling,
-        ends: Sequence[int],  # tokens that end a completion
-        max_model_len: int,
-        begun: Sequence[Completion],  # what each completion has already
-    ) -> None:
+    A row's tokens and log-probs are the same bits whatever rows are beside it, where `apart` is
+    false: see hf_rows.py.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._ends = frozenset() if sampling.ignore_eos else frozenset(ends)
-        self._prompts = list(prompts)
-        self.rows = [
-            _Row(
-                prompts[number // sampling.n],
-                torch.Generator(model.device).manual_seed(_entropy() if seed is None else seed),
-                min(sampling.max_new_tokens, max_model_len - len(prompts[number // sampling.n])),
-                begun[number],
-            )
-            for number, seed in enumerate(seeds)
-        ]
-        # Rows of the cache, those that end on the way among them.
-        self._active = [row for row in self.rows if not row.ended]
-        self._cache: DynamicCache | None = None
-        self._mask = torch.empty(0)
-        self._next = torch.empty(0)
-
-    @property
-    def running(self) -> int:
-        """Completions that are not done."""
-        return sum(not row.ended for row in self.rows)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens drawn so far."""
-        return sum(row.drawn for row in self.rows)
-
-    def forget_cache(self) -> None:
-        """Have keys and values computed again, by the weights that the model has then."""
-        self._active = [row for row in self.rows if not row.ended]
-        self._cache = None
+        self._block = block_of(model)
+        # Whether rows of one shard alone may be decoded together. On a CPU with several threads too:
+        # there rows have been seen to change by a bit with their place in the batch.
+        threads = torch.get_num_threads() if model.device.type == "cpu" else 1
+        self.apart = not by_rows(model) or threads > 1
+        self._cache = KeysAndValues()
+        self._rows: dict[Cached, Row] = {}  # those whose keys and values are held
 
     @torch.inference_mode()
-    def step(self, version: int) -> None:
-        """Draw the next token of each completion that is not done."""
-        logits = self._decode() if self._cache is not None else self._prefill()
-        logprobs = _distribution(logits.float(), self._sampling)
-        tokens = _draw(logprobs, [row.noise for row in self._active])
-        drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-        for row, token, logprob in zip(self._active, tokens.tolist(), drawn, strict=True):
-            if not row.ended:
-                row.add(token, logprob, version)
-                row.ended = self._ended(row)
-        self._next = tokens
-        if self.running and 2 * self.running <= len(self._active):
-            self._drop_ended()
+    def forget(self, rows: Iterable[Row] | None = None) -> None:
+        """Let go of some rows, or of all: their keys and values are computed again if they return."""
+        for row in list(self._rows.values()) if rows is None else rows:
+            self._cache.remove(row.cached)
+            self._rows.pop(row.cached, None)
 
-    def _prefill(self) -> torch.Tensor:
-        """Logits [R, V] after what each row has so far; fills the cache."""
-        fresh = all(not row.tokens for row in self._active)
-        whole = self._prompts if fresh else [row.prompt + row.tokens for row in self._active]
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row], version: int) -> None:
+        """Draw the next token of each of some rows, of which none is done; others are let go of."""
+        wanted = {row.cached for row in rows}
+        self.forget([row for cached, row in self._rows.items() if cached not in wanted])
+        fresh = [row for row in rows if row.cached not in self._rows]
+        if self._rows:
+            self._draw(*self._decode(), version)
+        for some in _batches(fresh):
+            self._draw(self._prefill(some), some, version)
+
+    @torch.inference_mode()
+    def score(self, tokens: list[int]) -> Tensor:
+        """Logits [T, V] after each token of a sequence."""
+        return self._forward(
+            [tokens],
+            torch.arange(len(tokens), device=self._model.device),
+            Prefill(lengths=[len(tokens)]),
+            None,
+        )
+
+    def _prefill(self, rows: Sequence[Row]) -> Tensor:
+        """Logits [R, V] after what each row has so far, of which equal ones are computed once."""
+        whole, which = sequences_of([row.prompt + row.tokens for row in rows])
+        prefill = Prefill(lengths=[len(tokens) for tokens in whole], rows=[[] for _ in whole])
+        for row, number in zip(rows, which, strict=True):
+            self._cache.place(row.cached, len(whole[number]))
+            row.cached.length = len(whole[number])
+            prefill.rows[number].append(row.cached)
+            self._rows[row.cached] = row
         device = self._model.device
-        width = max(len(tokens) for tokens in whole)
-        ids = torch.zeros(len(whole), width, dtype=torch.long)
-        mask = torch.zeros(len(whole), width, dtype=torch.long)
-        for number, tokens in enumerate(whole):
-            ids[number, width - len(tokens) :] = torch.tensor(tokens)
-            mask[number, width - len(tokens) :] = 1
-        self._mask = mask.to(device)
-        self._cache = DynamicCache(config=self._model.config)
-        logits = self._forward(ids.to(device), (self._mask.cumsum(1) - 1).clamp(min=0))
-        if fresh and self._sampling.n > 1:
-            self._cache.batch_repeat_interleave(self._sampling.n)
-            self._mask = self._mask.repeat_interleave(self._sampling.n, 0)
-            logits = logits.repeat_interleave(self._sampling.n, 0)
+        positions = torch.cat([torch.arange(length, device=device) for length in prefill.lengths])
+        ends = torch.tensor(prefill.lengths, device=device).cumsum(0) - 1
+        logits = self._forward(whole, positions, prefill, ends)
+        return logits[torch.tensor(which, device=device)]
+
+    def _decode(self) -> tuple[Tensor, list[Row]]:
+        """Logits [R, V] after the tokens drawn last, of all rows held, and these in that order."""
+        step, order = self._cache.step(self._model.device)
+        rows = [self._rows[cached] for cached in order]
+        logits = self._forward([row.tokens[-1:] for row in rows], torch.cat(step.places), step)
+        for cached in order:
+            cached.length += 1
+        return logits, rows
+
+    def _forward(
+        self,
+        tokens: Sequence[list[int]],
+        positions: Tensor,
+        rows: Prefill | Step,
+        ends: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [T, V] after each token, or [E, V] after those at `ends`."""
+        ids = torch.tensor([token for some in tokens for token in some], device=positions.device)
+        missing = -len(ids) % self._block  # so that no operation has a rest that it treats apart
+        logits: Tensor = self._model(
+            input_ids=F.pad(ids, (0, missing))[None],
+            position_ids=F.pad(positions, (0, missing))[None],
+            use_cache=False,
+            rows=rows,
+            logits_to_keep=torch.arange(len(ids), device=ids.device) if ends is None else ends,
+        ).logits[0]
         return logits
 
-    def _decode(self) -> torch.Tensor:
-        """Logits [R, V] after the tokens drawn last."""
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], 1)
-        return self._forward(self._next[:, None], self._mask.sum(1, keepdim=True) - 1)
+    def _draw(self, logits: Tensor, rows: Sequence[Row], version: int) -> None:
+        """Give each row its next token, from its row of the logits [R, V]."""
+        alike: dict[Sampling, list[int]] = {}
+        for number, row in enumerate(rows):
+            alike.setdefault(row.sampling, []).append(number)
+        for sampling, numbers in alike.items():
+            own = logits if len(numbers) == len(rows) else logits[numbers]
+            logprobs = _distribution(own.float(), sampling)
+            tokens = _draw(logprobs, [rows[number].noise for number in numbers])
+            drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+            for number, token, logprob in zip(numbers, tokens.tolist(), drawn, strict=True):
+                rows[number].add(token, logprob, version)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._model(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
 
-    def _ended(self, row: _Row) -> str:
-        if row.tokens[-1] in self._ends or self._stopped(row):
-            return "stop"
-        return "length" if len(row.tokens) >= row.limit else ""
-
-    def _stopped(self, row: _Row) -> bool:
-        if not self._sampling.stop:
-            return False
-        reach = max(len(stop) for stop in self._sampling.stop) + _STOP_MARGIN
-        text = self._tokenizer.decode(row.tokens[-reach:], skip_special_tokens=True)
-        return any(stop in text for stop in self._sampling.stop)
-
-    def _drop_ended(self) -> None:
-        """Take the rows that are done out of the cache."""
-        assert self._cache is not None
-        kept = [number for number, row in enumerate(self._active) if not row.ended]
-        index = torch.tensor(kept, device=self._mask.device)
-        self._cache.batch_select_indices(index)
-        self._mask, self._next = self._mask[index], self._next[index]
-        self._active = [self._active[number] for number in kept]
+def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Rows whose sequences are computed in one forward pass, within PREFILL tokens or of one row."""
+    found: list[Row] = []
+    tokens = 0
+    for row in rows:
+        length = len(row.prompt) + len(row.tokens)
+        if found and tokens + length > PREFILL:
+            yield found
+            found, tokens = [], 0
+        found.append(row)
+        tokens += length
+    if found:
+        yield found
 
 
 def _entropy() -> int:
@@ -207,7 +251,7 @@ def _draw(logprobs: torch.Tensor, noises: Sequence[torch.Generator]) -> torch.Te
     Each row has its own noise, drawn anew at each position, so that a row's tokens do not depend on
     the other rows.
     """
-    noise = torch.empty_like(logprobs)
-    for row, source in zip(noise, noises, strict=True):
-        row.exponential_(generator=source)
-    return (logprobs - noise.log_()).argmax(1)
+    noise = torch.stack(
+        [torch.empty_like(logprobs[0]).exponential_(generator=each).log_() for each in noises]
+    )
+    return (logprobs - noise).argmax(1)

@@ -1,7 +1,9 @@
 """The rollout engine on transformers: the same promises as vLLM's, for machines without vLLM.
 
-Decoding steps of all shards, syncs and scores take turns on one model. A sync in the middle of a
-shard keeps the shard's keys and values or has them computed again, as its mode says.
+All shards in flight are decoded in one batch, which one of their threads steps for all; a shard's
+rows join it between two steps and leave it when they are done. Steps, syncs and scores take turns on
+the model. A sync in the middle of a shard keeps the shard's keys and values or has them computed
+again, as its mode says.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from engines.rollout.contract import (
     SyncMode,
 )
 from engines.rollout.engine import RolloutEngine
-from engines.rollout.hf_decoding import Decoding
+from engines.rollout.hf_decoding import Decoding, Reader, Row
 from engines.rollout.samples import Completion, PromptTokens, sample_seed
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
 from storage.runs.weights import WeightsRef
@@ -32,21 +34,19 @@ from storage.runs.weights import WeightsRef
 class _Shard:
     """A shard in flight."""
 
-    def __init__(self, out_key: str, begun: list[Completion]) -> None:
+    def __init__(self, out_key: str, rows: list[Row]) -> None:
         self.out_key = out_key
-        self.completions = begun  # of all its rows; those being decoded are in `decoding`
-        self.first = 0  # row of the first one that is being decoded
-        self.decoding: Decoding | None = None
+        self.rows = rows
         self.ended: Exception | None = None  # why it must end
 
     def so_far(self) -> list[Completion]:
         """All its completions as they stand."""
-        rows = [] if self.decoding is None else [row.completion() for row in self.decoding.rows]
-        return [
-            *self.completions[: self.first],
-            *rows,
-            *self.completions[self.first + len(rows) :],
-        ]
+        return [row.completion() for row in self.rows]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens drawn so far."""
+        return sum(row.drawn for row in self.rows)
 
 
 class HFEngine(RolloutEngine):
@@ -59,13 +59,19 @@ class HFEngine(RolloutEngine):
         self._model = models.build_untied(directory, spec.rollout.dtype, device)
         shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
         super().__init__(spec, shapes)
-        self._tokenizer = models.load_tokenizer(directory)
-        self._ends = models.end_token_ids(directory)
+        self._reader = Reader(
+            tokenizer=models.load_tokenizer(directory),
+            ends=frozenset(models.end_token_ids(directory)),
+            max_model_len=spec.max_model_len,
+            device=self._model.device,
+        )
+        self._decoding = Decoding(self._model)  # used by whoever has the model
         self._changed = threading.Condition()  # guards what follows
         self._busy = False  # somebody uses the model
         self._sync: SyncMode | None = None  # a sync that waits or runs
         self._over = False  # closed
-        self._shards: set[_Shard] = set()
+        self._shards: dict[_Shard, None] = {}  # in flight, in the order in which they came
+        self._asking: list[Callable[[], bool]] = []  # who waits for the model, beside shards
         self._base = ""  # digest of the base below the adapter that is held, if one is
 
     @torch.inference_mode()
@@ -75,7 +81,7 @@ class HFEngine(RolloutEngine):
         for tokens, start in zip(token_ids, prompt_lengths, strict=True):
             ids = torch.tensor([tokens], device=self._model.device)
             with self._model_for(lambda: not self._busy):
-                logits = self._model(input_ids=ids, use_cache=False).logits[0, start - 1 : -1]
+                logits = self._decoding.score(tokens)[start - 1 : -1]
             logprobs = logits.float().log_softmax(1)
             scores.append(logprobs.gather(1, ids[0, start:, None])[:, 0].tolist())
         return scores
@@ -117,10 +123,9 @@ class HFEngine(RolloutEngine):
 
     def _counts(self) -> tuple[int, int, int]:
         with self._changed:
-            decodings = [s.decoding for s in self._shards if s.decoding is not None]
-            waiting = sum(shard.decoding is None for shard in self._shards)
-            running = sum(decoding.running for decoding in decodings)
-            return running, waiting, sum(decoding.tokens for decoding in decodings)
+            left = [row for shard in self._shards for row in shard.rows if not row.ended]
+            running = sum(row.cached.shelf is not None for row in left)
+            return running, len(left) - running, sum(shard.tokens for shard in self._shards)
 
     def _load(self, weights: WeightsRef, mode: SyncMode) -> LoadReport:
         with self._model_for_sync(mode):
@@ -138,9 +143,7 @@ class HFEngine(RolloutEngine):
                 self._end_shards(error)
                 raise
             if mode == "recompute":
-                for shard in self._shards:
-                    if shard.decoding is not None:
-                        shard.decoding.forget_cache()
+                self._decoding.forget()
             return LoadReport(
                 held=held,
                 tensors=loaded.tensors,
@@ -155,49 +158,63 @@ class HFEngine(RolloutEngine):
     def _sample(
         self, prompts: PromptTokens, request: RolloutRequest, begun: list[Completion]
     ) -> list[Completion]:
-        """All completions of a shard, as many sequences at once as the settings allow."""
-        with self._in_flight(_Shard(request.out_key, begun)) as shard:
-            self._sample_in_turns(shard, prompts, request)
-            return shard.completions
-
-    def _sample_in_turns(
-        self, shard: _Shard, prompts: PromptTokens, request: RolloutRequest
-    ) -> None:
+        """All completions of a shard, decoded beside those of the others in flight."""
         sampling = request.sampling
-        at_once = max(1, self._spec.rollout.max_sequences // sampling.n)
-        for first in range(0, len(prompts.tokens), at_once):
-            if shard.out_key in self._cut:
-                return
-            some = prompts.tokens[first : first + at_once]
-            begun = shard.completions[first * sampling.n :][: len(some) * sampling.n]
-            seeds = [
-                sample_seed(
-                    sampling.seed,
-                    request.step,
-                    prompts.sample_id(first + row, k, sampling.n),
-                    len(begun[row * sampling.n + k].tokens),
-                )
-                for row in range(len(some))
-                for k in range(sampling.n)
-            ]
-            decoding = Decoding(
-                self._model,
-                self._tokenizer,
-                some,
-                seeds,
-                sampling,
-                self._ends,
-                self._spec.max_model_len,
-                begun,
-            )
-            shard.first, shard.decoding = first * sampling.n, decoding
-            while decoding.running and shard.out_key not in self._cut:
-                with self._model_for_step(shard):
-                    decoding.step(self._holding().version)
-            with self._changed:
-                self._drawn += decoding.tokens
-                shard.completions = shard.so_far()
-                shard.decoding = None
+        rows = []
+        for number, one in enumerate(begun):
+            place, k = divmod(number, sampling.n)
+            sample = prompts.sample_id(place, k, sampling.n)
+            seed = sample_seed(sampling.seed, request.step, sample, len(one.tokens))
+            rows.append(Row(prompts.tokens[place], seed, sampling, self._reader, one))
+        with self._in_flight(_Shard(request.out_key, rows)) as shard:
+            while self._take_turn(shard):
+                try:
+                    self._step()
+                except Exception as error:
+                    self._end_shards(error)  # what they have of this step is not known
+                    raise
+                finally:
+                    self._leave_turn()
+            with self._model_for(lambda: not self._busy):  # others step the rows of one that is cut
+                return shard.so_far()
+
+    def _step(self) -> None:
+        """Draw a token for every row in flight, as many as the settings allow; holds the model."""
+        with self._changed:
+            open_shards = [shard for shard in self._shards if self._goes_on(shard)]
+        if self._decoding.apart:
+            open_shards = open_shards[:1]
+        rows = [row for shard in open_shards for row in shard.rows if not row.ended]
+        self._decoding.step(rows[: self._spec.rollout.max_sequences], self._holding().version)
+
+    def _goes_on(self, shard: _Shard) -> bool:
+        """Whether there is something left to draw for a shard."""
+        if shard.ended is not None or shard.out_key in self._cut:
+            return False
+        return not all(row.ended for row in shard.rows)
+
+    def _take_turn(self, shard: _Shard) -> bool:
+        """Wait to hold the model for a step; false: the shard is done. Raises what ended it."""
+
+        def turn() -> bool:
+            free = not self._busy and not self._paused and self._sync in (None, "idle")
+            return free and not any(asked() for asked in self._asking)
+
+        with self._changed:
+            self._changed.wait_for(lambda: not self._goes_on(shard) or turn())
+            if shard.ended is not None:
+                raise shard.ended
+            mine = self._goes_on(shard) and turn()  # looked at once: a cut may come at any time
+            self._busy = self._busy or mine
+            return mine
+
+    def _leave_turn(self) -> None:
+        """Let go of the model; wakes others where one of them may have waited for this step."""
+        with self._changed:
+            self._busy = False
+            waited = self._asking or self._paused or self._sync is not None
+            if waited or not all(self._goes_on(shard) for shard in self._shards):
+                self._changed.notify_all()
 
     @contextmanager
     def _in_flight(self, shard: _Shard) -> Iterator[_Shard]:
@@ -205,24 +222,14 @@ class HFEngine(RolloutEngine):
         with self._changed:
             self._changed.wait_for(lambda: self._sync is None or self._closed)
             self._check_open()
-            self._shards.add(shard)
+            self._shards[shard] = None
         try:
             yield shard
         finally:
             with self._changed:
-                self._shards.discard(shard)
+                del self._shards[shard]
+                self._drawn += shard.tokens
                 self._changed.notify_all()
-
-    @contextmanager
-    def _model_for_step(self, shard: _Shard) -> Iterator[None]:
-        """The model, for one decoding step; raises what the shard was ended with."""
-
-        def turn() -> bool:
-            free = not self._busy and not self._paused and self._sync in (None, "idle")
-            return free or shard.ended is not None
-
-        with self._model_for(turn, shard):
-            yield
 
     @contextmanager
     def _model_for_sync(self, mode: SyncMode) -> Iterator[None]:
@@ -240,14 +247,15 @@ class HFEngine(RolloutEngine):
                 self._changed.notify_all()
 
     @contextmanager
-    def _model_for(self, turn: Callable[[], bool], shard: _Shard | None = None) -> Iterator[None]:
+    def _model_for(self, turn: Callable[[], bool]) -> Iterator[None]:
         """The model, alone, when `turn` says so; wakes the others afterwards."""
         with self._changed:
-            self._changed.wait_for(turn)
-            if shard is not None and shard.ended is not None:
-                raise shard.ended
-            if shard is None:
-                self._check_open()
+            self._asking.append(turn)
+            try:
+                self._changed.wait_for(turn)
+            finally:
+                self._asking.remove(turn)
+            self._check_open()
             self._busy = True
         try:
             yield
@@ -257,7 +265,9 @@ class HFEngine(RolloutEngine):
                 self._changed.notify_all()
 
     def _cut_shards(self) -> None:
-        """Nothing to do: each shard looks before its next token."""
+        """Wake their threads; rows are looked at before each step."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _so_far(self, out_key: str) -> list[Completion] | None:
         with self._model_for(lambda: not self._busy):  # between two tokens

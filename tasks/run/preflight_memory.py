@@ -90,6 +90,8 @@ def rollout_bytes(config: GRPOConfig, shape: ModelShape) -> dict[str, int]:
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     at_once = min(config.cluster.pools[config.cluster.roles.rollout].slots, config.shards_at_once)
     samples = at_once * -(-config.samples_per_step // config.shards_at_once)
+    samples = min(samples, rollout.max_sequences)
+    longest = 1 << (longest - 1).bit_length()  # a row's room is doubled as it grows
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[rollout.dtype]
     return {"weights": weights, "keys and values": samples * longest * token}
 

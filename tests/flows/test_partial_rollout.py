@@ -130,7 +130,7 @@ def rows(commit: Commit, name: str, run: Launched) -> set[int]:
 @pytest.mark.slow
 def test_another_worker_goes_on_from_the_saved_tokens(launch: Launch, tmp_path: Path) -> None:
     worker = Fault(
-        id="kill", target="engines.rollout.hf_decoding:Decoding.step", action="kill", nth=150
+        id="kill", target="engines.rollout.hf_decoding:Decoding.step", action="kill", nth=60
     )
     faults = faults_of(tmp_path, worker)
     words = [*CARRY, "rollout.save_every=0.05", "cluster.pools.rollout.workers=2"]

@@ -79,7 +79,7 @@ def test_holders_are_named_by_size_and_empty_ones_not():
 @pytest.mark.parametrize(
     ("engine", "memory", "said", "setting"),
     [
-        ("transformers", "device", "CUDA out of memory", "rollout.shards higher than 8"),
+        ("transformers", "device", "CUDA out of memory", "rollout.max_sequences lower than 64"),
         ("vllm", "host", "can't allocate memory", "rollout.kv_cache_gib lower than 2"),
         ("vllm", "device", "CUDA out of memory", "gpu_memory_utilization lower than 0.85"),
         ("vllm", "device", "larger than the available KV cache", "utilization higher than 0.85"),
