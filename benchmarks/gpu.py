@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKS = ("logprobs", "round_trip", "replay", "ranks")
-MEASUREMENTS = ("update", "rollout")
+MEASUREMENTS = ("update", "rollout", "sleep")
 LIMIT = 240.0  # seconds of one part
 ENOUGH = 20.0  # seconds without which no part is begun
 # samples, prompt and response tokens of each
@@ -41,10 +41,11 @@ def one_part(part: str, shape: str, folder: Path) -> int:
     from dataclasses import asdict
 
     from benchmarks.gpu_parts import PARTS, Job
+    from benchmarks.gpu_turns import sleep
 
     samples, prompt, response = SIZES[shape]
     job = Job(shape=shape, folder=folder, samples=samples, prompt=prompt, response=response)
-    found = PARTS[part](job)
+    found = {**PARTS, "sleep": sleep}[part](job)
     result = folder / f"{part}-{shape}.json"
     result.write_text(json.dumps(asdict(found)))
     return 0

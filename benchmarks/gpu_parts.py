@@ -94,7 +94,7 @@ class Job:
         engine.join(rank, world, "127.0.0.1", port, generation=1, timeout=300.0)
         return engine
 
-    def rollout_engine(self, kind: str) -> RolloutEngine:
+    def rollout_engine(self, kind: str, sleeps: bool = False) -> RolloutEngine:
         """An engine without weights yet."""
         from engines.rollout.hf_engine import HFEngine
         from engines.rollout.vllm_engine import VllmEngine
@@ -109,6 +109,7 @@ class Job:
                 gpu_memory_utilization=0.5,
             ),
             store_uri=f"file://{self.folder}/store",
+            sleeps=sleeps,
             max_model_len=self.prompt + self.response,
         )
         return HFEngine(spec) if kind == "transformers" else VllmEngine(spec)

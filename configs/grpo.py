@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
+from configs.cluster.sharing import check_sharing
 from configs.data import DataConfig, ReasoningGymSource
 from configs.environment import cpu_multiplies_bfloat16
 from configs.lora import LoraConfig
@@ -137,11 +138,20 @@ class GRPOConfig(Settings):
         return ["actor", "critic"] if self.has_critic else ["actor"]
 
     @property
+    def engine_roles(self) -> list[Role]:
+        """Roles whose engines hold a model, in the order in which those of a shared pool start.
+
+        What samples is first: vLLM looks how much memory is free. The actor, which publishes the
+        first weights, is last.
+        """
+        found: list[Role] = ["rollout"]
+        found += ["ref"] if self.has_reference_engine else []
+        return found + list(reversed(self.trained_roles))
+
+    @property
     def used_pools(self) -> set[str]:
         """Pools on which some role of the run lives; others are not started."""
-        roles: list[Role] = [*self.trained_roles, "rollout", "reward"]
-        roles += ["ref"] if self.has_reference_engine else []
-        return {self.cluster.roles.pool_of(role) for role in roles}
+        return {self.cluster.roles.pool_of(role) for role in [*self.engine_roles, "reward"]}
 
     @property
     def has_reference_engine(self) -> bool:
@@ -315,6 +325,12 @@ class GRPOConfig(Settings):
                 f"cluster.pools.{pool}.workers = {ranks} ranks. "
                 f"Set prompts_per_step or group_size higher, or {group}.mini_batches lower."
             )
+
+    @model_validator(mode="after")
+    def _devices_can_be_shared(self) -> Self:
+        if self.cluster.share_devices:
+            check_sharing(self.cluster, self.engine_roles, self.max_staleness)
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_stored_as_they_are(self) -> Self:

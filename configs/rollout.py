@@ -24,6 +24,7 @@ OWN_ENGINE_ARGS = {
     "logprobs_mode": None,
     "generation_config": None,
     "seed": "rollout.seed",
+    "enable_sleep_mode": "cluster.share_devices",
 }
 
 
@@ -63,6 +64,12 @@ class RolloutConfig(Settings):
     )
     gpu_memory_utilization: float = Field(
         0.85, gt=0, le=1, description="Share of the GPU's memory that vLLM may take."
+    )
+    sleep_level: Literal[1, 2] = Field(
+        2,
+        description="With cluster.share_devices, what becomes of the weights while other roles have "
+        "the devices: kept in the host's memory (1), or dropped (2), since new ones come with the "
+        "next sync. Keys and values are dropped either way.",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, description="Devices over which one engine is split."

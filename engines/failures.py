@@ -47,6 +47,25 @@ class CallDeadline(InfrastructureError):
         return type(self), (self.worker, self.seconds, self.call)
 
 
+class NoProgress(CallDeadline):
+    """An engine that starts has not got on for too long; its worker has been killed."""
+
+    def __init__(self, worker: str, seconds: float, call: str, phase: str) -> None:
+        InfrastructureError.__init__(
+            self,
+            f"{call} on worker {worker} made no progress for {seconds:g} s, in the phase "
+            f"{phase or 'before the first'!r}; the worker is restarted. Set cluster.start_timeout "
+            "higher if this phase takes longer.",
+        )
+        self.worker = worker
+        self.seconds = seconds
+        self.call = call
+        self.phase = phase
+
+    def __reduce__(self) -> tuple[type, tuple[str, float, str, str]]:  # type: ignore[override]
+        return type(self), (self.worker, self.seconds, self.call, self.phase)
+
+
 class NoWorkers(InfrastructureError):
     """A pool did not have enough live workers in time."""
 

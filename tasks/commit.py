@@ -64,12 +64,16 @@ def sync_and_commit(
 ) -> StepSummary:
     """What every step ends with: the engines that sample get its weights, and it is committed.
 
-    Between the two a snapshot is stored, if one is due. Raises the failure of the first task of the
-    step that failed.
+    Between the two a snapshot is stored, if one is due; before both where roles share devices, which
+    the policy would have to be given once more. Raises the failure of the first task of the step that
+    failed.
     """
     due = run.snapshot_due(step, prompts.result().cursor, len(run.carried[step + 1]))
+    if due and run.config.cluster.share_devices:
+        trained = [] if critic is None else [critic]
+        updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
     synced = weight_sync.submit(run, step, updated, due)  # type: ignore[call-overload]
-    if due:
+    if due and not run.config.cluster.share_devices:
         trained = [synced] if critic is None else [synced, critic]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
     committed = commit.submit(run, step, prompts, scored, batch, updated, synced, critic)  # type: ignore[call-overload]

@@ -63,7 +63,7 @@ class PoolConfig(Settings):
 
 
 class RolesConfig(Settings):
-    """Which pool each role lives on; two roles on one pool are colocated and take turns."""
+    """Which pool each role lives on; cluster.share_devices is about two roles on one pool."""
 
     actor: str = Field("train", description="Pool of the policy that is trained.")
     ref: str = Field("train", description="Pool of the frozen reference policy.")
@@ -112,8 +112,16 @@ class ClusterConfig(Settings):
         description="Pools by name.",
     )
     roles: RolesConfig = Field(default=RolesConfig(), description="The pool of each role.")
+    share_devices: bool = Field(
+        False,
+        description="Engines whose roles live on one pool have its devices in turn: before another "
+        "one works, the last one gives its memory back. false: all hold theirs at once.",
+    )
     start_timeout: float = Field(
-        300.0, gt=0, description="Longest wait for workers and engines to start, in seconds."
+        300.0,
+        gt=0,
+        description="Longest wait for workers to start, and longest time in which an engine that "
+        "starts makes no progress, in seconds.",
     )
     no_workers_timeout: float = Field(
         60.0, gt=0, description="Longest wait for a live worker of a pool, in seconds."

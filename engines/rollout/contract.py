@@ -22,7 +22,7 @@ from storage.batches.refs import BatchRef
 # and values of the old policy, and go on under the new one. recompute: they pause, and their keys
 # and values are computed again under the new policy.
 SyncMode = Literal["idle", "keep", "recompute"]
-EngineState = Literal["ready", "paused", "no weights", "dead", "closed"]
+EngineState = Literal["ready", "paused", "asleep", "no weights", "dead", "closed"]
 
 
 class EngineDead(InfrastructureError):
@@ -53,6 +53,7 @@ class RolloutSpec(Settings):
     node_cache_bytes: int = Field(
         0, ge=0, description="What this machine keeps of the store's policy versions, in bytes."
     )
+    sleeps: bool = Field(False, description="Whether the engine must be able to go to sleep.")
     max_model_len: int = Field(
         ge=2, description="Longest sequence, prompt and completion together, in tokens."
     )

@@ -8,9 +8,11 @@ tests/contract/rollout holds both to the same promises.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from engines.failures import WeightMismatch
@@ -36,9 +38,19 @@ from engines.rollout.samples import (
 )
 from engines.rollout.weight_reader import Held, LoadReport, check_manifest
 from engines.workers.engine import Engine, Memory
+from engines.workers.messages import Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asleep:
+    """How an engine went to sleep."""
+
+    level: int  # 1: the weights are on the host, 2: they are gone
+    held: Held | None  # the policy version that they were
+    checksum: str  # of their bits, at level 1; empty: of none
 
 
 class RolloutEngine(Engine, ABC):
@@ -59,6 +71,8 @@ class RolloutEngine(Engine, ABC):
         "resume",
         "cancel",
         "cut",
+        "sleep",
+        "wake",
         "status",
     )
 
@@ -72,6 +86,8 @@ class RolloutEngine(Engine, ABC):
         self._held: Held | None = None
         self._digests: dict[int, str] = {}  # of every version that was held
         self._paused = False
+        self._asleep: Asleep | None = None
+        self._moving = threading.Lock()  # held while the engine goes to sleep or wakes
         self._drawn = 0  # response tokens of completions that are done
         self._cut: set[str] = set()  # out_key of shards that end as they stand
 
@@ -85,6 +101,7 @@ class RolloutEngine(Engine, ABC):
 
         Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
         """
+        self._check_awake()
         started = time.monotonic()
         prompts = read_prompts(self._store, request.prompts, self._spec.max_model_len)
         partial = PartialSamples(self._store, request.out_key)
@@ -125,10 +142,12 @@ class RolloutEngine(Engine, ABC):
 
         Raises WeightMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
         engine then refuses to sample until a sync succeeds, and shards in flight fail. A version
-        that does not fit the model is refused before anything is loaded.
+        that does not fit the model is refused before anything is loaded. An engine that sleeps wakes.
         """
         started = time.monotonic()
         check_manifest(self._store, weights, self._shapes)
+        with self._moving:
+            self._rouse()
         loaded = self._load(weights, mode)
         return SyncReport(
             version=loaded.held.version,
@@ -172,6 +191,32 @@ class RolloutEngine(Engine, ABC):
         """
         self._cut.update(out_keys)
         self._cut_shards()
+
+    def sleep(self, level: int) -> Moved:
+        """Give the device's memory back: keys, values, and weights, which level 1 keeps.
+
+        Shards in flight end with RolloutCancelled. Until a sync, or a `wake` that attests the
+        weights, the engine holds no policy version: `generate` and `score` raise NoWeights.
+        """
+        with self._moving:
+            if self._asleep is not None:
+                return Moved()
+            self.cancel()
+            held = self._held
+            checksum = self._checksum() if level == 1 and held is not None else ""
+            self._let_go()
+            self._asleep = Asleep(level=level, held=held, checksum=checksum)
+            return self._put_away(level)
+
+    def wake(self) -> Moved:
+        """Take the memory again; at level 1 hold the version again if its bits are the same."""
+        with self._moving:
+            asleep, moved = self._asleep, self._rouse()
+            if asleep is not None and asleep.checksum and self._checksum() == asleep.checksum:
+                assert asleep.held is not None
+                self._held, self.version = asleep.held, asleep.held.version
+            held = self._held
+            return dataclasses.replace(moved, digest="" if held is None else held.digest)
 
     def status(self) -> RolloutStatus:
         """What the engine is doing; never raises, and costs no more than a lock."""
@@ -230,6 +275,18 @@ class RolloutEngine(Engine, ABC):
     def _counts(self) -> tuple[int, int, int]:
         """Sequences being decoded, sequences that wait, and tokens drawn of those not done."""
 
+    @abstractmethod
+    def _put_away(self, level: int) -> Moved:
+        """Give the device's memory back, when no shard uses it."""
+
+    @abstractmethod
+    def _bring_back(self, level: int) -> Moved:
+        """Take what `_put_away` gave back; after level 2 the weights are of no meaning."""
+
+    @abstractmethod
+    def _checksum(self) -> str:
+        """Of the bits of all weights in the model."""
+
     @property
     def _cause(self) -> str:
         """Why the engine is dead; empty while it lives."""
@@ -270,6 +327,18 @@ class RolloutEngine(Engine, ABC):
             raise NoWeights(f"{self._label} holds no policy version: sync first")
         return self._held
 
+    def _rouse(self) -> Moved:
+        """Take the memory again, if it was put away; call it under `_moving`."""
+        if self._asleep is None:
+            return Moved()
+        moved = self._bring_back(self._asleep.level)
+        self._asleep = None
+        return moved
+
+    def _check_awake(self) -> None:
+        if self._asleep is not None:
+            raise NoWeights(f"{self._label} is asleep: sync first")
+
     def _refuse_endless_wait(self, mode: SyncMode, in_flight: bool) -> None:
         """RuntimeError for a sync that would wait for shards which are paused."""
         if mode == "idle" and self._paused and in_flight:
@@ -283,6 +352,8 @@ class RolloutEngine(Engine, ABC):
             return "dead"
         if self._closed:
             return "closed"
+        if self._asleep is not None:
+            return "asleep"
         if self._paused:
             return "paused"
         return "ready" if self._held else "no weights"

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 
 from engines import models
+from engines.model_preparation import prepared
+from engines.progress import report
 from engines.rollout.contract import (
     EngineDead,
     RolloutCancelled,
@@ -28,6 +30,8 @@ from engines.rollout.engine import RolloutEngine
 from engines.rollout.hf_decoding import Decoding, Reader, Row
 from engines.rollout.samples import Completion, PromptTokens, sample_seed
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
+from engines.workers.messages import Moved
+from engines.workers.storages import Storages, checksum
 from storage.runs.weights import WeightsRef
 
 
@@ -54,7 +58,8 @@ class HFEngine(RolloutEngine):
 
     def __init__(self, spec: RolloutSpec) -> None:
         """Build the model with weights of no meaning; the first `sync` brings version 0."""
-        directory = models.materialize(spec.model, Path(spec.model_cache))
+        directory = prepared(spec.model, Path(spec.model_cache))
+        report("building the model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = models.build_untied(directory, spec.rollout.dtype, device)
         shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
@@ -73,10 +78,12 @@ class HFEngine(RolloutEngine):
         self._shards: dict[_Shard, None] = {}  # in flight, in the order in which they came
         self._asking: list[Callable[[], bool]] = []  # who waits for the model, beside shards
         self._base = ""  # digest of the base below the adapter that is held, if one is
+        self._storages = Storages()
 
     @torch.inference_mode()
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
+        self._check_awake()
         scores = []
         for tokens, start in zip(token_ids, prompt_lengths, strict=True):
             ids = torch.tensor([tokens], device=self._model.device)
@@ -150,6 +157,20 @@ class HFEngine(RolloutEngine):
                 nbytes=loaded.nbytes,
                 seconds=time.monotonic() - began,
             )
+
+    def _put_away(self, level: int) -> Moved:
+        with self._model_for_sync("idle"):
+            if level > 1:
+                self._base = ""
+            return self._storages.put_away(self._model.state_dict().values(), keep=level == 1)
+
+    def _bring_back(self, level: int) -> Moved:
+        with self._model_for_sync("idle"):
+            return self._storages.bring_back()
+
+    def _checksum(self) -> str:
+        with self._model_for_sync("idle"):
+            return checksum(self._model.state_dict())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
-from collections.abc import Collection
+import uuid
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from engines.failures import InfrastructureError
+from engines.failures import InfrastructureError, WorkerLost
 from engines.rollout.contract import RolloutRequest, RolloutResult, SyncMode, SyncReport
 from engines.rollout.weight_probe import CheckedLoad, Probe, check_report, check_scores
-from engines.workers.calls import control
+from engines.workers.calls import control, stop
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
-from engines.workers.messages import CallId
+from engines.workers.messages import CallId, Moved
 from engines.workers.pool import Assignment, EnginePool
 from storage.runs.weights import WeightsRef
+
+logger = logging.getLogger(__name__)
 
 CUT_AT_ONCE = 32  # engines that are told at a time to end a step's shards
 LOOKED_AT = 8  # engines that are asked at a time how far they are
@@ -41,9 +46,13 @@ class RolloutPool(EnginePool):
         start_timeout: float,
         tolerance: float,
         mode: SyncMode = "idle",
+        sleep_level: int = 2,
         cancel: threading.Event | None = None,
     ) -> None:
-        """`mode`: what becomes of shards in flight when new weights are loaded."""
+        """`mode`: what becomes of shards in flight when new weights are loaded.
+
+        `sleep_level`: rollout.sleep_level.
+        """
         super().__init__(
             cluster,
             pool,
@@ -57,6 +66,7 @@ class RolloutPool(EnginePool):
         self.epoch = epoch
         self.tolerance = tolerance  # nats per token
         self.mode = mode
+        self.sleep_level = sleep_level
         self._weights: WeightsRef | None = None
         # By number, the versions that were current and that a step may still be sampled with.
         self.synced: dict[int, WeightsRef] = {}
@@ -83,7 +93,10 @@ class RolloutPool(EnginePool):
         """Sample a shard on one of the engines; None where it was cut before one took it."""
         call_id = self._call_id(request.step, f"generate-{request.shard}-{request.attempt}")
         turn = (request.step, request.shard)
-        with self.next_free(assignment, turn, lambda: self._is_cut(request)) as worker:
+        with (
+            self.cluster.devices.held(self, self.cancel),
+            self.next_free(assignment, turn, lambda: self._is_cut(request)) as worker,
+        ):
             if worker is None:
                 return None
             name, address = worker
@@ -146,6 +159,10 @@ class RolloutPool(EnginePool):
         self._weights, self._probe = weights, probe
         with self._lock:
             self.synced[weights.version] = weights
+        with self.cluster.devices.held(self, self.cancel):
+            return self._sync_all()
+
+    def _sync_all(self) -> dict[str, CheckedLoad]:
         workers = self.live()
         reports: dict[str, CheckedLoad] = {}
         failures: list[InfrastructureError] = []
@@ -170,6 +187,63 @@ class RolloutPool(EnginePool):
             with self._locks[address]:
                 if self._loaded.get(address) != self.weights.digest:
                     self._load(name, address)
+
+    def start(self) -> list[str]:
+        """As in EnginePool; where roles share devices, once they are these engines'."""
+        with self.cluster.devices.held(self, self.cancel):
+            return super().start()
+
+    def sleep(self, cancel: threading.Event | None = None) -> Moved:
+        """Have every engine give its device's memory back; one that cannot is ended."""
+
+        def one(address: str) -> Moved:
+            arguments = {"level": self.sleep_level}
+            try:
+                return self._submit_aside(address, "sleep", arguments)
+            except InfrastructureError as error:  # the engine is closed, or its worker is gone
+                logger.warning("An engine failed while it went to sleep: %s", error)
+                self._end(address)
+                return Moved()
+
+        return self._on_all(one)
+
+    def wake(self, cancel: threading.Event | None = None) -> Moved:
+        """Give every engine its memory again; one that cannot take it is built when it is next used.
+
+        One whose weights are not attested to be those it went to sleep with loads them anew then.
+        """
+
+        def one(address: str) -> Moved:
+            try:
+                moved = self._submit_aside(address, "wake", {})
+            except InfrastructureError as error:
+                logger.warning("An engine failed while it woke: %s", error)
+                return Moved()
+            if moved.digest:
+                self._loaded[address] = moved.digest
+            return moved
+
+        self._loaded.clear()
+        return self._on_all(one)
+
+    def _on_all(self, one: Callable[[str], Moved]) -> Moved:
+        """Something on every engine that was built, at once."""
+        with ThreadPoolExecutor(max(1, len(self._ready))) as threads:
+            return Moved.together(threads.map(one, list(self._ready)))
+
+    def _submit_aside(self, address: str, method: str, arguments: Mapping[str, Any]) -> Moved:
+        call_id = CallId(run=self.run, epoch=self.epoch, step=0, call=uuid.uuid4().hex)
+        moved: Moved = self.submit(address, method, call_id, arguments, slot=False)
+        return moved
+
+    def _end(self, address: str) -> None:
+        """See to it that a worker has no engine; kill it if it cannot be asked."""
+        try:
+            stop(self.cluster, address, self.role)
+        except WorkerLost:
+            return
+        except (InfrastructureError, TimeoutError):
+            self.cluster.kill([address])
 
     def tokens(self, timeout: float = 1.0) -> dict[str, int]:
         """Worker -> tokens that its engine has drawn since it was built, those in flight among them.

@@ -45,6 +45,7 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         ),
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) if on_cpu else None,
+        enable_sleep_mode=spec.sleeps,
         # A tied head can stay stale after a sync: it is a weight of its own, and every weight
         # arrives by a sync.
         load_format="dummy",

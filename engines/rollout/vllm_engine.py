@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Literal
 
 from engines import models
 from engines.failures import WeightMismatch
+from engines.model_preparation import prepared
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import RolloutRequest, RolloutSpec, SyncMode, worker_environment
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.samples import Completion, PromptTokens, sample_seed
 from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import Held, LoadReport
+from engines.workers.messages import Moved
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreUnavailable
 from storage.objects.usage import COUNTER
 from storage.runs.weights import WeightsRef
@@ -72,13 +75,14 @@ class VllmEngine(RolloutEngine):
             )
         for name, value in worker_environment(spec.rollout).items():
             os.environ.setdefault(name, value)
-        directory = models.materialize(spec.model, Path(spec.model_cache))
+        directory = prepared(spec.model, Path(spec.model_cache))
         super().__init__(spec, models.tensor_shapes(directory))
         self._ends = models.end_token_ids(directory)
         self._requests = 0
         # Shards in flight, each with the error that it must end with, if it must.
         self._shards: dict[asyncio.Task[list[Completion]], Exception | None] = {}
         self._rows: dict[str, list[_Row]] = {}  # of the shards in flight, by out_key
+        self._cache_asleep = False  # whether only the weights have been woken
         self._process = VllmProcess(
             spec.name, lambda: vllm_arguments.engine_arguments(spec, directory)
         )
@@ -86,6 +90,7 @@ class VllmEngine(RolloutEngine):
 
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
+        self._check_awake()
         return self._process.run(self._score(token_ids, prompt_lengths))
 
     def pause(self) -> None:
@@ -125,6 +130,16 @@ class VllmEngine(RolloutEngine):
         decoding = [r for r in requests if not r.is_prefilling]
         tokens = sum(r.detokenizer.num_output_tokens() for r in decoding if r.detokenizer)
         return len(decoding), len(requests) - len(decoding), tokens
+
+    def _put_away(self, level: int) -> Moved:
+        return self._process.run(self._fall_asleep(level))
+
+    def _bring_back(self, level: int) -> Moved:
+        return self._process.run(self._wake_up(level))
+
+    def _checksum(self) -> str:
+        found = self._process.run(self._process.llm.compute_weight_checksums())
+        return json.dumps(found, sort_keys=True)
 
     @property
     def _cause(self) -> str:
@@ -279,7 +294,9 @@ class VllmEngine(RolloutEngine):
             self._admitted.clear()
             try:
                 await self._process.llm.pause_generation(mode=how, clear_cache=drop_cache)
-                return await self._load_into_vllm(weights)
+                report = await self._load_into_vllm(weights)
+                await self._wake_cache()
+                return report
             except Exception as error:
                 self._let_go()
                 await self._cancel_tasks(error)
@@ -288,6 +305,33 @@ class VllmEngine(RolloutEngine):
                 self._admitted.set()
                 if not self._paused:
                     await self._process.llm.resume_generation()
+
+    async def _fall_asleep(self, level: int) -> Moved:
+        async with self._syncing:
+            began, llm = time.monotonic(), self._process.llm
+            await self._wake_cache()  # vLLM takes no half of itself to sleep
+            free = await self._free_memory()
+            await llm.sleep(level=level, mode="abort")
+            freed = await self._free_memory() - free
+            return Moved(nbytes=freed, seconds=time.monotonic() - began)
+
+    async def _wake_up(self, level: int) -> Moved:
+        """After level 2 the weights alone: room for keys and values is taken once they are loaded."""
+        async with self._syncing:
+            began, free = time.monotonic(), await self._free_memory()
+            self._cache_asleep = level > 1
+            await self._process.llm.wake_up(["weights"] if level > 1 else None)
+            taken = free - await self._free_memory()
+            return Moved(nbytes=taken, seconds=time.monotonic() - began)
+
+    async def _wake_cache(self) -> None:
+        if self._cache_asleep:
+            await self._process.llm.wake_up(["kv_cache"])
+            self._cache_asleep = False
+
+    async def _free_memory(self) -> int:
+        """Bytes of all the engine's devices."""
+        return sum(await self._process.llm.collective_rpc("free_memory"))
 
     async def _load_into_vllm(self, weights: WeightsRef) -> LoadReport:
         """Have vLLM load `weights`; what its workers report counts, not that they were told."""

@@ -27,6 +27,7 @@ import psutil
 
 from engines.processes.process_setup import lasting_folder
 from engines.processes.process_tree import descendants, kill_all
+from engines.progress import reporting_growth
 from engines.rollout.contract import EngineDead
 from engines.rollout.vllm_plugin import OWNER_VARIABLE
 
@@ -69,7 +70,8 @@ class VllmProcess:
         self._thread.start()
         atexit.register(self.close)
         try:
-            self._submit(self._start(arguments))
+            with reporting_growth([self.log], "starting vLLM, whose log has", self.log):
+                self._submit(self._start(arguments))
         except BaseException:
             self.close()
             raise

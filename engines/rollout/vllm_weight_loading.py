@@ -124,3 +124,10 @@ class WeightsReporter:
     def weights_report(self) -> dict[str, Any]:
         """version, digest, tensors and nbytes of the last update, or failure and message."""
         return self.weight_transfer_engine.report
+
+    def free_memory(self) -> int:
+        """Bytes of this worker's device that nobody has."""
+        import torch
+
+        free: int = torch.accelerator.get_memory_info()[0]
+        return free

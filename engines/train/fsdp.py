@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from engines.adapters import is_factor, stream_whole, whole_entries
 from engines.failures import WeightMismatch
+from engines.progress import report
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
@@ -170,7 +171,8 @@ def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.Proces
         )
     readers = share(entries, group.size())
     mine = stream_whole(store, weights, {name for name in entries if readers[name] == group.rank()})
-    for name in entries:
+    for number, name in enumerate(entries):
+        report(f"reading {weights.key}: {number} of {len(entries)} tensors")
         whole = next(mine)[1] if readers[name] == group.rank() else None
         spread(held[name], whole, readers[name], group)
 

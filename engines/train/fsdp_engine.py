@@ -23,7 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
-from engines.models import build_empty, materialize
+from engines.model_preparation import prepared
+from engines.models import build_empty
+from engines.progress import report
 from engines.train.activations import checkpoint_layers
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
@@ -31,7 +33,7 @@ from engines.train.fsdp import fill, shard
 from engines.train.loading import load, open_checkpoint
 from engines.train.logprob_pass import write_token_columns
 from engines.train.lora import base_alone, inject, reset
-from engines.train.memory import held_by_rank, setting_for_less
+from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.mfu import CostModel, cost_model
 from engines.train.micro_batch import MicroBatch, pack
 from engines.train.optimizer import Optimizer
@@ -42,6 +44,8 @@ from engines.train.sequence_parallel import SequenceGroup, check_heads, sequence
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
 from engines.train.versions import AdapterVersions, Versions
 from engines.workers.engine import Memory, Ranked
+from engines.workers.messages import Moved
+from engines.workers.storages import Storages
 from storage.batches.refs import BatchRef
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
@@ -66,6 +70,8 @@ class FSDPEngine(Ranked):
         "compare",
         "score",
         "digest",
+        "offload",
+        "onload",
     )
     CONCAT: ClassVar[tuple[str, ...]] = ("logprobs", "values")
 
@@ -79,13 +85,14 @@ class FSDPEngine(Ranked):
         # https://github.com/pytorch/pytorch/pull/161385
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._directory = materialize(spec.model, Path(spec.model_cache))
+        self._directory = prepared(spec.model, Path(spec.model_cache))
         self._checkpoint = open_checkpoint(self._directory)
         self._policy: Policy | Critic | None = None
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
         self._meeting: Meeting | None = None
         self._sequence: SequenceGroup | None = None
+        self._storages = Storages()
 
     # --- the gang -----------------------------------------------------------------------------
 
@@ -94,12 +101,14 @@ class FSDPEngine(Ranked):
     ) -> JoinReport:
         """Meet the other ranks and load this rank's part of the model: version 0."""
         self.leave()
+        report("meeting the other ranks")
         self._meeting = meet(
             rank, world, host, port, self._device, timeout, self._spec.train.deadline
         )
         began = time.monotonic()
         config = self._spec.train
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
+        report("building the model")
         model = build_empty(self._directory)
         check_heads(model.config.get_text_config().num_attention_heads, self._sequence.size)
         if self._spec.lora is not None:
@@ -137,6 +146,7 @@ class FSDPEngine(Ranked):
         if self._meeting is None:
             return
         self._meeting = self._policy = self._optimizer = self._published = self.version = None
+        self._storages = Storages()
         gc.collect()
 
     def close(self) -> None:
@@ -145,7 +155,22 @@ class FSDPEngine(Ranked):
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def offload(self) -> Moved:
+        """Put weights, gradients and optimizer state into the host's memory, until `onload`.
+
+        The device's memory is free then; every other call is an error.
+        """
+        self._joined()
+        held = on_device(self._loaded(), self._optimizer, self._device)
+        return self._storages.put_away(held, keep=True)
+
+    def onload(self) -> Moved:
+        """Bring back what `offload` put away, the same to the bit."""
+        return self._storages.bring_back()
+
     def memory_held(self, memory: Memory) -> dict[str, int]:
+        if self._storages.away:
+            return {PUT_AWAY: self._storages.on_host if memory == "host" else 0}
         return held_by_rank(self._policy, self._optimizer, self._device, memory)
 
     @classmethod
@@ -388,6 +413,8 @@ class FSDPEngine(Ranked):
     def _joined(self) -> Meeting:
         if self._meeting is None:
             raise RuntimeError("This engine has not joined its process group. Form the gang first.")
+        if self._storages.away:
+            raise RuntimeError("This engine's weights are off its device. Call onload first.")
         return self._meeting
 
     def _shared(self) -> SequenceGroup:

@@ -22,6 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from engines.adapters import is_factor
 from engines.model_files import StoredTensor, part_equals, read_part, stored_tensors, unfit
 from engines.models import build_empty, load_for_training
+from engines.progress import report
 from engines.train.fsdp import own_part, spread
 
 # Buffers that older checkpoints hold and that models now compute; transformers passes over them too.
@@ -80,7 +81,9 @@ def load(
     if checkpoint.tensors is None:
         _from_rank_0(model, prefix, checkpoint.directory, group)
         return
-    for names, target in _distinct(model):
+    distinct = _distinct(model)
+    for number, (names, target) in enumerate(distinct):
+        report(f"reading the model's files: {number} of {len(distinct)} tensors")
         own, begin = own_part(target)
         first, *others = (checkpoint.tensors[prefix + name] for name in names)
         read_part(first, begin, own)
@@ -93,6 +96,7 @@ def _from_rank_0(
     model: PreTrainedModel, prefix: str, directory: Path, group: dist.ProcessGroup
 ) -> None:
     """Rank 0 loads the files as transformers does, and gives every rank its rows."""
+    report("rank 0 loads the model's files")
     whole = load_for_training(directory).state_dict() if group.rank() == 0 else {}
     for names, target in _distinct(model):
         first, *others = (whole.pop(prefix + name, None) for name in names)

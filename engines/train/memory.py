@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from configs.train import TrainConfig
@@ -15,6 +16,7 @@ from engines.workers.engine import Memory
 
 PASS = "a forward or backward pass"  # activations, logits, gathered layers
 OTHERS = "other processes"
+PUT_AWAY = "weights and optimizer, put away while another role has the device"
 
 
 def held_by_rank(
@@ -41,6 +43,17 @@ def held_by_rank(
     mine = torch.cuda.memory_reserved(device)
     allocated = torch.cuda.memory_allocated(device)
     return {**found, PASS: max(allocated - known, 0), OTHERS: max(total - free - mine, 0)}
+
+
+def on_device(module: nn.Module, optimizer: Optimizer | None, device: torch.device) -> list[Tensor]:
+    """What a rank holds between two calls on its device, gathered layers let go of first."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    held = [*module.parameters(), *module.buffers()]
+    held += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    held += [] if optimizer is None else optimizer.moments().values()
+    return [tensor for tensor in held if tensor.device.type == device.type]
 
 
 def _size(tensors: list[Tensor] | list[nn.Parameter], kind: str) -> int:

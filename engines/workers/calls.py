@@ -17,7 +17,7 @@ from typing import Any
 from distributed import Future
 from distributed.scheduler import KilledWorker, NoValidWorkerError
 
-from engines.failures import CallDeadline, WorkerLost, revive
+from engines.failures import CallDeadline, NoProgress, WorkerLost, revive
 from engines.workers import host
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
@@ -42,11 +42,13 @@ class PendingCall:
         token: str = "",
         slot: bool = True,
         wake: threading.Event | None = None,
+        starts: bool = False,
     ) -> None:
         """Submit `function(*args)` to the worker at `address`; `label` names it for people.
 
         `slot`: whether it takes one of the worker's slots. `wake`: set when the call ends, for a
-        caller that waits for several.
+        caller that waits for several. `starts`: it is part of an engine's start, whose deadline
+        counts from its last progress.
         """
         pool = cluster.pool_of(address)
         self.cluster = cluster
@@ -54,6 +56,7 @@ class PendingCall:
         self.worker = cluster.name_of(address)
         self.label = label
         self.token = token
+        self._starts = starts
         self.began = time.monotonic()
         if pool is None:
             raise WorkerLost(self.worker, f"there is no worker at {address} any more")
@@ -118,19 +121,24 @@ class PendingCall:
 
     def _overtime(self, deadline: float) -> float:
         """Seconds still due to a call that queued; CallDeadline, and a killed worker, if none."""
+        phase = "it does not answer"
         try:
             held = status_of(self.cluster, self.address, timeout=STATUS)
         except TimeoutError:
             held = None
         if held is not None:
-            ages = [one.age for one in held.running if one.token == self.token]
-            if ages and ages[0] < deadline:
-                return deadline - ages[0]
-            if not ages and held.running:
+            mine = next((one for one in held.running if one.token == self.token), None)
+            if mine is None and held.running:
                 return 1.0  # queued behind calls that have deadlines of their own
+            if mine is not None:
+                phase, spent = mine.phase, mine.idle if self._starts else mine.age
+                if spent < deadline:
+                    return deadline - spent
         if self.done.is_set():
             return 1.0
         self.cluster.kill([self.address])
+        if self._starts:
+            raise NoProgress(self.worker, deadline, self.label, phase)
         raise CallDeadline(self.worker, deadline, self.label)
 
     def result(self) -> Any:
@@ -201,8 +209,10 @@ def start_build(
     wake: threading.Event | None = None,
 ) -> PendingCall:
     """Begin `build`."""
-    label = f"{role}.build"
-    return PendingCall(cluster, address, label, host.build, role, spec, wake=wake)
+    label, token = f"{role}.build", uuid.uuid4().hex
+    return PendingCall(
+        cluster, address, label, host.build, role, spec, token, token=token, wake=wake, starts=True
+    )
 
 
 def submit(
@@ -243,8 +253,17 @@ def start(
     """Begin `submit`; `wake` and `slot` as in PendingCall."""
     token = uuid.uuid4().hex
     args = (role, method, dict(kwargs), call_id, token, deadline + GRACE)
-    label = f"{role}.{method}"
-    return PendingCall(cluster, address, label, host.call, *args, token=token, slot=slot, wake=wake)
+    return PendingCall(
+        cluster,
+        address,
+        f"{role}.{method}",
+        host.call,
+        *args,
+        token=token,
+        slot=slot,
+        wake=wake,
+        starts=method in host.STARTS,
+    )
 
 
 def control(

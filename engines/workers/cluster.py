@@ -24,6 +24,7 @@ from engines.failures import CallCancelled, ClusterLost, NoWorkers
 from engines.processes.certificates import Certificates
 from engines.processes.node_process import NodeProcess
 from engines.workers.call_watch import CallWatch
+from engines.workers.devices import DeviceTurns
 from engines.workers.membership import (
     SCAN_AGE,
     ListedWorker,
@@ -83,6 +84,7 @@ class Cluster:
         self.watch = CallWatch(self._look)
         client.subscribe_topic(TellsOfWorkers.topic, self.table.heard)
         self.usage: dict[str, Usage] = {}  # of the store by worker process, as its last call told
+        self.devices = DeviceTurns(config.share_devices)
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
         self._closing = threading.Lock()

@@ -8,9 +8,10 @@ generation on fresh processes. Restoring the engines' state is the caller's: it 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,7 +30,9 @@ from engines.workers.call_watch import SLICE
 from engines.workers.calls import PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
 from engines.workers.engine import EngineSpec
-from engines.workers.messages import BuildReport, CallId, CallResult
+from engines.workers.messages import BuildReport, CallId, CallResult, Moved
+
+logger = logging.getLogger(__name__)
 
 SETTLE = 2.0  # seconds in which, after one rank failed, the others may show the real cause
 ASIDE_TIMEOUT = 60.0  # seconds for the small things that only rank 0 does
@@ -72,6 +75,7 @@ class Gang:
         self.generation = 0
         self.world = cluster.config.pools[pool].workers
         self._ranks: tuple[Rank, ...] = ()
+        self._asleep = False  # whether the ranks have given their devices' memory back
 
     @property
     def formed(self) -> bool:
@@ -87,10 +91,10 @@ class Gang:
         Raises NoWorkers, GangLost, GangFailed or OutOfMemory; after any of them, `form` can be
         tried again.
         """
-        with self.cluster.turn(self.pool, cancel):
+        with self._turn(cancel):
             # Within the turn: the gang before may have failed, and taken the workers with it.
             self.cluster.wait(self.pool, self.world, cancel=cancel)
-            self._ranks = ()
+            self._ranks, self._asleep = (), False
             self.generation += 1
             members = list(self.cluster.staying(self.pool).values())[: self.world]
             members.sort(key=lambda member: member.host)  # neighbours in rank are so in the network
@@ -152,40 +156,77 @@ class Gang:
         is the rank's exception) or OutOfMemory, all with the gang's workers killed; CallCancelled,
         likewise.
         """
-        with self.cluster.turn(self.pool, cancel):
-            if not self.formed:
-                self._ranks = ()
-                raise GangLost(
-                    0, self.pool, "the gang is not formed, or its workers were restarted"
-                )
-            ranks = self._ranks
-            build = ranks[0].build
-            if method not in build.methods:
-                raise ValueError(
-                    f"{self.spec.cls} offers no {method!r}. Its REMOTE table has "
-                    f"{sorted(build.methods)}."
-                )
-            members = [rank.member for rank in ranks]
-            parts = self._all(
-                members,
-                lambda rank, wake: start(
-                    self.cluster,
-                    members[rank].address,
-                    self.role,
-                    method,
-                    kwargs or {},
-                    call_id.at(ranks[rank].build.incarnation) if call_id else None,
-                    deadline=self.deadline,
-                    wake=wake,
-                ),
-                self.deadline,
-                cancel,
-            )
+        with self._turn(cancel):
+            parts = self._on_every_rank(method, call_id, kwargs or {}, cancel)
+            build = self._ranks[0].build
             if method not in build.concat:
                 return parts[0]
+            members = [rank.member for rank in self._ranks]
             return self._on_rank_0(
                 members, "concat", host.collect, self.role, method, parts, cancel=cancel
             )
+
+    @contextlib.contextmanager
+    def _turn(self, cancel: threading.Event | None) -> Iterator[None]:
+        """The pool's devices, where roles share them, and its turn among the gangs."""
+        with self.cluster.devices.held(self, cancel), self.cluster.turn(self.pool, cancel):
+            yield
+
+    def sleep(self, cancel: threading.Event | None = None) -> Moved:
+        """Have the ranks put what they hold into the hosts' memory; who fails in it is killed."""
+        return self._move("offload", True, cancel)
+
+    def wake(self, cancel: threading.Event | None = None) -> Moved:
+        """Have it brought back, if it was put away. Raises as `call` does."""
+        return self._move("onload", False, cancel)
+
+    def _move(self, method: str, asleep: bool, cancel: threading.Event | None) -> Moved:
+        with self.cluster.turn(self.pool, cancel):
+            if self._asleep == asleep or not self.formed:
+                return Moved()
+            self._asleep = asleep
+            try:
+                return Moved.together(self._on_every_rank(method, None, {}, cancel))
+            except InfrastructureError as error:
+                if not asleep:
+                    raise
+                # Its processes are gone, and so is what they held: it is formed anew.
+                logger.warning("The gang of %s failed while it went to sleep: %s", self.role, error)
+                return Moved()
+
+    def _on_every_rank(
+        self,
+        method: str,
+        call_id: CallId | None,
+        kwargs: Mapping[str, Any],
+        cancel: threading.Event | None,
+    ) -> list[Any]:
+        """What a method returned on each rank."""
+        if not self.formed:
+            self._ranks = ()
+            raise GangLost(0, self.pool, "the gang is not formed, or its workers were restarted")
+        ranks = self._ranks
+        if method not in ranks[0].build.methods:
+            raise ValueError(
+                f"{self.spec.cls} offers no {method!r}. Its REMOTE table has "
+                f"{sorted(ranks[0].build.methods)}."
+            )
+        members = [rank.member for rank in ranks]
+        return self._all(
+            members,
+            lambda rank, wake: start(
+                self.cluster,
+                members[rank].address,
+                self.role,
+                method,
+                kwargs,
+                call_id.at(ranks[rank].build.incarnation) if call_id else None,
+                deadline=self.deadline,
+                wake=wake,
+            ),
+            self.deadline,
+            cancel,
+        )
 
     def _on_rank_0(
         self,

@@ -35,6 +35,7 @@ from engines.failures import (
 )
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
+from engines.progress import Progress, heard_by
 from engines.workers.engine import Engine, EngineSpec, Ranked, callable_methods
 from engines.workers.messages import (
     BuildReport,
@@ -52,6 +53,8 @@ from storage.objects.usage import COUNTER
 HOST = "refrain-engine-host"  # name of the plugin on every worker
 RECORDS = 512  # results remembered per worker
 CONTROL_THREADS = 4
+BUILD = "build"
+STARTS = (BUILD, "join")  # what an engine's start is made of, bounded by its progress
 
 CallKey = tuple[str, str, str, int, int, str]  # role, method, run, epoch, step, call
 
@@ -73,6 +76,7 @@ class Running(NamedTuple):
     method: str
     token: str
     call: str
+    progress: Progress
 
 
 class EngineHost(WorkerPlugin):
@@ -106,9 +110,9 @@ class EngineHost(WorkerPlugin):
         if worker.nanny is not None:  # else this process is not ours alone
             die_with_parent()
 
-    def build(self, role: str, spec: EngineSpec) -> BuildReport:
-        """Make the engine of a role, unless one of the same digest stands; closes any other."""
-        with self.building:
+    def build(self, role: str, spec: EngineSpec, token: str = "") -> BuildReport:
+        """Make the engine of a role, unless one of the same digest stands; `token` as in `call`."""
+        with self.building, self._watched(role, BUILD, token, "", None):
             hosted = self.engines.get(role)
             fresh = hosted is None or hosted.spec.digest != spec.digest
             if fresh:
@@ -139,7 +143,8 @@ class EngineHost(WorkerPlugin):
 
     def _evict(self, role: str) -> None:
         with self.lock:
-            if busy := [entry.method for entry in self.running.values() if entry.role == role]:
+            calls = [entry for entry in self.running.values() if entry.method != BUILD]
+            if busy := [entry.method for entry in calls if entry.role == role]:
                 raise InfrastructureError(
                     f"worker {self.worker} cannot close its {role!r} engine while it runs {busy}"
                 )
@@ -173,9 +178,8 @@ class EngineHost(WorkerPlugin):
         enforce the caller's deadline.
         """
         hosted = self._admit(role, method, call_id)
-        since = time.monotonic()
         if call_id is None:
-            with self._watched(Running(since, role, method, token, ""), limit):
+            with self._watched(role, method, token, "", limit):
                 return self._run(hosted, role, method, kwargs)
         key = (role, method, call_id.run, call_id.epoch, call_id.step, call_id.call)
         with self.lock:
@@ -188,7 +192,7 @@ class EngineHost(WorkerPlugin):
         if not leads:
             return running.result()
         try:
-            with self._watched(Running(since, role, method, token, call_id.call), limit):
+            with self._watched(role, method, token, call_id.call, limit):
                 value = self._run(hosted, role, method, kwargs)
         except BaseException as error:
             with self.lock:
@@ -245,21 +249,26 @@ class EngineHost(WorkerPlugin):
         return hosted
 
     @contextlib.contextmanager
-    def _watched(self, entry: Running, limit: float | None) -> Iterator[None]:
-        """List a call as running, and end this process when it overruns its limit."""
+    def _watched(
+        self, role: str, method: str, token: str, call: str, limit: float | None
+    ) -> Iterator[None]:
+        """List a call as running, and end this process when it overruns its limit.
+
+        That of an engine which starts counts from its last progress.
+        """
+        entry = Running(time.monotonic(), role, method, token, call, Progress())
         with self.lock:
             self.counter += 1
             number = self.counter
             self.running[number] = entry
-        alarm = threading.Timer(limit, kill_tree, [os.getpid()]) if limit is not None else None
-        if alarm is not None:
-            alarm.daemon = True
-            alarm.start()
+        over = threading.Event()
+        if limit is not None:
+            threading.Thread(target=_end_late, args=(entry, limit, over), daemon=True).start()
         try:
-            yield
+            with heard_by(entry.progress):
+                yield
         finally:
-            if alarm is not None:
-                alarm.cancel()
+            over.set()
             with self.lock:
                 del self.running[number]
 
@@ -287,11 +296,22 @@ class EngineHost(WorkerPlugin):
                         token=entry.token,
                         call=entry.call,
                         age=now - entry.since,
+                        idle=entry.progress.idle,
+                        phase=entry.progress.phase,
                     )
                     for entry in self.running.values()
                 ),
                 traffic=COUNTER.total(),
             )
+
+
+def _end_late(entry: Running, limit: float, over: threading.Event) -> None:
+    """End this process when a call is not `over` in time."""
+    left = limit
+    while left > 0 and not over.wait(left):
+        left = limit - entry.progress.idle if entry.method in STARTS else 0.0
+    if not over.is_set():
+        kill_tree(os.getpid())
 
 
 def host_of(worker: Worker) -> EngineHost:
@@ -313,10 +333,10 @@ def _recorded(run: Callable[[], Any]) -> CallResult:
     return CallResult(value=value, failure=failure, process=process, usage=COUNTER.total())
 
 
-def build(role: str, spec: EngineSpec) -> CallResult:
+def build(role: str, spec: EngineSpec, token: str) -> CallResult:
     """Dask task: `EngineHost.build`; the value is a BuildReport."""
     host = host_of(get_worker())
-    return _recorded(lambda: host.build(role, spec))
+    return _recorded(lambda: host.build(role, spec, token))
 
 
 def call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,24 @@ class BuildReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """What an engine gave back of its device's memory, or took again."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    digest: str = ""  # of the policy version that a rollout engine holds then; empty: of none
+
+    @classmethod
+    def together(cls, parts: Iterable[Moved]) -> Moved:
+        """Of engines that moved at the same time: bytes of all, seconds of the slowest."""
+        all_of = list(parts)
+        return cls(
+            nbytes=sum(part.nbytes for part in all_of),
+            seconds=max((part.seconds for part in all_of), default=0.0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CallResult:
     """How a call on a worker ended."""
 
@@ -72,6 +91,8 @@ class RunningCall:
     token: str  # of the submission that started it
     call: str  # name from the call_id, or ""
     age: float  # seconds
+    idle: float = 0.0  # seconds since it last reported that it got on, or began
+    phase: str = ""  # what it reported last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,7 +60,8 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+    # Not numpy(): it takes from the memory below a tensor for good that it can be given back.
+    return np.from_dlpack(flat.view(torch.uint8)) if flat.numel() else np.zeros(0, np.uint8)
 
 
 def tensor_of(values: np.ndarray, code: str, shape: tuple[int, ...]) -> torch.Tensor:

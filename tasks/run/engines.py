@@ -94,15 +94,22 @@ class Engines:
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
         self._usage = StoreUsage()
-        self.roles = ["reward", *run.config.trained_roles, "rollout"]
-        self.roles += ["ref"] if run.config.has_reference_engine else []
+        self.roles = ["reward", *run.config.engine_roles]
 
     def launch(self) -> None:
-        """Begin to start workers and engines; returns at once."""
+        """Begin to start workers and engines; returns at once.
+
+        All roles start at once, but for those that share devices: they start in the order of `roles`.
+        """
         self._run.terminal.doing("starting workers")
         self._handles = self._threads.submit(self._open)
-        for role in self.roles:
-            self._started[role] = self._threads.submit(self._start, role)
+        cluster = self._run.config.cluster
+        before: dict[str, Future[None]] = {}  # by pool, the start of the role before
+        for role in self._run.config.engine_roles:
+            pool = cluster.roles.pool_of(role)
+            after = before.get(pool) if cluster.share_devices else None
+            before[pool] = self._started[role] = self._threads.submit(self._start, role, after)
+        self._started["reward"] = self._threads.submit(self._start, "reward")
 
     def workers(self) -> dict[str, list[str]]:
         """Pool -> names of its live workers; waits for them."""
@@ -127,8 +134,11 @@ class Engines:
         assert self._handles is not None, "the engines were not launched"
         return self._handles.result()
 
-    def _start(self, role: str) -> None:
+    def _start(self, role: str, after: Future[None] | None = None) -> None:
+        """Start a role's engines; `after`: another start that ends first, well or badly."""
         handles = self._made()
+        if after is not None:
+            after.exception()
         start: dict[str, Callable[[], object]] = {
             "reward": handles.scorers.start,
             "actor": lambda: self._start_trained("actor", handles.actor),
@@ -217,6 +227,7 @@ class Engines:
             store_uri=run.store.uri,
             store_options=config.store.options,
             node_cache_bytes=config.store.node_cache_bytes,
+            sleeps=config.cluster.share_devices,
             max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
         )
         return RolloutPool(
@@ -229,6 +240,7 @@ class Engines:
             start_timeout=config.cluster.start_timeout,
             tolerance=config.rollout.probe_tolerance,
             mode=config.rollout.kv_on_update if config.max_staleness else "idle",
+            sleep_level=config.rollout.sleep_level,
             cancel=run.cancelled,
         )
 
@@ -270,6 +282,10 @@ class Engines:
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""
         return self._usage.since_last(self.cluster.usage)
+
+    def turns(self) -> Metrics:
+        """Seconds and bytes of the turns on shared devices since the last look, by role."""
+        return self.cluster.devices.metrics()
 
     @property
     def cluster(self) -> Cluster:

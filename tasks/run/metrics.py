@@ -55,6 +55,7 @@ def step_metrics(
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
         **run.engines.store_usage(),
+        **run.engines.turns(),
     }
     return metrics
 

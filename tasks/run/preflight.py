@@ -216,6 +216,12 @@ def _check_rollout_device(config: GRPOConfig) -> None:
                 "rollout.engine = transformers uses one device. Set "
                 "rollout.tensor_parallel_size = 1, or rollout.engine = vllm."
             )
+    elif config.cluster.share_devices and not gpus:
+        raise PreflightError(
+            f"cluster.share_devices = true, but vLLM does not go to sleep on a CPU "
+            f"(cluster.pools.{pool}.gpus = 0). Set rollout.engine = transformers, or "
+            "cluster.share_devices = false."
+        )
     elif gpus and gpus != rollout.tensor_parallel_size:
         raise PreflightError(
             f"rollout.tensor_parallel_size = {rollout.tensor_parallel_size} is not the number of "

@@ -132,6 +132,9 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
             vllm = config.rollout.engine == "vllm" and name == config.cluster.roles.rollout
             if vllm and total is not None:
                 of_gpu["vLLM"] = int(config.rollout.gpu_memory_utilization * total)
+            if config.cluster.share_devices:
+                of_gpu, away = _in_turn(of_gpu)
+                of_host = {**of_host, **away}
             yield _place(f"a GPU of pool {name}", total, of_gpu, source)
         if config.cluster.kind == "local":
             for holder, size in of_host.items():
@@ -142,6 +145,25 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
     if config.cluster.kind == "local":
         limit, source = host_memory()
         yield _place("this machine", limit, machine, source)
+
+
+def _in_turn(taken: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Of what the roles of a pool take of a GPU one after the other: the most, and the rest.
+
+    The rest is the host's, save of engines that sample: those drop it.
+    """
+    roles: dict[str, dict[str, int]] = {}
+    for what, size in taken.items():
+        roles.setdefault("rollout" if what == "vLLM" else what.split("'s ")[0], {})[what] = size
+    most = max(roles, key=lambda role: sum(roles[role].values()), default="")
+    away = {
+        f"{what} (while others have the GPU)": size
+        for role, sizes in roles.items()
+        if role != "rollout"
+        for what, size in sizes.items()
+        if "what else an update needs" not in what
+    }
+    return roles.get(most, {}), away
 
 
 def _gpu_limit(config: GRPOConfig, name: str) -> tuple[int | None, str]:

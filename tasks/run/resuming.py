@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "rollout.max_sequences",
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_utilization",
+    "rollout.sleep_level",
     "rollout.probe_tolerance",
     "rewards.timeout",
     "train.deadline",

@@ -11,6 +11,7 @@ from engines.failures import (
     GangFailed,
     GangLost,
     InfrastructureError,
+    NoProgress,
     NoWorkers,
     StaleCall,
     StaleIncarnation,
@@ -78,6 +79,7 @@ def test_a_stand_in_is_of_the_nearest_base_that_takes_a_message(base, kind):
     [
         WorkerLost("rollout-0", "gone"),
         CallDeadline("rollout-0", 3.0, "rollout.generate"),
+        NoProgress("rollout-0", 3.0, "rollout.build", "drawing"),
         NoWorkers("rollout", 60.0, 0, 2),
         GangLost(1, "train-1", "gone"),
         GangFailed(1, "train-1", "wrong"),

@@ -10,6 +10,7 @@ import pytest
 from engines.rollout.contract import RolloutRequest, SyncReport
 from engines.rollout.rollout_pool import RolloutPool
 from engines.rollout.weight_probe import CheckedLoad, Probe
+from engines.workers.devices import DeviceTurns
 from storage.runs.weights import WeightsRef
 
 WORKERS = {"rollout-0": "tcp://a:1", "rollout-1": "tcp://b:1"}
@@ -29,6 +30,7 @@ class Pool(RolloutPool):
 @pytest.fixture
 def pool() -> Pool:
     cluster: Any = SimpleNamespace(
+        devices=DeviceTurns(False),
         config=SimpleNamespace(pools={"gpu": SimpleNamespace(slots=1)}),
         table=SimpleNamespace(outdate=lambda: None),
     )

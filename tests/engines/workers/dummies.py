@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 from engines.failures import InfrastructureError
+from engines.progress import report
 from engines.workers.engine import Engine, EngineSpec, Memory, Ranked
 
 
@@ -236,3 +237,19 @@ def summing() -> EngineSpec:
 def lone() -> EngineSpec:
     """A spec of Lone."""
     return EngineSpec.of("tests.engines.workers.dummies:Lone", Payload())
+
+
+class Slow(Engine):
+    """Takes its time to start, and says how it gets on."""
+
+    def __init__(self, payload: Payload) -> None:
+        """`tag`: of its ten parts, so many are done before it stops for `build_seconds`."""
+        for part in range(10):
+            report(f"loading weights: {part} of 10 tensors")
+            time.sleep(payload.build_seconds if part == int(payload.tag) else 0.3)
+
+
+def slow(stops_at: int, seconds: float) -> EngineSpec:
+    """A spec of Slow."""
+    payload = Payload(tag=str(stops_at), build_seconds=seconds)
+    return EngineSpec.of("tests.engines.workers.dummies:Slow", payload)

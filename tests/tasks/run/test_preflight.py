@@ -303,3 +303,9 @@ def test_check_prints_what_it_found_and_imports_no_torch(tmp_path: Path) -> None
         *("packages", "model", "devices", "memory", "memory", "memory"),
         *("data", "rewards", "placement", "store", "tracking"),
     ]
+
+
+def test_vllm_that_cannot_go_to_sleep_is_refused(tmp_path: Path) -> None:
+    shared = ("cluster.share_devices=true", "cluster.roles.rollout=train")
+    said = refused(tmp_path, *shared, "rollout.engine=vllm")
+    assert "vLLM does not go to sleep on a CPU (cluster.pools.train.gpus = 0)" in said

@@ -125,3 +125,17 @@ def test_gpus_are_asked_for_their_memory(tmp_path: Path, monkeypatch: pytest.Mon
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     assert preflight_memory.gpu_memory() == 81559 * MIB
+
+
+def test_roles_that_share_a_gpu_are_counted_one_at_a_time() -> None:
+    shared = (
+        *LARGE,
+        "cluster.roles.rollout=train",
+        "rollout.engine=vllm",
+        "cluster.pools.train.gpu_memory_gib=141",
+        "algorithm.kl.coefficient=0.1",
+    )
+    assert "to hold" in refused(*shared)
+    lines = check_memory(settings(*shared, "cluster.share_devices=true"))
+    (gpu,) = (line for line in lines if line.startswith("a GPU of pool train"))
+    assert "of 141.0 GiB" in gpu
