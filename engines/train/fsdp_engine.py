@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -31,11 +30,11 @@ from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import fill, shard
 from engines.train.loading import load, open_checkpoint
-from engines.train.logprob_pass import write_token_columns
+from engines.train.logprob_pass import score, write_token_columns
 from engines.train.lora import base_alone, inject, reset
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.mfu import CostModel, cost_model
-from engines.train.micro_batch import MicroBatch, pack
+from engines.train.micro_batch import MicroBatch
 from engines.train.optimizer import Optimizer
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
@@ -238,31 +237,14 @@ class FSDPEngine(Ranked):
 
     @staticmethod
     def concat(method: str, parts: list[ColumnsResult]) -> ColumnsResult:
-        """The ranks' rows, in rank order; of their sums the means over tokens."""
+        """The ranks' rows, in rank order."""
         assert method in ("logprobs", "values"), method
-        tokens = sum(part.metrics["tokens"] for part in parts)
-        names = {name for part in parts for name in part.metrics} - {"tokens"}
-        means = {
-            name: sum(part.metrics.get(name, 0.0) for part in parts) / max(tokens, 1.0)
-            for name in sorted(names)
-        }
-        return ColumnsResult(
-            batch=BatchRef.concat([part.batch for part in parts if part.batch is not None]),
-            metrics={"tokens": tokens, **means},
-        )
+        return ColumnsResult.together(parts)
 
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         """Log-probs, at temperature 1, of what follows the first prompt_lengths[i] tokens."""
         self._joined()
-        pairs = list(zip(token_ids, prompt_lengths, strict=True))
-        packed = pack(
-            [np.asarray(ids[:length], dtype=np.int64) for ids, length in pairs],
-            [np.asarray(ids[length:], dtype=np.int64) for ids, length in pairs],
-            self._device,
-        )
-        with torch.no_grad():
-            logprobs, _ = self._forward(1.0)(packed)
-        return [row.tolist() for row in logprobs.float().cpu().split(packed.rows.lengths.tolist())]
+        return score(self._forward(1.0), token_ids, prompt_lengths, self._device)
 
     # --- training -----------------------------------------------------------------------------
 

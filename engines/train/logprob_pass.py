@@ -6,15 +6,16 @@ response tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engines.train.mfu import CostModel
-from engines.train.micro_batch import MicroBatch
+from engines.train.micro_batch import MicroBatch, pack
 from engines.train.packing import plan_logprobs, read_lengths
+from engines.train.policy_update import Forward
 from engines.train.read_ahead import read_ahead
 from engines.train.sequence_parallel import SequenceGroup
 from storage.batches.refs import BatchRef
@@ -78,6 +79,24 @@ def write_token_columns(
         stem, dot, suffix = out_key.rpartition(".")
         out_key = f"{stem}-{sequence.replica}of{sequence.replicas}{dot}{suffix}"
     return write_batch(store, out_key, {n: _jagged(rows) for n, rows in found.items()}), sums
+
+
+@torch.no_grad()
+def score(
+    forward: Forward,
+    token_ids: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    device: torch.device,
+) -> list[list[float]]:
+    """Log-probs of what follows the first prompt_lengths[i] tokens of each sequence."""
+    pairs = list(zip(token_ids, prompt_lengths, strict=True))
+    packed = pack(
+        [np.asarray(ids[:length], dtype=np.int64) for ids, length in pairs],
+        [np.asarray(ids[length:], dtype=np.int64) for ids, length in pairs],
+        device,
+    )
+    logprobs, *_ = forward(packed)
+    return [row.tolist() for row in logprobs.float().cpu().split(packed.rows.lengths.tolist())]
 
 
 def _jagged(rows: Mapping[int, np.ndarray]) -> Jagged:

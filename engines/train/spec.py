@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,6 +65,20 @@ class ColumnsResult:
     batch: BatchRef | None  # those columns only; of one rank, None where it had no rows
     # "tokens": number of tokens with mask 1. Others: sum over those (one rank), mean (all ranks).
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def together(cls, parts: Sequence[ColumnsResult]) -> ColumnsResult:
+        """The ranks' rows, in rank order; of their sums the means over tokens."""
+        tokens = sum(part.metrics["tokens"] for part in parts)
+        names = {name for part in parts for name in part.metrics} - {"tokens"}
+        means = {
+            name: sum(part.metrics.get(name, 0.0) for part in parts) / max(tokens, 1.0)
+            for name in sorted(names)
+        }
+        return cls(
+            batch=BatchRef.concat([part.batch for part in parts if part.batch is not None]),
+            metrics={"tokens": tokens, **means},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
