@@ -72,8 +72,9 @@ def publish_together(
     A rank holds the bytes of one shard at most beside the tensor that is gathered.
 
     every: of so many versions one is stored whole, the others as the difference from it; cache: what
-    this machine keeps of the store, in which that one is looked for. key: the folder, if not that
-    of the version's number. adapter: what the tensors are factors of, and on which base.
+    this machine keeps of the store, in which that one is looked for, and which whole ones go into.
+    key: the folder, if not that of the version's number. adapter: what the tensors are factors of,
+    and on which base.
     """
     key = key or RunStore(store, run).weights_key(version)
     outlines = {name: outline_of(tensor, dtype) for name, tensor in state.items()}
@@ -118,7 +119,9 @@ class _Parts:
         if self.base is None:
             return {
                 number: write_shard(
-                    store, key, shard_name(number, self.token), outlines, tensors(len(outlines))
+                    *(store, key, shard_name(number, self.token), outlines),
+                    tensors(len(outlines)),
+                    self.cache,
                 )
                 for number, outlines in shards.items()
             }

@@ -2,7 +2,8 @@
 
 Only of objects that never change under their key, such as a policy version's files. An object is a
 sparse file in a folder of the machine, with a byte at its end for each chunk that has arrived. Who
-needs a chunk takes the file's lock and fetches it; others wait and find it. All readers map the same
+needs a chunk takes the file's lock and fetches it; others wait and find it. Who writes an object to
+the store can put it here as well, so that its machine need not read it back. All readers map the same
 pages, and keep them where the file is removed. What is longest unused goes first.
 """
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,11 @@ from storage.objects.backends import Range
 from storage.objects.errors import ObjectDamaged
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from storage.objects.store import Store
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "refrain-weights"
 CHUNK = 16 * 2**20  # bytes fetched at a time; no more of an object is there than was asked for
@@ -65,6 +71,39 @@ class NodeCache:
                 found.append(memoryview(mapped)[start:stop])
         return found
 
+    @contextlib.contextmanager
+    def kept(self, key: str, size: int) -> Iterator[Callable[[Buffer], None]]:
+        """Keeps an object of so many bytes that is being written to the store.
+
+        In the body it takes the object's pieces, in order. Where the body fails, the object is too
+        large or the disk is full, nothing is kept.
+        """
+        if not 0 < size <= self._limit:
+            yield lambda data: None
+            return
+        path, at = self._path(key), 0
+        with _locked(path) as file:
+
+            def put(data: Buffer) -> None:
+                nonlocal at
+                with self._given_up_if_full(path):
+                    at += _write(file, memoryview(data).cast("B"), at)
+
+            with self._given_up_if_full(path):
+                self._make_room(size)
+                _lay_out(file, size)
+            yield put
+            if at == size:
+                os.pwrite(file, b"\1" * _chunks(size), size)
+
+    @contextlib.contextmanager
+    def _given_up_if_full(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            logger.warning("This machine does not keep what it writes to the store: %s", error)
+            path.unlink(missing_ok=True)
+
     def forget(self, key: str) -> None:
         """Drop an object whose bytes turned out to be wrong."""
         self._path(key).unlink(missing_ok=True)
@@ -83,9 +122,7 @@ class NodeCache:
                     path.unlink(missing_ok=True)
                     return None
                 self._make_room(size)
-                length = size + _chunks(size) + SIZE.size
-                os.ftruncate(file, length)
-                os.pwrite(file, SIZE.pack(size), length - SIZE.size)
+                length = _lay_out(file, size)
             (size,) = SIZE.unpack(os.pread(file, SIZE.size, length - SIZE.size))
             self._fetch(key, file, size, parts)
             os.utime(file)
@@ -106,9 +143,7 @@ class NodeCache:
         for (_, start, stop), view in zip(ranges, self._store.read_ranges(ranges), strict=True):
             if view.nbytes < stop - start:
                 raise ObjectDamaged(f"Object {key} is damaged: it ends within its {size} bytes.")
-            written = 0
-            while written < view.nbytes:
-                written += os.pwrite(file, view[written:], start + written)
+            _write(file, view, start)
         for chunk in missing:
             os.pwrite(file, b"\1", size + chunk)
 
@@ -130,6 +165,22 @@ class NodeCache:
 
 def _chunks(size: int) -> int:
     return -(-size // CHUNK)
+
+
+def _lay_out(file: int, size: int) -> int:
+    """Make it the file of an object of which nothing is there; returns its length."""
+    length = size + _chunks(size) + SIZE.size
+    os.ftruncate(file, length)
+    os.pwrite(file, SIZE.pack(size), length - SIZE.size)
+    return length
+
+
+def _write(file: int, view: memoryview, start: int) -> int:
+    """Write all of it, and return how much that is."""
+    written = 0
+    while written < view.nbytes:
+        written += os.pwrite(file, view[written:], start + written)
+    return written
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,9 @@ from storage.runs.weights_reading import BaseTensors, stream
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Buffer
 
+    from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
 
 INDEX = "model.safetensors.index.json"
@@ -88,10 +91,12 @@ def write_shard(
     file: str,
     outlines: Mapping[str, Outline],
     tensors: Iterable[tuple[str, torch.Tensor]],
+    cache: NodeCache | None = None,
 ) -> Part:
     """Write a safetensors file into the folder `key`, tensor by tensor as they come.
 
-    tensors: those of `outlines`, in that order, each as its outline says.
+    tensors: those of `outlines`, in that order, each as its outline says. cache: of this machine,
+    which keeps the file too.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     edges = [0]
@@ -104,8 +109,12 @@ def write_shard(
     total = Digester()
     total.update(head)
     entries = {}
-    with store.write_stream(f"{key}/{file}") as out:
+    with (
+        _kept(cache, f"{key}/{file}", len(head) + edges[-1]) as keep,
+        store.write_stream(f"{key}/{file}") as out,
+    ):
         out.write(head)
+        keep(head)
         for (wanted, one), (start, stop), (name, tensor) in zip(
             outlines.items(), pairwise(edges), tensors, strict=True
         ):
@@ -113,6 +122,7 @@ def write_shard(
             assert (name, data.nbytes) == (wanted, one.nbytes)
             if data.nbytes:
                 out.write(data)
+                keep(data)
             total.update(data)
             entries[name] = TensorEntry(
                 file=file,
@@ -124,6 +134,12 @@ def write_shard(
             )
     entry = FileEntry(nbytes=len(head) + edges[-1], digest=total.digest())
     return Part(name=file, file=entry, tensors=entries)
+
+
+def _kept(
+    cache: NodeCache | None, key: str, size: int
+) -> AbstractContextManager[Callable[[Buffer], None]]:
+    return nullcontext(lambda data: None) if cache is None else cache.kept(key, size)
 
 
 def finish(
