@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import slurm as slurm_daemons
 from tests.slurm import Slurm, running_slurm
+
+hypothesis.settings.register_profile("refrain", deadline=None)  # on a busy machine all is slow
+hypothesis.settings.load_profile("refrain")
 
 TESTS = Path(__file__).parent
 LONG_FIRST = ("flows", "deploy", "examples", "faults", "contract")

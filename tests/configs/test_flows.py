@@ -33,7 +33,7 @@ def test_another_store_is_named(module: str) -> None:
     )
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(name=TEXT, options=st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES))
 def test_the_words_read_as_the_store_that_they_were_made_of(
     name: str, options: dict[str, str | int | float | bool]

@@ -281,7 +281,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_no_json_but_a_ref_is_a_ref(value: object) -> None:
     with pytest.raises(ValueError, match="Malformed batch reference") as caught:
         BatchRef.from_json(value)
@@ -289,7 +289,7 @@ def test_no_json_but_a_ref_is_a_ref(value: object) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_a_ref_with_a_part_replaced(whole: RunStore, data: st.DataObject) -> None:
     """It is refused, or it is a ref whose reading is checked against the store as any other."""
     value = read_commit(whole, 3).refs["batch"].to_json()
@@ -315,7 +315,7 @@ def test_a_ref_with_a_part_replaced(whole: RunStore, data: st.DataObject) -> Non
 
 
 @given(st.lists(st.integers(0, 7), max_size=40), st.integers(1, 5))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_what_is_picked_comes_back(whole: RunStore, rows: list[int], parts: int) -> None:
     ref = read_commit(whole, 3).refs["batch"].take(rows)
     again = BatchRef.from_json(json.loads(json.dumps(ref.to_json())))

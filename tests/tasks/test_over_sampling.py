@@ -107,7 +107,7 @@ def test_what_cannot_be_carried_is_refused(words: list[str], said: str) -> None:
 STEPS = 8
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     staleness=st.integers(1, 4),
     factor=st.sampled_from(["1.25", "1.5", "2"]),
