@@ -279,9 +279,7 @@ def _stepped(
         keys, values = shelf.layer(layer, k)
         number = torch.arange(len(place), device=place.device)
         keys[number, :, place], values[number, :, place] = k, v
-        groups = k.shape[
-            1
-        ]  # query heads of a group take their turn as positions: no copies of keys
+        groups = k.shape[1]  # whose query heads are taken as positions: no copies of keys
         with _one_thread(q.device):
             out = F.scaled_dot_product_attention(
                 q.reshape(len(place), groups, heads // groups, size),
