@@ -55,6 +55,7 @@ def measure(
 ) -> tuple[list[dict[str, Any]], list[WeightsRef]]:
     """A row of figures for each step; and the last version, whole and as a difference."""
     from engines.train.fsdp_engine import DTYPES
+    from engines.train.lora import base_weights
     from engines.train.publication import publish_together
     from storage.objects.node_cache import NodeCache
     from storage.runs.weights import Base
@@ -62,7 +63,7 @@ def measure(
 
     engine, update = _engine(options, store, folder)
     cache = NodeCache(store, folder / "kept", CACHE_BYTES) if options.s3 else None
-    group, state = engine._joined().group, engine._weights()
+    group, state = engine._joined().group, base_weights(engine._loaded().model)
     dtype = DTYPES[options.dtype]
     rows: list[dict[str, Any]] = []
     before: dict[str, np.ndarray] = {}

@@ -20,6 +20,7 @@ from engines.train.adamw import stochastically_rounded
 from engines.train.fsdp import layers
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.gathering import gather
+from engines.train.lora import base_weights
 from engines.train.memory import OTHERS, PASS, setting_for_less
 from engines.train.memory_plan import checkpointed
 from engines.train.micro_batch import pack
@@ -77,7 +78,8 @@ def train(
     with mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as sent:
         digest = update(2)
     group = engine._joined().group
-    whole = {name: gather(held, None, 0, group) for name, held in engine._weights().items()}
+    held = base_weights(engine._loaded().model)
+    whole = {name: gather(each, None, 0, group) for name, each in held.items()}
     weights = {name: one.numpy().copy() for name, one in whole.items() if one is not None}
     engine.load_state(1)
     again = update(2)
