@@ -6,6 +6,7 @@ all end it: engines/workers/call_watch.py looks for them.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -25,6 +26,7 @@ from engines.workers.messages import BuildReport, CallId, CallResult, HostStatus
 
 GRACE = 30.0  # seconds after the deadline at which a worker without a flow process ends itself
 FETCH = 30.0  # seconds that fetching a finished call's result may take
+LOOK = 1.0  # seconds between looks at the worker meanwhile
 STATUS = 3.0  # seconds in which a healthy worker reports its status
 STOP = 30.0  # seconds in which an engine closes
 
@@ -156,11 +158,17 @@ class PendingCall:
         return found
 
     def _fetch(self) -> Any:
-        """The result from the worker that holds it; it may die with it."""
+        """The result from the worker that holds it; it may die with it.
+
+        Dask's client fetches for several callers in one request. Who gives up waiting in its loop,
+        as Future.result(timeout) does, cancels that for all of them; so the wait is bounded here.
+        """
         until = time.monotonic() + FETCH
+        loop = self.cluster.client.loop.asyncio_loop
+        fetched = asyncio.run_coroutine_threadsafe(self.future._result(), loop)
         while True:
             try:
-                return self.future.result(timeout=1.0)
+                return fetched.result(timeout=LOOK)
             except TimeoutError:
                 self.cluster.check()
                 gone = self.cluster.pool_of(self.address) is None
