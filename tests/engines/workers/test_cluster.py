@@ -328,7 +328,7 @@ def test_a_result_that_the_scheduler_does_not_hand_out_any_more_is_a_lost_cluste
     """It died between the call's end and the fetch, which goes by way of it."""
 
     class Future:
-        def result(self, timeout: float) -> None:
+        async def _result(self) -> None:
             raise CommClosedError("in <TCP (closed) local=… remote=…>: Stream is closed")
 
         def release(self) -> None: ...
