@@ -12,6 +12,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from configs.retraining import PromotionConfig
+from storage.runs.live import workers_ended
 from storage.tracking.registry import (
     EVALUATED_ON_TAG,
     EVALUATION_TAG,
@@ -64,6 +65,7 @@ def promote(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
     run.background.drain()  # the version gets into the registry there
     decision = decide.submit(run, evaluated, rule).result()
     if decision.promote and rule.approval and not decision.given:
+        workers_ended(run.files)
         run.engines.close()  # nobody's devices wait for a person
         refused = asked(run, evaluated, rule, decision)
         # The champion may have changed while a person was thinking.

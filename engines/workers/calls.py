@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from distributed import Future
 from distributed.scheduler import KilledWorker, NoValidWorkerError
@@ -23,6 +23,9 @@ from engines.workers import host
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
 from engines.workers.messages import BuildReport, CallId, CallResult, HostStatus
+
+if TYPE_CHECKING:
+    from tornado.platform.asyncio import BaseAsyncIOLoop
 
 GRACE = 30.0  # seconds after the deadline at which a worker without a flow process ends itself
 FETCH = 30.0  # seconds that fetching a finished call's result may take
@@ -164,7 +167,7 @@ class PendingCall:
         as Future.result(timeout) does, cancels that for all of them; so the wait is bounded here.
         """
         until = time.monotonic() + FETCH
-        loop = self.cluster.client.loop.asyncio_loop
+        loop = cast("BaseAsyncIOLoop", self.cluster.client.loop).asyncio_loop
         fetched = asyncio.run_coroutine_threadsafe(self.future._result(), loop)
         while True:
             try:

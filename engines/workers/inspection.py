@@ -47,6 +47,8 @@ def look(address: str, certificates: Certificates | None = None) -> list[WorkerV
     try:
         listed = client.run_on_scheduler(list_workers)
         answers = client.run(host.status, on_error="ignore")
+    except OSError as error:
+        raise NotReached(f"The Dask scheduler at {address} ended while asked ({error}).") from error
     finally:
         client.close(timeout=1.0)
     return [

@@ -34,6 +34,7 @@ class Live(BaseModel):
     # Paths of the PEM files ca, cert and key by which its scheduler can be asked; None: no TLS, or
     # the files that the settings name.
     certificates: dict[str, str] | None = None
+    ended: bool = False  # the flow has ended its workers in order; it may still be at work itself
 
 
 class DataOver(BaseModel):
@@ -70,6 +71,13 @@ def read_live(run: RunStore) -> Live | None:
         return Live.model_validate(documents.read(run.store, _live_key(run), LIVE))
     except ObjectMissing:
         return None
+
+
+def workers_ended(run: RunStore) -> None:
+    """Put on record that the flow which is named there ends its workers. Only under the lease."""
+    live = read_live(run)
+    if live is not None:
+        write_live(run, live.model_copy(update={"ended": True}))
 
 
 def _live_key(run: RunStore) -> str:

@@ -84,17 +84,32 @@ def answer(request: Request) -> Answer:
     if holder is not None and live is not None and live.epoch == holder.epoch:
         tasks = task_views(live)
         record["tasks"] = [asdict(one) for one in tasks]
+        record["workers"] = []
         try:
-            workers = look(live.scheduler, _certificates(config, live, holder.host))
+            workers = _workers_of(files, live, config)
             record["workers"] = [asdict(one) for one in workers]
-            shown += _workers(workers)
+            shown += _workers(workers) if workers else [text("Its workers have ended.")]
         except NotReached as error:
-            record["workers"], good = [], False
+            good = False
             shown.append(text(str(error), "bold red"))
         shown += _tasks(tasks)
     elif holder is not None:
         shown.append(text("Its workers are being started."))
     return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
+
+
+def _workers_of(files: RunStore, live: Live, config: GRPOConfig) -> list[WorkerView]:
+    """What the workers of a run say; none once it has ended them in order. Raises NotReached."""
+    if live.ended:
+        return []
+    holder = holder_of(files)
+    try:
+        return look(live.scheduler, _certificates(config, live, holder.host if holder else ""))
+    except NotReached:
+        now, holder = read_live(files), holder_of(files)
+        if holder is None or now is None or now.ended or now.epoch != live.epoch:
+            return []  # it ended them while it was looked at
+        raise
 
 
 def _certificates(config: GRPOConfig, live: Live, host: str) -> Certificates | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from engines.failures import ClusterLost, InfrastructureError
 from storage.prompts.datasets import open_source
-from storage.runs.live import DataOver, End, write_end
+from storage.runs.live import DataOver, End, workers_ended, write_end
 from storage.runs.orphans import clear
 from storage.runs.seen_rows import write_rows
 from tasks.reporting import events
@@ -96,6 +96,7 @@ def finish(run: Run, data_over: bool) -> RunSummary:
     run.tracker.finish(None)
     over = DataOver.of(run.config.data) if data_over else None
     write_end(run.files, End(step=run.head, data_over=over))
+    workers_ended(run.files)
     return RunSummary(
         run=run.name,
         steps=run.head,

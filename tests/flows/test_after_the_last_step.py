@@ -106,6 +106,7 @@ def test_a_run_killed_while_it_waits_for_a_person_asks_again(
 ) -> None:
     waiting = launch(*words(tmp_path), "promotion.approval=true")
     first = paused(prefect_api, waiting)
+    assert "Its workers have ended." in inspected(waiting)
     waiting.process.kill()
     waiting.process.wait()
     resumed = launch("--resume", waiting.files.run)

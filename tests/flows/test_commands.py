@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -16,12 +17,18 @@ from typing import Any
 import pytest
 
 from configs.overrides import ConfigError
+from configs.storage import StoreConfig
+from engines.workers.inspection import NotReached, WorkerView
 from flows import audit, export, inspect, lineage, replay, rescore
 from storage.objects import documents
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
+from storage.runs.live import read_live, workers_ended, write_live
 from storage.runs.origins import origin_of
+from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RUN_FORMAT, RunStore
+from tasks.commands import inspect as commands_inspect
+from tasks.commands.command import Request
 from tasks.run.forking import origin_of_fork
 from tasks.run.recorded_flow import settings_of
 from tests.flows.conftest import ROOT
@@ -75,9 +82,9 @@ def world(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> World:
     process = command(folder, "grpo", "tiny", "name=whole", api=prefect_api)
     try:
         parent = RunStore(store, _begun(process, store))
-        seen: dict[str, Any] = {"state": "running", "tasks": []}
-        while seen["state"] == "running" and not seen["tasks"]:  # between two steps there is none
-            seen = json.loads(finished(command(folder, "inspect", parent.run, "--json")))
+        seen: dict[str, Any] = {"state": "running", "tasks": [], "workers": []}
+        while seen["state"] == "running" and not (seen["tasks"] and seen["workers"]):
+            seen = looked_at(parent)  # between two steps there is no task
         finished(process)
         process = command(
             folder, "grpo", "--fork", f"{parent.run}@1", "name=child", api=prefect_api
@@ -89,6 +96,15 @@ def world(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> World:
             process.wait()
     (child,) = [name for name in store.children() if name.startswith("child")]
     return World(folder, parent, RunStore(store, child), seen)
+
+
+def looked_at(run: RunStore) -> dict[str, Any]:
+    """What `inspect --json` would print, without the seconds that a process takes to start."""
+    request = Request(
+        files=run, store=StoreConfig(), cluster=(), arguments=argparse.Namespace(steps=10)
+    )
+    answered = commands_inspect.answer(request)
+    return dict(answered.record, good=answered.good)
 
 
 def _begun(process: subprocess.Popen[str], store: Store) -> str:
@@ -273,6 +289,7 @@ def test_rescore(world: World, ask: Ask) -> None:
 def test_inspect(world: World, ask: Ask) -> None:
     seen = world.while_running
     assert seen["state"] == "running"
+    assert seen["good"]
     workers = {one["name"]: one for one in seen["workers"]}
     assert set(workers) == {"cpu-0", "rollout-0", "train-0"}
     assert "reward" in workers["cpu-0"]["status"]["engines"] or seen["steps_committed"] == 0
@@ -285,6 +302,45 @@ def test_inspect(world: World, ask: Ask) -> None:
     assert record["committed"][2]["weight_bytes"] > 100_000
     assert record["committed"][2]["bytes_written"] > record["committed"][2]["weight_bytes"]
     assert "is finished: 3 of 3 steps" in ask(inspect.main, world.child.run)[1]
+
+
+def test_inspect_of_a_run_that_has_ended_its_workers(
+    world: World, ask: Ask, tmp_path: Path
+) -> None:
+    """Its process is still at work: it waits for a person, or leaves its last notes."""
+    shutil.copytree(world.folder / ".refrain/store", tmp_path / "store")
+    run = RunStore(Store(f"file://{tmp_path}/store"), world.parent.run)
+    where = f"store.uri=file://{tmp_path}/store"
+    lease = RunLease.acquire(run, "test")
+    live = read_live(run)
+    assert live is not None and live.ended
+    write_live(run, live.model_copy(update={"epoch": lease.epoch, "prefect": None}))
+    code, out, err = ask(inspect.main, run.run, where)
+    assert (code, err) == (0, "")
+    assert "Its workers have ended." in out
+
+    write_live(run, live.model_copy(update={"epoch": lease.epoch, "prefect": None, "ended": False}))
+    code, out, _ = ask(inspect.main, run.run, where)
+    assert (code, f"The Dask scheduler at {live.scheduler} does not answer" in out) == (1, True)
+
+
+def test_inspect_while_a_run_ends_its_workers(
+    world: World, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(world.folder / ".refrain/store", tmp_path / "store")
+    run = RunStore(Store(f"file://{tmp_path}/store"), world.parent.run)
+    lease = RunLease.acquire(run, "test")
+    live = read_live(run)
+    assert live is not None
+    write_live(run, live.model_copy(update={"epoch": lease.epoch, "prefect": None, "ended": False}))
+
+    def gone(*_: object) -> list[WorkerView]:
+        workers_ended(run)  # after the command had read what the run has on record
+        raise NotReached("gone")
+
+    monkeypatch.setattr(commands_inspect, "look", gone)
+    code, out, _ = ask(inspect.main, run.run, f"store.uri=file://{tmp_path}/store")
+    assert (code, "Its workers have ended." in out, "gone" in out) == (0, True, False)
 
 
 def test_a_run_that_is_not_there(world: World, ask: Ask) -> None:
