@@ -45,13 +45,15 @@ def main() -> int:
     try:
         api = registration.check_server(PREFECT_API_URL.value())
         with get_client(sync_client=True) as client:
-            pools = registration.ensure_pools(client)
+            pools = registration.patiently(lambda: registration.ensure_pools(client))
         if arguments.flow is not None:
             name = registration.register_flow(arguments.flow, arguments.recipe, arguments.names)
             print(f"Deployment   {name}")
         else:
             registration.register_deployments(arguments.names)
-        automations = registration.register_automations(arguments.notify)
+        automations = registration.patiently(
+            lambda: registration.register_automations(arguments.notify)
+        )
     except (ServerError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 1

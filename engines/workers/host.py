@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import threading
 import time
@@ -53,6 +54,7 @@ from storage.objects.usage import COUNTER
 HOST = "refrain-engine-host"  # name of the plugin on every worker
 RECORDS = 512  # results remembered per worker
 CONTROL_THREADS = 4
+PORTS = range(20_000, 32_768)  # below those that Linux gives to connections
 BUILD = "build"
 STARTS = (BUILD, "join")  # what an engine's start is made of, bounded by its progress
 
@@ -391,10 +393,14 @@ def examine(dask_worker: Worker) -> WorkerInfo:
 
 def free_port(host: str) -> CallResult:
     """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
-    return _recorded(lambda: _free_port(host))
+    return _recorded(lambda: find_free_port(host))
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def find_free_port(host: str) -> int:
+    """One that no connection takes before it is listened at, if there is such a one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in (*random.SystemRandom().sample(PORTS, 64), 0):  # 0: any that is free
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no TCP port of {host} is free")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from tasks.run.recorded_flow import load_flow, settings_class
 INFRA = Path(str(files("infra")))  # a package of files, so that an installed Refrain has them too
 PREFECT_FILE = INFRA / "prefect.yaml"
 AUTOMATIONS_FILE = INFRA / "automations.yaml"
+ATTEMPTS = 3  # at a server that does not answer in time
 POOL = "refrain"  # of the deployments in prefect.yaml
 MESSAGE = "{{ automation.description }}\n\n{{ event.event }} {{ event.payload }}"
 
@@ -53,6 +54,24 @@ def check_server(api: str | None) -> str:
             "PREFECT_API_URL to the API of a running one."
         ) from None
     return api
+
+
+def patiently(register: Callable[[], list[str]]) -> list[str]:
+    """What `register` returns; asked again where a busy server does not answer in time.
+
+    What it does twice must come to the same. Raises NotDeployed.
+    """
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            return register()
+        except httpx.TransportError as error:
+            if not left:
+                raise NotDeployed(
+                    f"The Prefect server did not answer {ATTEMPTS} times ({type(error).__name__}: "
+                    f"{error}). Deploy again when it is less busy, or set "
+                    "PREFECT_API_REQUEST_TIMEOUT higher; what is there already is brought up to date."
+                ) from error
+    raise AssertionError("not reached")
 
 
 def ensure_pools(client: SyncPrefectClient) -> list[str]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
+from engines.workers.host import find_free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,9 +41,7 @@ OVER = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return find_free_port("127.0.0.1")
 
 
 def environment() -> dict[str, str]:

@@ -136,7 +136,10 @@ def gone(run: Launched, seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+)
 def test_nothing_is_left_after_an_interrupt(launch: Launch, number: signal.Signals) -> None:
     run = launch("tiny", "steps=1000", embedded=number is signal.SIGKILL)
     wait_for_step(run, 1)

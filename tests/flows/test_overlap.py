@@ -136,6 +136,7 @@ def test_a_failure_lets_the_steps_before_it_end(launch: Launch, tmp_path: Path) 
     assert run.children() == []
 
 
+@pytest.mark.slow
 def test_a_persons_stop_is_no_failure(launch: Launch) -> None:
     run = launch("tiny", "steps=1000", *ASYNC)
     wait_for_step(run, 2)

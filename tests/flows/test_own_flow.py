@@ -38,6 +38,7 @@ def said(folder: Path, module: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_it_is_killed_and_resumed_and_ends_with_the_weights_of_an_undisturbed_run(
     launch: Launch, undisturbed: RunStore, tmp_path: Path

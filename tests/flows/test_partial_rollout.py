@@ -95,10 +95,8 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize(
-    "when",
-    [name if name == "scored" else pytest.param(name, marks=pytest.mark.slow) for name in KILLED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("when", KILLED)
 def test_killed_while_groups_are_carried(launch: Launch, tmp_path: Path, when: str) -> None:
     """The step after the kill takes the carried groups from the commit, tokens and all."""
     faults = faults_of(tmp_path, KILLED[when])

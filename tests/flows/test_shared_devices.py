@@ -8,7 +8,7 @@ import pytest
 
 from tests.flows.conftest import Launch
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 WORDS = ("tiny", "steps=2", "cluster.roles.rollout=train", "algorithm.kl.coefficient=0.01")
 

@@ -38,6 +38,7 @@ def wants_a_certificate(port: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_every_socket_of_a_run_is_on_loopback_and_speaks_tls(launch: Launch) -> None:
     run = launch(
         "tiny",

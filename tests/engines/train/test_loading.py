@@ -174,7 +174,7 @@ def whole_scores(directory: Path) -> list[float]:
         return policy(packed, alone, temperature=1.0, chunk=1024, dtype=torch.float32)[0].tolist()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_are_those_that_transformers_loads(
     world: int, directories: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import numpy as np
 from configs.model import RandomModel
 from configs.train import TrainConfig
 from engines.train.spec import TrainSpec
+from engines.workers.host import find_free_port
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -90,11 +89,10 @@ def stored(folder: Path, rows: list[Sample], name: str = "batch") -> BatchRef:
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens at now."""
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [server.getsockname()[1] for server in servers]
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(find_free_port("127.0.0.1"))
+    return sorted(found)
 
 
 class Ranks:
