@@ -58,11 +58,13 @@ def measure(
     from engines.train.lora import base_weights
     from engines.train.publication import publish_together
     from storage.objects.node_cache import NodeCache
+    from storage.objects.write_behind import WriteBehind
     from storage.runs.weights import Base
     from storage.runs.weights_writing import publish
 
     engine, update = _engine(options, store, folder)
     cache = NodeCache(store, folder / "kept", CACHE_BYTES) if options.s3 else None
+    behind = None if cache is None else WriteBehind(store, cache)
     group, state = engine._joined().group, base_weights(engine._loaded().model)
     dtype = DTYPES[options.dtype]
     rows: list[dict[str, Any]] = []
@@ -74,7 +76,8 @@ def measure(
         row: dict[str, Any] = {"step": step}
 
         def put(run: str, every: int, step: int = step) -> WeightsRef:
-            return publish_together(store, run, step, state, {}, dtype, group, every, cache)
+            made = publish_together(store, run, step, state, {}, dtype, group, every, behind)
+            return made.settle()
 
         with _timed(row, "publish_whole"):
             whole = put("whole", 1)

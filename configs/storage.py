@@ -41,8 +41,9 @@ class StoreConfig(Settings):
         0.0,
         ge=0,
         description="What each machine keeps of policy versions, where the store is not local, in "
-        "GiB of its temporary folder: its engines read each version once together. Two whole "
-        "versions should fit. 0 keeps nothing.",
+        "GiB of its temporary folder: its engines read each version once together, and those on the "
+        "trainer's machine while it is on its way to the store. Two whole versions should fit. 0 "
+        "keeps nothing.",
     )
     # Enough for every recipe here to be looked up whole, and an end to what a long run fills.
     keep_steps: int | None = Field(

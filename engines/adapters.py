@@ -71,7 +71,9 @@ def merge(
     return tensor if a is None or b is None else merged(tensor, a, b, scale)
 
 
-def whole_entries(store: Store, weights: WeightsRef | Base) -> Mapping[str, TensorEntry]:
+def whole_entries(
+    store: Store | NodeCache, weights: WeightsRef | Base
+) -> Mapping[str, TensorEntry]:
     """What is known of each whole tensor that a version means, in order; an adapter's are its base's.
 
     Raises WeightMismatch where an adapter does not fit its base.
@@ -106,7 +108,7 @@ def stream_whole(
 
     Every tensor read, of the base and of the adapter, is checked before it is used.
     """
-    manifest = open_manifest(store, weights)
+    manifest = open_manifest(cache or store, weights)
     if manifest.adapter is None or manifest.base is None:
         yield from stream(store, weights, names, cache)
         return

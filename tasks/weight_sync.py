@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from prefect import task
 
+from engines.failures import WeightMismatch
 from engines.rollout.weight_probe import Probe
 from storage.runs.forks import shared_weights
 from storage.runs.weights import WeightsRef
@@ -27,28 +29,36 @@ def weight_sync(run: Run, step: int, updated: Updated, whole: bool) -> Synced:
 
 
 def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> Synced:
-    """Publish a version, load it into the rollout engines, and check it on a probe."""
+    """Publish a version, load it into the rollout engines, and check it on a probe.
+
+    Engines on the trainer's machine may load it while it is on its way to the store. Returns once
+    it is there.
+    """
     start = time.monotonic()
-    with attempted(run, step, "weight_sync"):
-        weights = parents_weights(run) if version == run.start else None
-        if weights is None:
-            weights = run.engines.actor.export(version, run.config.rollout.dtype, whole)
-            say_made_anew(run, weights)
+    actor, dtype = run.engines.actor, run.config.rollout.dtype
+    with attempted(run, step, "weight_sync"), ThreadPoolExecutor(1) as aside:
+        shared = parents_weights(run) if version == run.start else None
+        weights = shared or actor.export(version, dtype, whole)
         exported = time.monotonic()
         tokens, lengths = run.probe()
         probe = Probe(
-            tokens=tokens,
-            prompt_lengths=lengths,
-            logprobs=run.engines.actor.score(version, tokens, lengths),
+            tokens=tokens, prompt_lengths=lengths, logprobs=actor.score(version, tokens, lengths)
         )
+        settled = aside.submit(actor.settle, version, dtype, whole) if shared is None else None
         loaded = run.engines.rollouts.sync(weights, probe)
+        if settled is not None:
+            check_settled(weights, settled.result())
+            say_made_anew(run, weights)
+        stored = time.monotonic()
     reports = [load.report for load in loaded.values()]
     return Synced(
         weights=weights,
         workers=sorted(loaded),
         metrics={
             "weights/publish_seconds": exported - start,
+            "weights/stored_seconds": stored - start,
             "weights/load_seconds": max(report.seconds for report in reports),
+            "weights/waited_seconds": max(report.waited for report in reports),
             "weights/bytes": float(weights.nbytes),
             "weights/bytes_stored": float(
                 weights.nbytes if weights.stored is None else weights.stored
@@ -56,6 +66,16 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
             "weights/probe_error": max(load.logprob_error for load in loaded.values()),
         },
     )
+
+
+def check_settled(announced: WeightsRef, stored: WeightsRef) -> None:
+    """Raise WeightMismatch where the store got other weights than the engines may have loaded."""
+    if stored.digest != announced.digest:
+        raise WeightMismatch(
+            f"The trainer was lost while version {announced.version} was on its way to the store. "
+            f"Made anew it has digest {stored.digest}, not {announced.digest}: its sums are not "
+            "reproducible. Samples of the lost weights would have no origin. Resume the run."
+        )
 
 
 def parents_weights(run: Run) -> WeightsRef | None:

@@ -138,6 +138,7 @@ class SyncReport:
     nbytes: int
     seconds: float  # the whole sync, running shards included
     load_seconds: float  # reading and loading alone
+    waited: float = 0.0  # seconds for the store to have what the trainer's machine has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,7 +145,7 @@ class RolloutEngine(Engine, ABC):
         that does not fit the model is refused before anything is loaded. An engine that sleeps wakes.
         """
         started = time.monotonic()
-        check_manifest(self._store, weights, self._shapes)
+        waited = check_manifest(self._store, weights, self._shapes, self._node_cache)
         with self._moving:
             self._rouse()
         loaded = self._load(weights, mode)
@@ -156,6 +156,7 @@ class RolloutEngine(Engine, ABC):
             nbytes=loaded.nbytes,
             seconds=time.monotonic() - started,
             load_seconds=loaded.seconds,
+            waited=waited,
         )
 
     def sync_and_score(

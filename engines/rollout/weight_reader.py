@@ -17,7 +17,7 @@ from storage.runs.weights import (
     open_manifest,
     weights_digest,
 )
-from storage.runs.weights_reading import stream
+from storage.runs.weights_reading import stream, wait_until_readable
 
 if TYPE_CHECKING:
     import torch
@@ -63,13 +63,13 @@ class LoadedWeights:
         self._store = store
         self._cache = cache
         self._weights = weights
-        self._manifest = manifest = open_manifest(store, weights)
+        self._manifest = manifest = open_manifest(cache or store, weights)
         self._names: frozenset[str] | None = None
         self._factors = _Taken(manifest)
         self._whole = self._factors
         self.base = ""  # digest of the base below an adapter; empty where the version is none
         if manifest.adapter is not None and manifest.base is not None:
-            base = open_manifest(store, manifest.base)
+            base = open_manifest(cache or store, manifest.base)
             self.base = base.digest
             self._whole = _Taken(base)
             if base_held == self.base:
@@ -135,13 +135,19 @@ class _Taken:
 
 
 def check_manifest(
-    store: Store, weights: WeightsRef, expected: Mapping[str, tuple[int, ...]]
-) -> None:
+    store: Store,
+    weights: WeightsRef,
+    expected: Mapping[str, tuple[int, ...]],
+    cache: NodeCache | None = None,
+) -> float:
     """Raise WeightMismatch naming the first tensor that the version lacks or has otherwise.
 
-    Done before anything is loaded: vLLM keeps the old values of a weight that does not come.
+    Done before anything is loaded: vLLM keeps the old values of a weight that does not come. Where
+    machines keep versions it is waited for as `wait_until_readable` says; returns those seconds.
     """
-    offered = {name: entry.shape for name, entry in whole_entries(store, weights).items()}
+    waited = 0.0 if cache is None else wait_until_readable(store, weights, cache)
+    entries = whole_entries(cache or store, weights)
+    offered = {name: entry.shape for name, entry in entries.items()}
     for name, shape in expected.items():
         if name not in offered:
             raise WeightMismatch(
@@ -159,3 +165,4 @@ def check_manifest(
             f"Policy version {weights.version} ({weights.key}) has a tensor {extra[0]} that the "
             "rollout engine's model has not."
         )
+    return waited

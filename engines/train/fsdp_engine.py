@@ -63,6 +63,7 @@ class FSDPEngine(Ranked):
         "update",
         "cost",
         "export_weights",
+        "settle_weights",
         "save_state",
         "load_state",
         "load_weights",
@@ -144,6 +145,8 @@ class FSDPEngine(Ranked):
         """Leave the process group and forget the weights."""
         if self._meeting is None:
             return
+        if self._published is not None:
+            self._published.close()
         self._meeting = self._policy = self._optimizer = self._published = self.version = None
         self._storages = Storages()
         gc.collect()
@@ -297,8 +300,9 @@ class FSDPEngine(Ranked):
     def export_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         """Publish the weights held as a policy version; transformers and vLLM can load its folder.
 
-        Unless `whole` some versions are stored as the difference from another one, if the settings
-        say so; such a folder is read by this program only.
+        Engines on the ranks' machines may read it at once, others once it is settled. Unless `whole`
+        some versions are stored as the difference from another one, if the settings say so; such a
+        folder is read by this program only.
 
         Each rank writes the tensors that it gathers. The output head is among the tensors also where
         it is tied to the embedding.
@@ -307,6 +311,11 @@ class FSDPEngine(Ranked):
         if self._spec.role == "critic":
             raise ValueError("A critic is no policy, so it has no version to publish.")
         return self._versions().publish(version, DTYPES[dtype], whole)
+
+    def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
+        """Return once the store has what `export_weights` has published with these arguments."""
+        self._joined()
+        return self._versions().settle(version, DTYPES[dtype], whole)
 
     def digest(self, dtype: str | None = None) -> str:
         """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""

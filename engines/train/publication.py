@@ -20,8 +20,8 @@ from engines.failures import WeightMismatch
 from engines.train.fsdp import share
 from engines.train.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
-from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
+from storage.objects.write_behind import WriteBehind
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import base_for, changes_name, write_changes
 from storage.runs.weights import (
@@ -39,6 +39,9 @@ from storage.runs.weights import (
 from storage.runs.weights_reading import BaseTensors, stream
 from storage.runs.weights_writing import (
     SHARD_BYTES,
+    Contents,
+    announce,
+    contents,
     cut,
     finish,
     new_token,
@@ -60,19 +63,20 @@ def publish_together(
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,
     every: int = 1,
-    cache: NodeCache | None = None,
+    behind: WriteBehind | None = None,
     shard_bytes: int = SHARD_BYTES,
     *,
     key: str | None = None,
     adapter: tuple[Adapter, Base] | None = None,
-) -> WeightsRef:
+) -> Publication:
     """Write a (sharded) module's weights as a policy version, each rank some shards; a collective.
 
     The version has the same digest whatever the number of ranks; the rest is as `publish` promises.
     A rank holds the bytes of one shard at most beside the tensor that is gathered.
 
-    every: of so many versions one is stored whole, the others as the difference from it; cache: what
-    this machine keeps of the store, in which that one is looked for, and which whole ones go into.
+    every: of so many versions one is stored whole, the others as the difference from it; behind: what
+    this machine keeps of the store, in which that one is looked for, and by way of which whole ones
+    go there: machines then have them before the store, which has them once it is settled.
     key: the folder, if not that of the version's number. adapter: what the tensors are factors of,
     and on which base.
     """
@@ -83,20 +87,41 @@ def publish_together(
         found = digest_together(state, dtype, group)
         if adapter is not None:
             found = adapter_digest(found, adapter[0], adapter[1].digest)
-        return on_first(group, lambda: same(there, key, found))
+        return Publication(on_first(group, lambda: same(there, key, found)))
     base = on_first(group, lambda: base_for(RunStore(store, run), version, outlines, every))
     shards = cut(outlines, group.size(), shard_bytes)
     owners = {name: number % group.size() for number, shard in enumerate(shards) for name in shard}
-    parts_of = _Parts(store=store, key=key, token=token, base=base, cache=cache)
+    parts_of = _Parts(store=store, key=key, token=token, base=base, behind=behind)
     with _Writer(parts_of, shards, group.rank(), group.size(), outlines) as writer:
         on_owners(state, dtype, owners, group, writer.add)
         parts = together(group, writer.parts)
     written = {number: part for rank in parts for number, part in rank.items()}
     ordered = [written[number] for number in range(len(shards))]
-    if adapter is not None:
-        made, below = adapter
-        return on_first(group, lambda: finish(store, key, version, ordered, files, below, made))
-    return on_first(group, lambda: finish(store, key, version, ordered, files, base))
+    made, below = (None, base) if adapter is None else adapter
+    whole = contents(key, version, ordered, files, below, made)
+    if behind is None or below is not None:
+        return Publication(on_first(group, lambda: finish(store, whole)))
+    together(group, lambda: announce(behind.cache, whole))
+    return Publication(whole.ref, lambda: _settle(store, behind, whole, group))
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version that can be read: on its ranks' machines for now, or from the store."""
+
+    ref: WeightsRef
+    rest: Callable[[], WeightsRef] | None = None  # until the store has it; a collective
+
+    def settle(self) -> WeightsRef:
+        """Return once the store has it; a collective."""
+        return self.ref if self.rest is None else self.rest()
+
+
+def _settle(
+    store: Store, behind: WriteBehind, made: Contents, group: dist.ProcessGroup
+) -> WeightsRef:
+    together(group, behind.settle)
+    return on_first(group, lambda: finish(store, made))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +132,7 @@ class _Parts:
     key: str  # folder of the version
     token: str  # of the attempt
     base: Base | None  # from which the version is stored as the difference
-    cache: NodeCache | None
+    behind: WriteBehind | None
 
     def write(
         self,
@@ -121,11 +146,11 @@ class _Parts:
                 number: write_shard(
                     *(store, key, shard_name(number, self.token), outlines),
                     tensors(len(outlines)),
-                    self.cache,
+                    self.behind,
                 )
                 for number, outlines in shards.items()
             }
-        base = BaseTensors(store, self.base, self.cache)
+        base = BaseTensors(store, self.base, None if self.behind is None else self.behind.cache)
         return {
             number: write_changes(
                 store, key, changes_name(number, self.token), outlines, tensors(len(outlines)), base

@@ -165,11 +165,22 @@ class Trainer:
             return self._call("values", version, arguments, name=f"values-{out_key}").batch
 
     def export(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
-        """Publish the weights of a version to the store; `whole`: not as a difference."""
+        """Publish the weights of a version; `whole`: not as a difference.
+
+        The store has them once `settle`, with the same arguments, has returned; until then only
+        engines on the trainer's machine can read them, where it keeps versions.
+        """
+        return self._publish("export_weights", version, dtype, whole)
+
+    def settle(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
+        """Return once the store has a version. A gang that was lost meanwhile publishes it again."""
+        return self._publish("settle_weights", version, dtype, whole)
+
+    def _publish(self, method: str, version: int, dtype: str, whole: bool) -> WeightsRef:
         arguments = {"version": version, "dtype": dtype, "whole": whole}
         with self._lock:
             self.at(version)
-            return self._call("export_weights", version, arguments)
+            return self._call(method, version, arguments)
 
     def score(
         self, version: int, tokens: list[list[int]], prompt_lengths: list[int]

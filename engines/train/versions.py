@@ -21,9 +21,15 @@ from engines.failures import WeightMismatch
 from engines.models import companion_files
 from engines.train.gathering import on_first
 from engines.train.lora import adapted_layers, base_weights, factors
-from engines.train.publication import compare_together, digest_together, publish_together
+from engines.train.publication import (
+    Publication,
+    compare_together,
+    digest_together,
+    publish_together,
+)
 from engines.train.spec import TrainSpec, WeightsComparison
 from storage.objects.node_cache import NodeCache
+from storage.objects.write_behind import WriteBehind
 from storage.runs.adapters import base_key, find_base
 from storage.runs.run_store import RunStore
 from storage.runs.weights import Adapter, Base, WeightsRef, adapter_digest, open_manifest
@@ -46,15 +52,34 @@ class Versions:
         self._spec = spec
         self._files = files
         self._directory = directory
-        self._cache = cache
+        self._behind = None if cache is None else WriteBehind(files.store, cache)
         self._group = group
+        self._last: Publication | None = None
 
     def publish(self, version: int, dtype: torch.dtype, whole: bool) -> WeightsRef:
         """Publish the weights held, cast to `dtype`, as a policy version.
 
-        Unless `whole` some versions are stored as the difference from another one, if the settings
-        say so.
+        The machines of the ranks may have it before the store: `settle` waits for that. Unless
+        `whole` some versions are stored as the difference from another one, if the settings say so.
         """
+        if self._behind is not None:
+            self._behind.abandon()  # of an attempt that failed
+        self._last = self._begin(version, dtype, whole)
+        return self._last.ref
+
+    def settle(self, version: int, dtype: torch.dtype, whole: bool) -> WeightsRef:
+        """Return once the store has the version; what was not published here is published now."""
+        if self._last is None or self._last.ref.version != version:
+            self.publish(version, dtype, whole)
+        assert self._last is not None
+        return self._last.settle()
+
+    def close(self) -> None:
+        """Give up what is on its way to the store."""
+        if self._behind is not None:
+            self._behind.abandon()
+
+    def _begin(self, version: int, dtype: torch.dtype, whole: bool) -> Publication:
         # A step changes nearly every float32: there is no difference worth storing.
         every = 1 if whole or dtype == torch.float32 else self._spec.whole_every
         return self._publish_whole(version, dtype, every)
@@ -73,7 +98,7 @@ class Versions:
 
     def _publish_whole(
         self, version: int, dtype: torch.dtype, every: int = 1, key: str | None = None
-    ) -> WeightsRef:
+    ) -> Publication:
         return publish_together(
             self._files.store,
             self._files.run,
@@ -83,7 +108,7 @@ class Versions:
             dtype,
             self._group,
             every=every,
-            cache=self._cache,
+            behind=self._behind,
             key=key,
         )
 
@@ -91,7 +116,7 @@ class Versions:
 class AdapterVersions(Versions):
     """Versions of a language model's adapters, on a base that does not change."""
 
-    def publish(self, version: int, dtype: torch.dtype, whole: bool) -> WeightsRef:
+    def _begin(self, version: int, dtype: torch.dtype, whole: bool) -> Publication:
         """Publish the factors, in float32, as a version; before the first one the base in `dtype`.
 
         Raises WeightMismatch where the base in the store is not the one that is held here.
@@ -156,7 +181,7 @@ class AdapterVersions(Versions):
         name = str(dtype).removeprefix("torch.")
         base = on_first(self._group, lambda: find_base(self._files, name))
         if base is None:
-            made = self._publish_whole(0, dtype, key=base_key(self._files, name))
+            made = self._publish_whole(0, dtype, key=base_key(self._files, name)).settle()
             base = Base(key=made.key, digest=made.digest)
             self._base_digests[dtype] = base.digest
         if self._base_digest(dtype) != base.digest:

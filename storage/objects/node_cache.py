@@ -3,8 +3,9 @@
 Only of objects that never change under their key, such as a policy version's files. An object is a
 sparse file in a folder of the machine, with a byte at its end for each chunk that has arrived. Who
 needs a chunk takes the file's lock and fetches it; others wait and find it. Who writes an object to
-the store can put it here as well, so that its machine need not read it back. All readers map the same
-pages, and keep them where the file is removed. What is longest unused goes first.
+the store can put it here first (write_behind.py), so that its machine need not wait for the store.
+All readers map the same pages, and keep them where the file is removed. What is longest unused goes
+first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,38 +72,47 @@ class NodeCache:
                 found.append(memoryview(mapped)[start:stop])
         return found
 
+    def read(self, key: str) -> bytes:
+        """A small object: what was `put` here, or else the store's. Raises ObjectMissing."""
+        return self._store.read(key) if (found := self._whole(key)) is None else found[:]
+
+    def has(self, key: str) -> bool:
+        """Whether all of an object is here."""
+        return self._whole(key) is not None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keep a small object that the store does not have yet."""
+        self.forget(key)
+        with self.kept(key, len(data)) as keep:
+            keep.put(data)
+
     @contextlib.contextmanager
-    def kept(self, key: str, size: int) -> Iterator[Callable[[Buffer], None]]:
-        """Keeps an object of so many bytes that is being written to the store.
+    def kept(self, key: str, size: int) -> Iterator[Keeping]:
+        """Keeps an object of so many bytes, which the store is to get.
 
         In the body it takes the object's pieces, in order. Where the body fails, the object is too
         large or the disk is full, nothing is kept.
         """
         if not 0 < size <= self._limit:
-            yield lambda data: None
+            yield Keeping(None)
             return
-        path, at = self._path(key), 0
+        path = self._path(key)
         with _locked(path) as file:
-
-            def put(data: Buffer) -> None:
-                nonlocal at
-                with self._given_up_if_full(path):
-                    at += _write(file, memoryview(data).cast("B"), at)
-
-            with self._given_up_if_full(path):
+            keeping = Keeping(file)
+            with keeping.unless_full():
                 self._make_room(size)
                 _lay_out(file, size)
-            yield put
-            if at == size:
-                os.pwrite(file, b"\1" * _chunks(size), size)
-
-    @contextlib.contextmanager
-    def _given_up_if_full(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            logger.warning("This machine does not keep what it writes to the store: %s", error)
-            path.unlink(missing_ok=True)
+                os.posix_fallocate(
+                    file, 0, size
+                )  # so that a full disk is met before the first byte
+            try:
+                yield keeping
+                if keeping.there and keeping.at == size:
+                    os.pwrite(file, b"\1" * _chunks(size), size)
+                    keeping.pages = mmap.mmap(file, size, access=mmap.ACCESS_READ)
+            finally:
+                if keeping.pages is None:
+                    path.unlink(missing_ok=True)
 
     def forget(self, key: str) -> None:
         """Drop an object whose bytes turned out to be wrong."""
@@ -110,6 +120,23 @@ class NodeCache:
 
     def _path(self, key: str) -> Path:
         return self._folder / hashlib.sha256(f"{self._store.uri}/{key}".encode()).hexdigest()[:32]
+
+    def _whole(self, key: str) -> mmap.mmap | None:
+        """All bytes of an object, if they are all here."""
+        try:
+            file = os.open(self._path(key), os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            length = os.fstat(file).st_size
+            if length < SIZE.size:
+                return None
+            (size,) = SIZE.unpack(os.pread(file, SIZE.size, length - SIZE.size))
+            if not size or 0 in os.pread(file, _chunks(size), size):
+                return None
+            return mmap.mmap(file, size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
 
     def _map(self, key: str, parts: Sequence[tuple[int, int]]) -> mmap.mmap | None:
         """The object's file with these parts of it; None for an object that is not kept."""
@@ -161,6 +188,36 @@ class NodeCache:
             if nbytes:  # else it is the one for which room is made
                 path.unlink(missing_ok=True)
                 held -= nbytes
+
+
+class Keeping:
+    """An object on its way into a machine's cache."""
+
+    def __init__(self, file: int | None) -> None:
+        """`file`: open, of the cache; None: it is not kept."""
+        self._file = file
+        self.at = 0  # bytes that were put
+        self.pages: mmap.mmap | None = None  # the object, once it is all there
+
+    @property
+    def there(self) -> bool:
+        """Whether what was put is there."""
+        return self._file is not None
+
+    def put(self, data: Buffer) -> None:
+        """The object's next bytes."""
+        if self._file is not None:
+            with self.unless_full():
+                self.at += _write(self._file, memoryview(data).cast("B"), self.at)
+
+    @contextlib.contextmanager
+    def unless_full(self) -> Iterator[None]:
+        """Give up keeping it, with a line in the log, where the body meets a full disk."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("This machine does not keep what it writes to the store: %s", error)
+            self._file = None
 
 
 def _chunks(size: int) -> int:

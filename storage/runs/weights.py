@@ -28,6 +28,7 @@ from storage.objects.errors import ObjectDamaged, ObjectMissing
 if TYPE_CHECKING:
     import torch
 
+    from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
 
 FORMAT = "refrain.weights/2"
@@ -165,14 +166,14 @@ def adapter_digest(factors: str, adapter: Adapter, base: str) -> str:
     return digest_lines([[factors, adapter.rank, adapter.alpha, base]])
 
 
-def open_manifest_at(store: Store, key: str) -> Manifest:
+def open_manifest_at(store: Store | NodeCache, key: str) -> Manifest:
     """The manifest in the folder `key`. Raises ObjectMissing, ObjectDamaged."""
     manifest = f"{key}/{MANIFEST}"
     body = documents.decode_version(READERS, manifest, store.read(manifest))
     return documents.validated(Manifest, manifest, body)
 
 
-def open_manifest(store: Store, ref: WeightsRef | Base) -> Manifest:
+def open_manifest(store: Store | NodeCache, ref: WeightsRef | Base) -> Manifest:
     """The manifest of the version that `ref` means. Raises ObjectMissing, ObjectDamaged."""
     manifest = open_manifest_at(store, ref.key)
     found = manifest.content
@@ -184,7 +185,7 @@ def open_manifest(store: Store, ref: WeightsRef | Base) -> Manifest:
     return manifest
 
 
-def open_chain(store: Store, ref: WeightsRef | Base) -> list[tuple[str, Manifest]]:
+def open_chain(store: Store | NodeCache, ref: WeightsRef | Base) -> list[tuple[str, Manifest]]:
     """Folder and manifest of a version, of its base, of that one's base, and so on.
 
     All that must be there for the version to be read. Raises ObjectMissing, ObjectDamaged.

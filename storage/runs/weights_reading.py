@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -12,9 +13,17 @@ from storage.batches import tensors as torch_bytes
 from storage.batches.format import DTYPES
 from storage.objects.backends import Range
 from storage.objects.digests import digest
-from storage.objects.errors import ObjectDamaged
+from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.tensor_changes import decode
-from storage.runs.weights import Base, Manifest, TensorEntry, WeightsRef, open_chain, open_manifest
+from storage.runs.weights import (
+    MANIFEST,
+    Base,
+    Manifest,
+    TensorEntry,
+    WeightsRef,
+    open_chain,
+    open_manifest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +31,41 @@ if TYPE_CHECKING:
     from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
 
+PATIENCE = 600.0  # seconds in which a version that was announced is in the store
+LOOK = 0.2  # seconds between looks for it
 WINDOW_BYTES = 64 * 2**20  # read at once by `stream`; one window more is read ahead
+
+
+def wait_until_readable(
+    store: Store, ref: WeightsRef, cache: NodeCache, patience: float = PATIENCE
+) -> float:
+    """Wait for a version that goes to the store behind its writer's machine; returns the seconds.
+
+    None where this is the machine and all of it is here. Raises ObjectMissing, `patience` seconds
+    later, where it does not come.
+    """
+    began = time.monotonic()
+    while not (_is_here(cache, ref) or store.exists(f"{ref.key}/{MANIFEST}")):
+        if (waited := time.monotonic() - began) > patience:
+            raise ObjectMissing(
+                f"Policy version {ref.version} ({ref.key}) is not in the store {waited:.0f} s after "
+                "it was announced: its trainer ended, or does not reach the store."
+            )
+        time.sleep(LOOK)
+    return time.monotonic() - began
+
+
+def _is_here(cache: NodeCache, ref: WeightsRef) -> bool:
+    manifest = f"{ref.key}/{MANIFEST}"
+    if not cache.has(manifest):
+        return False
+    try:
+        found = open_manifest(cache, ref)
+    except ObjectDamaged:  # of an attempt that was given up
+        cache.forget(manifest)
+        return False
+    files = {entry.file for entry in found.tensors.values()}
+    return all(cache.has(f"{ref.key}/{file}") for file in files)
 
 
 class BaseTensors:
@@ -30,8 +73,8 @@ class BaseTensors:
 
     def __init__(self, store: Store, base: Base, cache: NodeCache | None = None) -> None:
         self.base = base
-        self.entries = open_manifest(store, base).tensors
         self._source = cache or store
+        self.entries = open_manifest(self._source, base).tensors
 
     def read(self, name: str) -> np.ndarray:
         """A tensor's bytes [bytes] uint8, checked. Raises ObjectMissing, ObjectDamaged."""
@@ -68,7 +111,7 @@ class _Version:
 
     def __init__(self, store: Store, ref: WeightsRef | Base, cache: NodeCache | None) -> None:
         self.key = ref.key
-        chain = open_chain(store, ref)
+        chain = open_chain(cache or store, ref)
         self.manifest = chain[0][1]
         self._base = chain[1] if len(chain) > 1 else None
         self._store, self._cache = store, cache

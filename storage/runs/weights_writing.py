@@ -2,7 +2,8 @@
 
 `publish` is the whole of it for one writer. Several, as the ranks of a gang are
 (engines/train/publication.py), agree on `cut`, each writes its shards by `write_shard`, and one of
-them calls `finish`.
+them calls `finish`. Where shards go to the store behind what the machine keeps, `announce` lets its
+readers have the version before that.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
     from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
+    from storage.objects.write_behind import WriteBehind
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20
@@ -91,12 +94,12 @@ def write_shard(
     file: str,
     outlines: Mapping[str, Outline],
     tensors: Iterable[tuple[str, torch.Tensor]],
-    cache: NodeCache | None = None,
+    behind: WriteBehind | None = None,
 ) -> Part:
     """Write a safetensors file into the folder `key`, tensor by tensor as they come.
 
-    tensors: those of `outlines`, in that order, each as its outline says. cache: of this machine,
-    which keeps the file too.
+    tensors: those of `outlines`, in that order, each as its outline says. behind: by way of which the
+    file goes to the store; None: straight.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     edges = [0]
@@ -109,20 +112,17 @@ def write_shard(
     total = Digester()
     total.update(head)
     entries = {}
-    with (
-        _kept(cache, f"{key}/{file}", len(head) + edges[-1]) as keep,
-        store.write_stream(f"{key}/{file}") as out,
-    ):
-        out.write(head)
-        keep(head)
+    with (_straight(store) if behind is None else behind.written)(
+        f"{key}/{file}", len(head) + edges[-1]
+    ) as put:
+        put(head)
         for (wanted, one), (start, stop), (name, tensor) in zip(
             outlines.items(), pairwise(edges), tensors, strict=True
         ):
             data = torch_bytes.bytes_of(tensor).data
             assert (name, data.nbytes) == (wanted, one.nbytes)
             if data.nbytes:
-                out.write(data)
-                keep(data)
+                put(data)
             total.update(data)
             entries[name] = TensorEntry(
                 file=file,
@@ -136,27 +136,42 @@ def write_shard(
     return Part(name=file, file=entry, tensors=entries)
 
 
-def _kept(
-    cache: NodeCache | None, key: str, size: int
-) -> AbstractContextManager[Callable[[Buffer], None]]:
-    return nullcontext(lambda data: None) if cache is None else cache.kept(key, size)
-
-
-def finish(
+def _straight(
     store: Store,
+) -> Callable[[str, int], AbstractContextManager[Callable[[Buffer], object]]]:
+    @contextmanager
+    def written(key: str, size: int) -> Iterator[Callable[[Buffer], object]]:
+        with store.write_stream(key) as out:
+            yield out.write
+
+    return written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """A version whose shards are written: its manifest, and the small files beside it."""
+
+    key: str  # folder
+    manifest: Manifest
+    others: Mapping[str, bytes]
+
+    @property
+    def ref(self) -> WeightsRef:
+        return _ref(self.manifest, self.key)
+
+
+def contents(
     key: str,
     version: int,
     parts: Sequence[Part],
     files: Mapping[str, bytes],
     base: Base | None = None,
     adapter: Adapter | None = None,
-) -> WeightsRef:
-    """Write the small files and then the manifest of a version whose shards are there.
+) -> Contents:
+    """What a version is made of.
 
     parts: all of them, in the order in which their tensors are published; base: from which they are
     the difference, and then `files` are the base's; adapter: they are factors of one on the base.
-    Where another writer was faster the parts are removed, and its version stands; StoreError if that
-    is another one.
     """
     entries = {name: entry for part in parts for name, entry in part.tensors.items()}
     others = {**files, INDEX: _index(entries)} if base is None else dict(files if adapter else {})
@@ -171,10 +186,26 @@ def finish(
         adapter=adapter,
     )
     manifest = manifest.model_copy(update={"digest": manifest.content})
-    if not _create(store, key, manifest, others):
-        store.delete([f"{key}/{part.name}" for part in parts])
+    return Contents(key=key, manifest=manifest, others=others)
+
+
+def finish(store: Store, made: Contents) -> WeightsRef:
+    """Write the small files and then the manifest of a version whose shards are there.
+
+    Where another writer was faster the shards are removed, and its version stands; StoreError if that
+    is another one.
+    """
+    key, manifest = made.key, made.manifest
+    if not _create(store, key, manifest, made.others):
+        store.delete([f"{key}/{name}" for name in manifest.files if name not in made.others])
         return same(open_manifest_at(store, key), key, manifest.digest)
-    return _ref(manifest, key)
+    return made.ref
+
+
+def announce(cache: NodeCache, made: Contents) -> WeightsRef:
+    """Let this machine read a version that its cache has, before the store has it."""
+    cache.put(f"{made.key}/{MANIFEST}", _encoded(made.manifest))
+    return made.ref
 
 
 def publish(
@@ -251,7 +282,7 @@ def _publish_at(
         else:
             name = changes_name(number, token)
             parts.append(write_changes(store, key, name, outlines, cast, before))
-    return finish(store, key, version, parts, files, base, adapter)
+    return finish(store, contents(key, version, parts, files, base, adapter))
 
 
 def same(existing: Manifest, key: str, found: str) -> WeightsRef:
@@ -270,10 +301,7 @@ def _create(store: Store, key: str, manifest: Manifest, others: Mapping[str, byt
         return False
     for name, data in others.items():
         store.write(f"{key}/{name}", data)
-    form = FORMAT if manifest.adapter is None else ADAPTER_FORMAT
-    body = manifest.model_dump(mode="json", exclude={"adapter"} if form == FORMAT else None)
-    data = documents.encode(form, body)
-    if store.create(f"{key}/{MANIFEST}", data):
+    if store.create(f"{key}/{MANIFEST}", _encoded(manifest)):
         known = {f"{key}/{name}" for name in (*manifest.files, MANIFEST)}
         store.delete([left for left in store.list(key) if left not in known])  # of dead writers
         return True
@@ -282,6 +310,12 @@ def _create(store: Store, key: str, manifest: Manifest, others: Mapping[str, byt
         store.write(f"{key}/{INDEX}", _index(first.tensors))
     store.delete([f"{key}/{name}" for name in others if name not in first.files])
     return False
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    form = FORMAT if manifest.adapter is None else ADAPTER_FORMAT
+    body = manifest.model_dump(mode="json", exclude={"adapter"} if form == FORMAT else None)
+    return documents.encode(form, body)
 
 
 def _ref(manifest: Manifest, key: str) -> WeightsRef:

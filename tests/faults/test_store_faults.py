@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from storage.audit.audit import audit
 from storage.batches.writing import write_batch
 from storage.objects import errors as retries
 from storage.objects.errors import StoreUnavailable
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head
 from storage.runs.run_store import RunStore
+from storage.runs.weights import open_manifest
 from tests.contract.conftest import BUCKET, Endpoint, s3, s3_server
 from tests.faults.conftest import WORDS
 from tests.faults.ledger import committed, story
@@ -143,6 +145,62 @@ def test_the_store_goes_away_in_a_run(
     assert [c.version_out.digest for c in committed(RunStore(store, name))] == [
         c.version_out.digest for c in undisturbed(*S3_WORDS)
     ]
+
+
+COPY = "storage.objects.write_behind:WriteBehind._copy"
+ON_ITS_WAY = {
+    "slow": Fault(id="slow", target=COPY, action="delay"),
+    "trainer": Fault(id="trainer", target=COPY, nth=2, action="kill"),
+    "flow": Fault(id="flow", target="engines.train.trainer:Trainer.settle", nth=2, action="kill"),
+    "manifest": Fault(
+        id="manifest", target="storage.runs.weights_writing:finish", nth=2, action="kill"
+    ),
+    "engine": Fault(
+        id="engine", target="engines.rollout.engine:RolloutEngine.sync", nth=2, action="kill"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", ON_ITS_WAY)
+def test_a_version_on_its_way_to_the_store(
+    launch: Launch,
+    s3: Endpoint,
+    undisturbed: Callable[..., list[Commit]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    """Engines have it before the store; who is killed then loses nothing, and leaves nothing."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
+    uri = f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}"
+    faults = Faults(tmp_path / "faults", [ON_ITS_WAY[case]])
+    words = (f"store.uri={uri}", "store.node_cache_gib=0.1")
+    run = launch(*WORDS, *S3_WORDS, *words, environment=faults.environment)
+    run.store_uri = uri
+    code, out = run.end(300)
+    if code:
+        assert case == "flow", out
+        code, out = launch("--resume", run.files.run, *words).end(300)
+        assert code == 0, out
+    assert faults.missed == []
+    done = committed(run.files)
+    assert [c.version_out.digest for c in done] == [
+        c.version_out.digest for c in undisturbed(*S3_WORDS)
+    ]
+    if case == "slow":
+        assert all(c.metrics["weights/waited_seconds"] < 0.5 for c in done)
+        for c in done:
+            assert c.metrics["weights/stored_seconds"] > c.metrics["weights/publish_seconds"] + 0.2
+    assert audit(run.files).problems == []
+    assert [key for key in run.files.store.list() if "model-" in key] == sorted(
+        f"{c.version_out.key}/{file}"
+        for c in done
+        for file in open_manifest(run.files.store, c.version_out).files
+        if "model-" in file
+    )
 
 
 def wait_for(look: Callable[[], object], timeout: float = 120) -> object:

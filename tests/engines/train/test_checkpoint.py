@@ -88,10 +88,10 @@ def parent(tmp_path: Path, trainer_of: MakeTrainer, batch: BatchRef) -> RunStore
     run = RunStore(Store(str(tmp_path / "store")), "run")
     run.write_run({})
     trainer = trainer_of("run")
-    before = trainer.export(0, "float32")
+    before = trainer.settle(0, "float32")
     for step in (1, 2):
         trainer.update(step, batch, PLAIN)
-        after = trainer.export(step, "float32")
+        after = trainer.settle(step, "float32")
         record = Commit(
             step=step,
             parent=step - 1,
@@ -123,7 +123,7 @@ def test_weights_alone_with_a_fresh_optimizer(
     first = trainer.digest(1, "float32")
     trainer.at(0)  # back to the start, with the optimizer fresh again
     assert trainer.digest(0, "float32") == version(parent, 2).digest
-    assert trainer.export(0, "float32").digest == version(parent, 2).digest
+    assert trainer.settle(0, "float32").digest == version(parent, 2).digest
     trainer.update(1, batch, PLAIN)
     assert trainer.digest(1, "float32") == first
 

@@ -71,7 +71,7 @@ def scenario(rank: int, world: int, ports: list[int], folder: Path) -> dict[str,
         bfloat16, files = torch.bfloat16, {"config.json": b"{}"}
         return publish_together(
             store, run, version, state, files, bfloat16, group, every, shard_bytes=SHARD_BYTES
-        )
+        ).settle()
 
     for size, group in groups.items():
         if rank >= size:

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from storage.objects import node_cache
-from storage.objects.digests import digest
 from storage.objects.errors import ObjectMissing
 from storage.objects.node_cache import NodeCache, open_node_cache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.runs.weights import Base, open_manifest
 from storage.runs.weights_reading import stream
-from storage.runs.weights_writing import outline_of, publish, write_shard
+from storage.runs.weights_writing import publish
 
 DATA = bytes(range(256)) * 40
 
@@ -142,48 +141,20 @@ def test_versions_come_through_it(memory: Store, tmp_path: Path) -> None:
     assert not kept.exists()
 
 
-def test_what_is_written_here_need_not_be_read_back(
-    cache: NodeCache, memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(key: str, *pieces: bytes) -> None:
-        with cache.kept(key, len(DATA)) as keep, memory.write_stream(key) as out:
-            for piece in pieces:
-                out.write(piece)
-                keep(piece)
-
-    def read(key: str) -> int:
-        def look() -> None:
-            assert bytes(cache.read_ranges([(key, 0, len(DATA))])[0]) == DATA
-
-        return bytes_read(look)
-
-    write("b", DATA[:1234], DATA[1234:])
-    assert read("b") == 0
+def test_what_is_kept_while_it_is_written(cache: NodeCache, memory: Store) -> None:
+    with cache.kept("b", len(DATA)) as keep:
+        keep.put(DATA[:1234])
+        assert not cache.has("b")
+        keep.put(DATA[1234:])
+    assert cache.has("b")
     with pytest.raises(RuntimeError), cache.kept("c", len(DATA)) as keep:
-        keep(DATA[:5000])
+        keep.put(DATA[:5000])
         raise RuntimeError
-    memory.write("c", DATA)
-    assert read("c") == len(DATA)  # nothing of the writing that failed
-
-    def full(*given: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(node_cache, "_write", full)
-    write("d", DATA)
-    monkeypatch.undo()
-    assert memory.read("d") == DATA
-    assert read("d") == len(DATA)
-
-
-def test_a_published_version_is_on_its_writers_machine(memory: Store, tmp_path: Path) -> None:
-    cache = NodeCache(memory, tmp_path / "kept", 100_000)
-    tensors = {"a": torch.randn(40, 50), "b": torch.randn(30)}
-    outlines = {name: outline_of(tensor, None) for name, tensor in tensors.items()}
-    part = write_shard(memory, "run/v", "model.safetensors", outlines, tensors.items(), cache)
-    key = "run/v/model.safetensors"
-
-    def read() -> None:
-        (view,) = cache.read_ranges([(key, 0, part.file.nbytes)])
-        assert digest(view) == part.file.digest
-
-    assert bytes_read(read) == 0
+    assert not cache.has("c")  # nothing of the writing that failed
+    assert not cache._path("c").exists()
+    assert cache.read("a") == DATA  # the store's
+    cache.put("small", b"x")
+    assert cache.read("small") == b"x"
+    cache.put("small", b"yz")
+    assert cache.read("small") == b"yz"
+    assert not memory.exists("small")
