@@ -26,6 +26,7 @@ from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.runs.weights import WeightsRef
+from storage.runs.weights_reading import ALL, Share
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,7 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
     def _load(self, ref: WeightsRef) -> None:
         wanted = {name for name, _ in self.model.named_parameters()}
         before = COUNTER.total().bytes_read
-        offered = LoadedWeights(self.store, ref, self.cache)
+        offered = LoadedWeights(self.store, ref, self.cache, share=self._share)
         loaded = cast(_LoadsWeights, self.model).load_weights(iter(offered))
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:
@@ -108,6 +109,17 @@ class StoreTransferEngine(WeightTransferEngine[StoreAddress, VersionToLoad]):
             "nbytes": offered.nbytes,
             "bytes_read": COUNTER.total().bytes_read - before,
         }
+
+    @property
+    def _share(self) -> Share:
+        """What this rank of the engine checks: of a local file all ranks map the same pages.
+
+        Each copies its slices out of them. From elsewhere every rank has bytes of its own.
+        """
+        ranks = self.parallel_config
+        if self.store.backend.remote or ranks.nnodes > 1:
+            return ALL
+        return ranks.rank % ranks.world_size, ranks.world_size
 
 
 class _LoadsWeights(Protocol):

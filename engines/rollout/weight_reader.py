@@ -11,13 +11,14 @@ from engines.failures import WeightMismatch
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import (
+    Base,
     Manifest,
     WeightsRef,
     adapter_digest,
     open_manifest,
     weights_digest,
 )
-from storage.runs.weights_reading import stream, wait_until_readable
+from storage.runs.weights_reading import ALL, Share, stream, wait_until_readable
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +45,9 @@ class LoadReport:
 class LoadedWeights:
     """The whole tensors of a version in the order of publication; each one read is verified.
 
-    An adapter's factors are merged into its base's tensors on the way. Raises ObjectDamaged naming
-    the tensor. What passed is counted.
+    Several readers at once, such as the ranks that an engine is split over, may each verify a share:
+    what they attest holds if all of them do. An adapter's factors are merged into its base's tensors
+    on the way. Raises ObjectDamaged naming the tensor. What passed is counted.
     """
 
     def __init__(
@@ -54,15 +56,16 @@ class LoadedWeights:
         weights: WeightsRef,
         cache: NodeCache | None = None,
         base_held: str = "",
+        share: Share = ALL,
     ) -> None:
-        """`cache`: what this machine keeps of the store.
+        """`cache`: what this machine keeps of the store. `share`: which tensors this reader checks.
 
         `base_held`: digest of the base whose other tensors the taker has already, if it has one: of
         an adapter on that base only the tensors that it changes are read and given.
         """
         self._store = store
         self._cache = cache
-        self._weights = weights
+        self._weights, self._share = weights, share
         self._manifest = manifest = open_manifest(cache or store, weights)
         self._names: frozenset[str] | None = None
         self._factors = _Taken(manifest)
@@ -89,17 +92,22 @@ class LoadedWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         adapter, base = self._manifest.adapter, self._manifest.base
         if adapter is None or base is None:
-            for name, tensor in stream(self._store, self._weights, cache=self._cache):
+            for name, tensor in self._stream(self._weights):
                 yield name, tensor
                 self._whole.take(name)
             return
         factors = {}
-        for name, factor in stream(self._store, self._weights, cache=self._cache):
+        for name, factor in self._stream(self._weights):
             factors[name] = factor
             self._factors.take(name)
-        for name, tensor in stream(self._store, base, self._names, self._cache):
+        for name, tensor in self._stream(base, self._names):
             yield name, merge(name, tensor, factors, adapter.scale)
             self._whole.take(name)
+
+    def _stream(
+        self, version: WeightsRef | Base, names: frozenset[str] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return stream(self._store, version, names, self._cache, self._share)
 
     def held(self) -> Held:
         """The version with the digest of the tensors that were taken, not of those offered."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from storage.objects.store import Store
 
 PATIENCE = 600.0  # seconds in which a version that was announced is in the store
+Share = tuple[int, int]  # number of a reader, and how many there are
+ALL: Share = (0, 1)
 LOOK = 0.2  # seconds between looks for it
 WINDOW_BYTES = 64 * 2**20  # read at once by `stream`; one window more is read ahead
 
@@ -89,6 +92,7 @@ def stream(
     ref: WeightsRef | Base,
     names: Container[str] | None = None,
     cache: NodeCache | None = None,
+    share: Share = ALL,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a version (or those `names`), in the order in which they were published.
 
@@ -97,11 +101,13 @@ def stream(
     stored as the difference from its base. Each tensor's digest is checked: raises ObjectMissing,
     and ObjectDamaged naming the tensor.
 
-    cache: what this machine keeps of the store, which is read in the store's place.
+    cache: what this machine keeps of the store, which is read in the store's place. share: which
+    tensors are checked, where several processes map the same local files at once and check them
+    together; others' pages are touched only where the caller does.
 
     Of an adapter they are its factors (engines/adapters.py merges them).
     """
-    version = _Version(store, ref, cache)
+    version = _Version(store, ref, cache, share)
     for window in _read_ahead(version, _windows(version.manifest, names)):
         yield from window
 
@@ -109,12 +115,16 @@ def stream(
 class _Version:
     """A version with what it takes to read its tensors."""
 
-    def __init__(self, store: Store, ref: WeightsRef | Base, cache: NodeCache | None) -> None:
+    def __init__(
+        self, store: Store, ref: WeightsRef | Base, cache: NodeCache | None, share: Share
+    ) -> None:
         self.key = ref.key
         chain = open_chain(cache or store, ref)
         self.manifest = chain[0][1]
         self._base = chain[1] if len(chain) > 1 else None
         self._store, self._cache = store, cache
+        number, readers = share
+        self._mine = frozenset(islice(self.manifest.tensors, number, None, readers))
         # Where reading takes time, it is done ahead; mapping a file costs nothing.
         forms = {entry.form for entry in self.manifest.tensors.values()}
         self.slow = store.backend.remote or "changed" in forms
@@ -173,7 +183,8 @@ class _Version:
         if base is not None:
             before = np.frombuffer(base, np.uint8)
             values = before if entry.form == "same" else self._changed(name, view, before)
-        _checked(self.key, name, entry, values)
+        if name in self._mine:
+            _checked(self.key, name, entry, values)
         if not values.flags.writeable:
             values = values.copy()
         return torch_bytes.tensor_of(values, entry.dtype, entry.shape)

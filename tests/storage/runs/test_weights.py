@@ -168,3 +168,24 @@ def test_a_version_needs_its_base(store: Store) -> None:
     store.delete([f"{base.key}/{MANIFEST}"])
     with pytest.raises(ObjectMissing, match="v000000/manifest"):
         open_chain(store, ref)
+
+
+def test_readers_that_check_a_version_together(store: Store) -> None:
+    """Each tensor is checked by one of them; a damaged one is found by that one."""
+    tensors = {name: torch.randn(64, 32) for name in "abcde"}
+    ref = publish(store, "run", 1, tensors.items(), {})
+    entry = weights.open_manifest(store, ref).tensors["d"]
+    key = f"{ref.key}/{entry.file}"
+    data = bytearray(store.read(key))
+    data[entry.start] ^= 1
+    store.write(key, bytes(data))
+    failed = []
+    for number in range(3):
+        try:
+            list(stream(store, ref, share=(number, 3)))
+        except ObjectDamaged as error:
+            assert "'d'" in str(error)
+            failed.append(number)
+    assert failed == [0]  # a b c d e: reader 0 has a and d
+    with pytest.raises(ObjectDamaged):
+        list(stream(store, ref))
