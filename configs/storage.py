@@ -111,6 +111,13 @@ class TrackingConfig(Settings):
     registered_model: str | None = Field(
         None, description="Name in the model registry; none takes the run family's name."
     )
+    shown_samples: int = Field(
+        3,
+        ge=0,
+        le=20,
+        description="Samples of each step, best to worst, whose prompt and answer are shown on the "
+        "dashboard. 0 shows none there; `refrain samples` shows any.",
+    )
 
     @field_validator("uri")
     @classmethod

@@ -20,7 +20,7 @@ from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
 from storage.runs.retention import sweep
 from tasks.reporting import events
-from tasks.reporting.artifacts import show_step
+from tasks.reporting.artifacts import show_samples, show_step
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import metrics_of
 from tasks.results import (
@@ -183,6 +183,7 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
         run.tracker.register(record)
     try:
         show_step(run, record, scored, attempts)
+        show_samples(run, record)
         if are_due(record.step):
             write_curves(run.files, record.step, run.tracker.history)
         tell(run, record, scored, metrics)

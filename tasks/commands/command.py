@@ -50,11 +50,12 @@ def parser(
     description: str,
     cluster: bool = False,
     after_run: tuple[str, str, str, Callable[[str], Any]] | None = None,
+    at_step: bool = False,
 ) -> argparse.ArgumentParser:
     """The words that every such command takes; the command adds its own options.
 
     `cluster`: whether it starts workers. `after_run`: name, metavar, help and type of a word that
-    follows the run's name.
+    follows the run's name. `at_step`: RUN@STEP names a step, which is then `arguments.step`.
     """
     settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
     found = argparse.ArgumentParser(
@@ -62,7 +63,10 @@ def parser(
         description=description,
         epilog="Exit code: 0 all is good, 1 a difference or a problem was found, 2 bad input.",
     )
-    found.add_argument("run", metavar="RUN", help="name of the run")
+    if at_step:
+        found.add_argument("run", metavar="RUN[@STEP]", help="name of the run [its last step]")
+    else:
+        found.add_argument("run", metavar="RUN", help="name of the run")
     if after_run is not None:
         word, metavar, meaning, kind = after_run
         found.add_argument(word, metavar=metavar, help=meaning, type=kind)
@@ -72,7 +76,7 @@ def parser(
         metavar="key=value",
         help=f"settings of where it is: {settings} (default: the store that runs use)",
     )
-    found.set_defaults(starts_workers=cluster)
+    found.set_defaults(starts_workers=cluster, at_step=at_step, step=None)
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found
 
@@ -117,9 +121,23 @@ def _request(arguments: argparse.Namespace) -> Request:
     cluster = [word for word in arguments.words if word.startswith("cluster.")]
     if not arguments.starts_workers:
         cluster = []  # refused below, as settings that mean nothing here
+    if arguments.at_step:
+        arguments.run, arguments.step = split_step(arguments.run)
     store = store_of([word for word in arguments.words if word not in cluster])
     files = find_run(Store(store.uri, store.options), arguments.run)
     return Request(files=files, store=store, cluster=cluster, arguments=arguments)
+
+
+def split_step(name: str) -> tuple[str, int | None]:
+    """Run and step of RUN@STEP; no step where it names none. ConfigError."""
+    from configs.overrides import ConfigError
+
+    run, found, step = name.partition("@")
+    if not found:
+        return run, None
+    if not step.isdecimal():
+        raise ConfigError(f"{name} names no step. Write RUN@STEP, such as {run}@3.")
+    return run, int(step)
 
 
 def store_of(words: Sequence[str]) -> StoreConfig:

@@ -12,9 +12,19 @@ import socket
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from configs.flows import command
+from storage.audit.transcripts import (
+    NoTokenizer,
+    Transcript,
+    few,
+    judged,
+    printable,
+    transcripts,
+)
+from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import history
 from storage.tracking.timeline import Work, timeline_png
 
@@ -24,6 +34,8 @@ if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
     from tasks.results import Metrics, Scored
 
+LOOKED_AT = 64  # samples of a step among which those shown are chosen
+SHOWN_CHARACTERS = 1000  # of a prompt or an answer
 TABLE_STEPS = 200  # the last ones; MLflow has all
 TIMELINE_STEPS = 12  # the last ones; more would only blur
 TRAINERS = "train"  # in the timeline, for calls that all train workers carry out together
@@ -51,6 +63,46 @@ def show_step(run: RunView, commit: Commit, scored: list[Scored], attempts: list
         markdown=lineage(run, commit, attempts),
         description=f"What went into and came out of step {commit.step}.",
     )
+
+
+def show_samples(run: RunView, commit: Commit) -> None:
+    """What a few of the step's samples were asked and wrote, of the first ones that it drew."""
+    count, all_of_them = run.config.tracking.shown_samples, commit.refs.get("samples")
+    if not count or not all_of_them:
+        return
+    # The first objects alone are read, however many samples the step has.
+    first = all_of_them.take(np.arange(min(len(all_of_them), LOOKED_AT)))
+    rewards, failed, _ = judged(run.files, first)
+    by_reward = [row for row in np.argsort(-rewards, kind="stable").tolist() if not failed[row]]
+    try:
+        found = transcripts(
+            run.files, commit, few(by_reward, np.flatnonzero(failed).tolist(), count)
+        )
+    except (NoTokenizer, ObjectMissing):
+        return
+    lines = [f"### Samples of step {commit.step} of {escaped(run.name)}", ""]
+    for one in found:
+        lines += sample_lines(one)
+    more = command("flows.samples", run.config.store, f"{run.name}@{commit.step}", "--worst")
+    create_markdown_artifact(
+        key=key(run.name, "samples"),
+        markdown="\n".join([*lines, f"More of them: `{more}`."]),
+        description=f"What the model was asked and wrote in step {commit.step}.",
+    )
+
+
+def sample_lines(one: Transcript) -> list[str]:
+    """Markdown of a sample: its texts as code blocks, in which nothing is interpreted."""
+    origin = one.origin
+    reward = "scoring failed" if origin.reward is None else f"reward {origin.reward:.4g}"
+    lines = [
+        f"**Sample {origin.sample}**, group {origin.group}, {reward}, {origin.tokens} tokens",
+        "",
+    ]
+    for what, said in (("asked", one.prompt), ("wrote", one.response)):
+        block = printable(said, SHOWN_CHARACTERS).splitlines() or [""]
+        lines += [f"{what}:", "", *(f"    {line}" for line in block), ""]
+    return lines
 
 
 def shard_rows(scored: list[Scored]) -> list[dict[str, str | int | float]]:

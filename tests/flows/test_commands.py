@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from configs.overrides import ConfigError
 from configs.storage import StoreConfig
+from engines.models import load_tokenizer
 from engines.workers.inspection import NotReached, WorkerView
-from flows import audit, export, inspect, lineage, replay, rescore
+from flows import audit, export, inspect, lineage, replay, rescore, samples
 from storage.objects import documents
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
@@ -29,6 +31,7 @@ from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RUN_FORMAT, RunStore
 from tasks.commands import inspect as commands_inspect
 from tasks.commands.command import Request
+from tasks.reporting.artifacts import key
 from tasks.run.forking import origin_of_fork
 from tasks.run.recorded_flow import settings_of
 from tests.flows.conftest import ROOT
@@ -343,6 +346,50 @@ def test_inspect_while_a_run_ends_its_workers(
     assert (code, "Its workers have ended." in out, "gone" in out) == (0, True, False)
 
 
+def test_samples(world: World, ask: Ask) -> None:
+    name = world.parent.run
+    code, out, err = ask(samples.main, f"{name}@2", "--best", "--limit", "16", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    rewards = [one["reward"] for one in found]
+    assert len(rewards) == 16
+    assert rewards == sorted(rewards, reverse=True)
+    commit = read_commit(world.parent, 2)
+    tokenizer = load_tokenizer(Path(world.parent.store.url(commit.version_out.key)[7:]))
+    ids = commit.refs["samples"].fetch_list(world.parent.store, "response_ids")
+    order = commit.refs["samples"].fetch_numpy(world.parent.store, "sample_id")[0].tolist()
+    for one in found:
+        assert one["response"] == tokenizer.decode(ids[order.index(one["sample"])])
+        assert one["prompt"].strip().endswith("=")
+        assert (one["step"], one["worker"]) == (2, "rollout-0")
+    worst = json.loads(ask(samples.main, f"{name}@2", "--worst", "--limit", "1", "--json")[1])
+    assert worst[0]["reward"] == rewards[-1]
+    group = json.loads(ask(samples.main, name, "--group", "9", "--limit", "9", "--json")[1])
+    assert [one["group"] for one in group] == [9] * 4
+    assert {one["step"] for one in group} == {3}  # the last, where no step is named
+    code, out, _ = ask(samples.main, world.child.run)
+    assert code == 0
+    assert "4 of 16 samples of step 3" in out and "wrote" in out
+    for words, said in (
+        ((f"{name}@7",), "has no committed step 7. Name one from 1 to 3."),
+        ((f"{name}@x",), "names no step. Write RUN@STEP"),
+        ((name, "--failed"), "has no sample whose scoring failed."),
+        ((name, "--group", "99"), "has no sample of group 99. Its groups are 8 to 11."),
+        ((f"{world.child.run}@1",), "has no committed step 1. Name one from 2 to 3."),
+    ):
+        code, _, err = ask(samples.main, *words)
+        assert (code, said in err) == (2, True), err
+
+
+def test_samples_are_on_the_dashboard(world: World, prefect_api: str) -> None:
+    wanted = {"artifacts": {"key": {"any_": [key(world.parent.run, "samples")]}}}
+    answer = httpx.post(f"{prefect_api}/artifacts/filter", json=wanted).raise_for_status()
+    assert len(answer.json()) == 3  # of each step
+    for one in answer.json():
+        assert one["data"].count("wrote:") == 3
+        assert f"flows.samples {world.parent.run}@" in one["data"]
+
+
 def test_a_run_that_is_not_there(world: World, ask: Ask) -> None:
     code, _, err = ask(audit.main, f"{world.parent.run[:-1]}x")
     assert code == 2
@@ -379,7 +426,9 @@ def test_what_a_fork_may_change(world: World, monkeypatch: pytest.MonkeyPatch) -
     assert head(world.child) == 3
 
 
-@pytest.mark.parametrize("name", ["audit", "export", "inspect", "lineage", "replay", "rescore"])
+@pytest.mark.parametrize(
+    "name", ["audit", "export", "inspect", "lineage", "replay", "rescore", "samples"]
+)
 def test_help_imports_nothing_heavy(name: str) -> None:
     text = f"import sys; from flows import {name}; sys.argv = ['x', '--help']; {name}.main()"
     probe = (

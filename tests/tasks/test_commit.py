@@ -30,6 +30,7 @@ def test_a_store_that_is_away_after_a_commit_is_a_warning(
     monkeypatch.setattr(commit, "get_run_logger", lambda: said)
     monkeypatch.setattr(commit, "tell", Mock())
     monkeypatch.setattr(commit, "show_step", Mock())
+    monkeypatch.setattr(commit, "show_samples", Mock())
     monkeypatch.setattr(commit, "tidy", Mock())
     monkeypatch.setattr(commit, breaks, Mock(side_effect=away))
 

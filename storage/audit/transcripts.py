@@ -1,0 +1,134 @@
+"""What samples say: the text of a prompt and of each answer to it, by the run's own tokenizer.
+
+The tokenizer lies beside the run's policy versions, so nothing but the store is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from storage.audit.sample_origins import SampleOrigin, samples_of
+from storage.batches.columns import SampleStatus
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import Commit
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef, open_chain
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from storage.batches.refs import BatchRef
+    from storage.objects.store import Store
+
+TOKENIZER = "tokenizer.json"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal may obey; not tab, newline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transcript:
+    """A sample as text."""
+
+    origin: SampleOrigin
+    prompt: str
+    response: str  # special tokens included, as the model wrote them
+
+
+class NoTokenizer(ValueError):
+    """No version of the run that is still in the store has a tokenizer.json."""
+
+
+def transcripts(run: RunStore, commit: Commit, rows: Sequence[int]) -> list[Transcript]:
+    """Some rows of a step's samples, as text, in that order.
+
+    Raises ObjectMissing where retention removed them, and NoTokenizer.
+    """
+    numbers = np.asarray(rows, dtype=np.int64)
+    origins = samples_of(run, commit, numbers)
+    ref = commit.refs["samples"].take(numbers)
+    words = tokenizer_of(run, commit)
+    prompts, responses = (
+        words.decode_batch(_lists(run, ref, name), skip_special_tokens=False)
+        for name in ("prompt_ids", "response_ids")
+    )
+    return [
+        Transcript(origin=origin, prompt=prompt, response=response)
+        for origin, prompt, response in zip(origins, prompts, responses, strict=True)
+    ]
+
+
+def judged(run: RunStore, samples: BatchRef) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each of a step's samples: its reward, whether it failed, its group; [N] each."""
+    rewards, status, groups = (
+        samples.fetch_numpy(run.store, name)[0] for name in ("reward", "status", "group_id")
+    )
+    return rewards, (status == SampleStatus.FAILED) | ~np.isfinite(rewards), groups
+
+
+def few(by_reward: list[int], failed: list[int], count: int) -> list[int]:
+    """So many rows that show what there is: from the best to the worst, then one that failed."""
+    if failed and (count > 1 or not by_reward):
+        return [*few(by_reward, [], count - 1), failed[0]]
+    places = np.linspace(0, len(by_reward) - 1, min(count, len(by_reward)))
+    return [by_reward[round(place)] for place in places]
+
+
+def printable(said: str, characters: int) -> str:
+    """Text of a model, made harmless for a terminal; the middle of a long one is left out.
+
+    characters: that are left; 0: all.
+    """
+    if characters and len(said) > characters:
+        half = max(1, characters // 2)
+        left_out = len(said) - 2 * half
+        said = f"{said[:half]}\n[… {left_out} characters …]\n{said[-half:]}"
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", said)
+
+
+_TOKENIZERS: dict[tuple[Store, str], Tokenizer] = {}  # of the last run that was asked for
+
+
+def tokenizer_of(run: RunStore, commit: Commit) -> Tokenizer:
+    """The tokenizer that was stored with the step's weights, or with others of the run."""
+    known = (run.store, run.run)
+    if known not in _TOKENIZERS:
+        found = _stored_tokenizer(run, commit)
+        _TOKENIZERS.clear()
+        _TOKENIZERS[known] = found
+    return _TOKENIZERS[known]
+
+
+def _stored_tokenizer(run: RunStore, commit: Commit) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    for version in (commit.version_out, commit.version_in):
+        text = _beside(run, version)
+        if text is not None:
+            return Tokenizer.from_str(text)
+    for number in reversed(run.versions()):
+        key = f"{run.weights_key(number)}/{TOKENIZER}"
+        if run.store.exists(key):
+            return Tokenizer.from_str(run.store.read(key).decode())
+    raise NoTokenizer(
+        f"No policy version of {run.run} in the store has a {TOKENIZER}: its model's tokenizer is of "
+        "another kind. Its samples are there as token ids: python -m flows.lineage shows the rest."
+    )
+
+
+def _beside(run: RunStore, version: WeightsRef) -> str | None:
+    try:
+        folder, _ = open_chain(run.store, version)[-1]
+        return run.store.read(f"{folder}/{TOKENIZER}").decode()
+    except ObjectMissing:
+        return None
+
+
+def _lists(run: RunStore, ref: BatchRef, column: str) -> list[list[int]]:
+    values, offsets = ref.fetch_numpy(run.store, column)
+    assert offsets is not None
+    return [values[a:b].tolist() for a, b in pairwise(offsets)]

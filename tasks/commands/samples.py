@@ -1,0 +1,110 @@
+"""What a model was asked and what it wrote, as an answer on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from storage.audit.transcripts import Transcript, few, judged, printable, transcripts
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.origins import start_of
+from storage.runs.run_store import RunStore
+from tasks.commands.command import Answer, Request, heading, text
+from tasks.commands.lineage import spans
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def answer(request: Request) -> Answer:
+    """Show the samples that were asked for."""
+    asked, files = request.arguments, request.files
+    if asked.limit < 1:
+        raise ValueError(f"--limit {asked.limit} shows nothing. Give it a number from 1.")
+    commit = committed(files, asked.step)
+    try:
+        rewards, failed, groups = judged(files, commit.refs["samples"])
+        rows = chosen(asked, rewards, failed, groups)
+        found = transcripts(files, commit, rows)
+    except ObjectMissing as error:
+        raise ValueError(
+            f"The batches of step {commit.step} of {files.run} are no longer in the store "
+            f"({error}). Name a later step, or set store.keep_steps higher."
+        ) from error
+    shown: list[RenderableType] = [
+        heading(
+            f"{len(found)} of {len(rewards)} samples of step {commit.step} of {files.run}, "
+            f"{int(failed.sum())} of which could not be scored"
+        )
+    ]
+    for one in found:
+        shown += told(one, asked.characters)
+    return Answer(record=[record(one) for one in found], shown=shown)
+
+
+def committed(files: RunStore, step: int | None) -> Commit:
+    """A committed step of the run, the last where none is named. Raises ValueError."""
+    first, last = start_of(files) + 1, head(files) or start_of(files)
+    if last < first:
+        raise ValueError(f"Run {files.run} has no committed step yet.")
+    if step is not None and not first <= step <= last:
+        raise ValueError(
+            f"Run {files.run} has no committed step {step}. Name one from {first} to {last}."
+        )
+    return read_commit(files, step or last)
+
+
+def chosen(
+    asked: argparse.Namespace, rewards: np.ndarray, failed: np.ndarray, groups: np.ndarray
+) -> list[int]:
+    """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none."""
+    scored = np.flatnonzero(~failed)
+    by_reward = scored[np.argsort(-rewards[scored], kind="stable")].tolist()
+    if asked.group is not None:
+        rows, what = np.flatnonzero(groups == asked.group).tolist(), f"of group {asked.group}"
+    elif asked.failed:
+        rows, what = np.flatnonzero(failed).tolist(), "whose scoring failed"
+    elif asked.worst:
+        rows, what = by_reward[::-1], "with a reward"
+    elif asked.best:
+        rows, what = by_reward, "with a reward"
+    else:
+        rows, what = few(by_reward, np.flatnonzero(failed).tolist(), asked.limit), ""
+    if not rows:
+        there = (
+            f" Its groups are {groups.min()} to {groups.max()}." if asked.group is not None else ""
+        )
+        raise ValueError(f"The step has no sample {what}.{there}")
+    return rows[: asked.limit]
+
+
+def told(found: Transcript, characters: int) -> list[RenderableType]:
+    """A sample for people."""
+    origin = found.origin
+    reward = "scoring failed" if origin.reward is None else f"reward {origin.reward:.4g}"
+    scores = ", ".join(f"{name} {value}" for name, value in origin.scores.items())
+    trained = "did not train" if origin.advantage is None else f"advantage {origin.advantage:+.3f}"
+    facts = (
+        f"{reward} ({scores}), {trained}; {origin.tokens} tokens, {origin.finish_reason}; "
+        f"{spans(origin)}; {origin.worker}, attempt {origin.attempt}"
+    )
+    return [
+        text(""),
+        heading(
+            f"Sample {origin.sample}, group {origin.group}, row {origin.prompt_row} of the data"
+        ),
+        text(facts, "dim"),
+        text("asked", "cyan"),
+        text(printable(found.prompt, characters)),
+        text("wrote", "cyan"),
+        text(printable(found.response, characters)),
+    ]
+
+
+def record(found: Transcript) -> dict[str, object]:
+    """A sample for --json; its texts are whole."""
+    return {**asdict(found.origin), "prompt": found.prompt, "response": found.response}
