@@ -45,10 +45,12 @@ MailProg=/bin/true
 KillWait=5
 OverTimeLimit=0
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=8000 State=UNKNOWN
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=8000 Gres=gpu:4 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 PartitionName=other Nodes={host} MaxTime=INFINITE State=UP
 """
+GPUS = "Name=gpu File={folder}/gpu[0-3]\n"  # names of /dev/null, which Slurm hands out
 
 
 def program(name: str) -> str | None:
@@ -91,6 +93,9 @@ class Slurm:
                 daemon=ports[1],
             )
         )
+        (self.folder / "gres.conf").write_text(GPUS.format(folder=self.folder))
+        for number in range(4):
+            (self.folder / f"gpu{number}").symlink_to(os.devnull)
         files = ["socket", "pid-file", "log-file", "seed-file"]
         paths = [f"--{name}={self.folder}/munge.{name.removesuffix('-file')}" for name in files]
         self._start("munged", "--foreground", "--force", f"--key-file={key}", *paths)

@@ -144,6 +144,8 @@ class ClusterConfig(Settings):
         needed = self._missing()
         if needed is not None:
             raise ValueError(f"cluster.kind = {self.kind} needs {needed}")
+        if self.kind == "slurm":
+            self._whole_jobs()
         for role, pool in self.roles:
             if pool is not None and pool not in self.pools:
                 raise ValueError(
@@ -151,6 +153,15 @@ class ClusterConfig(Settings):
                     f"Set it to one of {sorted(self.pools)}, or add cluster.pools.{pool}."
                 )
         return self
+
+    def _whole_jobs(self) -> None:
+        for pool, wanted in self.pools.items():
+            per_job = self.slurm.workers_per_job(pool)
+            if wanted.workers % per_job:
+                raise ValueError(
+                    f"cluster.slurm.pools.{pool}.workers_per_job = {per_job} does not divide "
+                    f"cluster.pools.{pool}.workers. Set it to a divisor of {wanted.workers}."
+                )
 
     def _missing(self) -> str | None:
         """What the kind of cluster needs and the settings do not give, and how to give it."""

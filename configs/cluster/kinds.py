@@ -31,20 +31,30 @@ class TlsFiles(Settings):
 Tls = Annotated[NoTls | TemporaryTls | TlsFiles, Field(discriminator="kind")]
 
 
-class SlurmPool(Settings):
-    """What a pool's jobs want otherwise than the rest."""
+class SlurmJobs(Settings):
+    """What some jobs want otherwise than the rest."""
 
-    partition: str | None = Field(None, description="Partition of the pool's jobs.")
-    time_limit: int | None = Field(
-        None, ge=60, description="Time limit of the pool's jobs, in seconds."
-    )
+    partition: str | None = Field(None, description="Partition of these jobs.")
+    time_limit: int | None = Field(None, ge=60, description="Time limit of these jobs, in seconds.")
     directives: list[str] = Field(
         default_factory=list,
-        description="Further sbatch options of the pool's jobs, such as --constraint=a100.",
+        description="Further sbatch options of these jobs, such as --constraint=a100.",
     )
 
 
-class SlurmFlow(SlurmPool):
+class SlurmPool(SlurmJobs):
+    """The jobs of a pool."""
+
+    workers_per_job: int = Field(
+        1,
+        ge=1,
+        description="Workers that share a job, and so a node; a divisor of the pool's workers. Ranks "
+        "of a train pool reach one another's GPUs by NVLink only within a job, where Slurm "
+        "constrains devices: set it to a node's GPUs, divided by those of a worker.",
+    )
+
+
+class SlurmFlow(SlurmJobs):
     """The job of the flow itself, when a run is submitted by `python -m flows.cluster submit`."""
 
     threads: int = Field(2, ge=1, description="Cores of the flow's job.")
@@ -75,7 +85,8 @@ class SlurmConfig(Settings):
         "The worker takes no new call once that one has joined.",
     )
     gpu_option: str = Field(
-        "--gres=gpu:{gpus}", description="sbatch option that asks for a worker's GPUs."
+        "--gres=gpu:{gpus}",
+        description="sbatch option that asks for a job's GPUs; {gpus} is their number.",
     )
     directives: list[str] = Field(
         default_factory=list, description="Further sbatch options, such as --qos=high."
@@ -100,6 +111,10 @@ class SlurmConfig(Settings):
     flow: SlurmFlow = Field(
         default=SlurmFlow(), description="The flow's own job (python -m flows.cluster submit)."
     )
+
+    def workers_per_job(self, pool: str) -> int:
+        """Workers of a pool that share a job."""
+        return self.pools.get(pool, SlurmPool()).workers_per_job
 
 
 class SshConfig(Settings):

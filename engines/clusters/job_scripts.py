@@ -33,6 +33,7 @@ class Wanted(BaseModel):
     certificates: Certificates | None  # paths
     job_names: dict[str, str]  # by pool
     python_path: str  # folders that modules are imported from
+    logs: str  # folder of the workers' logs
 
 
 def job_scripts(wanted: Wanted) -> dict[str, str]:
@@ -53,51 +54,43 @@ def job_scripts(wanted: Wanted) -> dict[str, str]:
 
 def job_script(asked: Wanted, pool: str) -> str:
     """The batch script of a pool's array, as dask-jobqueue makes it."""
-    config, certificates = asked.config, asked.certificates
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its YAML defaults use names that it calls deprecated
         from dask_jobqueue.slurm import SLURMJob
 
-        wanted, slurm, own = config.pools[pool], config.slurm, config.slurm.pools.get(pool)
+        wanted, slurm = asked.config.pools[pool], asked.config.slurm
+        own = slurm.pools.get(pool)
         limit = (own and own.time_limit) or slurm.time_limit
-        threads = str(wanted.threads)
-        variables = {
-            **({"PYTHONPATH": asked.python_path} if slurm.python is None else {}),
-            **MALLOC,
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            **asked.environment[pool],
-        }
+        per_job = slurm.workers_per_job(pool)
         directives = [*slurm.directives, *(own.directives if own else [])]
         if wanted.gpus:
-            directives.append(slurm.gpu_option.format(gpus=wanted.gpus))
-        else:
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        # nthreads and resources are given here: dask-jobqueue's own --nthreads follows the cores,
-        # and of a repeated option the last one counts.
-        options = ["--nthreads", wanted.slots + 1, "--resources", f"'{pool}={wanted.slots}'"]
-        if certificates is not None:
-            options += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
-            options += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
+            directives.append(slurm.gpu_option.format(gpus=wanted.gpus * per_job))
+        first, command = "$SLURM_ARRAY_TASK_ID", "engines.clusters.worker"
+        if per_job > 1:
+            first = f"$((SLURM_ARRAY_TASK_ID * {per_job}))"
+            command = (
+                f"engines.clusters.job_workers {shlex.quote(asked.logs)} {per_job} {wanted.gpus}"
+            )
+        # One task, and so one node, whatever starts processes in it.
         job = SLURMJob(
             scheduler=asked.scheduler,
-            name=f"{pool}-$SLURM_ARRAY_TASK_ID",
+            name=f"{pool}-{first}",
             queue=(own and own.partition) or slurm.partition,
             account=slurm.account,
             walltime=None if limit is None else str(-(-limit // 60)),  # minutes
-            cores=wanted.threads,
-            memory=f"{wanted.memory_gib or 1}GiB",
+            cores=wanted.threads * per_job,
+            memory=f"{(wanted.memory_gib or 1) * per_job}GiB",
             processes=1,
             job_name=asked.job_names[pool],
             job_extra_directives=directives,
             job_directives_skip=[] if wanted.memory_gib else ["--mem"],
             job_script_prologue=[
                 *slurm.prologue,
-                *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
+                *(f"export {name}={shlex.quote(x)}" for name, x in variables(asked, pool).items()),
             ],
             python=f"exec {slurm.python or sys.executable}",
-            worker_command="engines.clusters.worker",
-            worker_extra_args=options,
+            worker_command=command,
+            worker_extra_args=worker_options(asked, pool),
             death_timeout=DEATH_TIMEOUT,
             log_directory=None,
             local_directory='"${TMPDIR:-/tmp}"',
@@ -107,6 +100,33 @@ def job_script(asked: Wanted, pool: str) -> str:
                 line for line in job.job_header.splitlines() if not line.startswith("#SBATCH -t")
             )
         return str(job.job_script())
+
+
+def variables(asked: Wanted, pool: str) -> dict[str, str]:
+    """Environment variables of a pool's workers."""
+    wanted = asked.config.pools[pool]
+    threads = str(wanted.threads)
+    return {
+        **({"PYTHONPATH": asked.python_path} if asked.config.slurm.python is None else {}),
+        **MALLOC,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        **asked.environment[pool],
+        **({} if wanted.gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+    }
+
+
+def worker_options(asked: Wanted, pool: str) -> list[object]:
+    """Options of `dask worker`, after those that dask-jobqueue gives.
+
+    Of a repeated option the last one counts: dask-jobqueue's own --nthreads follows the cores.
+    """
+    slots, certificates = asked.config.pools[pool].slots, asked.certificates
+    options = ["--nthreads", slots + 1, "--resources", f"'{pool}={slots}'"]
+    if certificates is not None:
+        options += ["--protocol", "tls", "--tls-ca-file", certificates.ca]
+        options += ["--tls-cert", certificates.cert, "--tls-key", certificates.key]
+    return options
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Set
 from pathlib import Path
 
 from configs.cluster.cluster import ClusterConfig
@@ -31,9 +31,9 @@ from engines.workers.cluster import Cluster
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 5.0  # seconds between looks at the queue
-IDLE = 10.0  # seconds that a replaced worker is idle before its job is cancelled
+IDLE = 10.0  # seconds that the workers of a replaced job are idle before it is cancelled
 END_TIMEOUT = 20.0  # seconds for cancelled jobs to leave the queue
-QUICK_DEATHS = 3  # tasks of a pool that may end in a row before one of them joined
+QUICK_DEATHS = 3  # times that all jobs of a pool may end in a row before one of them joined
 
 
 def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:
@@ -98,24 +98,27 @@ def wanted_scripts(
         certificates=certificates,
         job_names={pool: f"{prefix}-{pool}" for pool in config.pools},
         python_path=python_path(),
+        logs=str(Path(config.slurm.folder).absolute() / prefix),
     )
 
 
 class JobArrays:
     """The job arrays of all pools; the RemoteWorkers of a cluster on Slurm.
 
-    Worker POOL-N is task N of an array named PREFIX-POOL. A replacement gets a new number.
+    Task N of the array PREFIX-POOL is worker POOL-N; with k workers in a job, workers POOL-(k N) to
+    POOL-(k N + k - 1), which are replaced together. A replacement gets a new number.
     """
 
     def __init__(self, config: ClusterConfig, prefix: str, folder: Path) -> None:
         self.config = config
         self.prefix = prefix
         self.folder = folder
-        self._next = dict.fromkeys(config.pools, 0)  # number of the pool's next worker
-        self._deaths = dict.fromkeys(config.pools, 0)  # in a row, before joining
-        self._known: dict[str, set[str]] = {pool: set() for pool in config.pools}  # submitted
+        self._next = dict.fromkeys(config.pools, 0)  # number of the pool's next job
+        self._deaths = dict.fromkeys(config.pools, 0)  # of jobs in a row, before joining
+        # Numbers of jobs that were submitted, and have not joined yet.
+        self._known: dict[str, set[int]] = {pool: set() for pool in config.pools}
         self._leaving: frozenset[str] = frozenset()
-        self._idle: dict[str, float] = {}  # replaced worker -> since when it has been idle
+        self._idle: dict[str, float] = {}  # id of a replaced job -> since when it has been idle
         self._failure: str | None = None
         self._certificates: Certificates | None = None  # as files
         self._over = threading.Event()
@@ -124,13 +127,13 @@ class JobArrays:
     def submit_all(
         self, env: Environments, scheduler: str, certificates: Certificates | None
     ) -> None:
-        """Write each pool's script, and submit as many tasks as it has workers."""
+        """Write each pool's script, and submit the tasks for its workers."""
         if certificates is not None:
             self._certificates = certificates.as_files(self.folder / "tls")
         wanted = wanted_scripts(self.config, self.prefix, env, scheduler, self._certificates)
         for pool, text in job_scripts(wanted).items():
             self._script(pool).write_text(text)
-            self._submit(pool, self.config.pools[pool].workers)
+            self._submit(pool, self._jobs(pool))
 
     def _job_name(self, pool: str) -> str:
         return f"{self.prefix}-{pool}"
@@ -138,15 +141,26 @@ class JobArrays:
     def _script(self, pool: str) -> Path:
         return self.folder / f"{pool}.sh"
 
+    def _jobs(self, pool: str) -> int:
+        """Jobs that a pool's workers are in."""
+        return self.config.pools[pool].workers // self.config.slurm.workers_per_job(pool)
+
+    def _workers(self, pool: str, job: int) -> frozenset[str]:
+        """Names of the workers in the job of a number."""
+        per_job = self.config.slurm.workers_per_job(pool)
+        return frozenset(f"{pool}-{job * per_job + n}" for n in range(per_job))
+
     def _submit(self, pool: str, count: int) -> None:
         first = self._next[pool]
         self._next[pool] += count
-        self._known[pool] |= {f"{pool}-{number}" for number in range(first, first + count)}
+        self._known[pool] |= set(range(first, first + count))
+        alone = self.config.slurm.workers_per_job(pool) == 1
+        log_name = f"{pool}-%a.log" if alone else f"{pool}.job-%a.log"  # beside the workers' own
         slurm_says(
             "sbatch",
             "--parsable",
             f"--array={first}-{first + count - 1}",
-            f"--output={self.folder / f'{pool}-%a.log'}",
+            f"--output={self.folder / log_name}",
             "--open-mode=append",
             str(self._script(pool)),
         )
@@ -154,7 +168,7 @@ class JobArrays:
     # -- RemoteWorkers -------------------------------------------------------------------------------
 
     def leaving(self) -> frozenset[str]:
-        """Workers whose time limit is near."""
+        """Workers of jobs whose time limit is near, and which have been replaced."""
         return self._leaving
 
     def failure(self) -> str | None:
@@ -207,48 +221,53 @@ class JobArrays:
         return found
 
     def _tend(self, cluster: Cluster) -> None:
-        """Replace tasks that ended or will end soon; cancel those that have been replaced."""
+        """Replace jobs that ended or will end soon; cancel those that have been replaced."""
         queued = self._tasks()
         leaving: set[str] = set()
-        for pool, wanted in self.config.pools.items():
-            tasks = {f"{pool}-{task.number}": task for task in queued.get(pool, [])}
-            members = cluster.members(pool)
-            self._count_deaths(pool, tasks, members)
-            soon = {name for name, task in tasks.items() if self._nears_its_end(pool, task)}
-            leaving |= soon
-            lacking = wanted.workers - len(tasks.keys() - soon)
+        for pool in self.config.pools:
+            jobs = {task.number: task for task in queued.get(pool, []) if task.number is not None}
+            members = cluster.members(pool).keys()
+            self._count_deaths(pool, jobs.keys(), members)
+            soon = [number for number, task in jobs.items() if self._nears_its_end(task)]
+            lacking = self._jobs(pool) - len(jobs.keys() - soon)
             if lacking > 0:
                 self._submit(pool, lacking)
-            replaced = len(members.keys() - soon) >= wanted.workers
-            for name in soon:
-                self._let_go(cluster, tasks[name], name, replaced and name in members)
+            # A job leaves when another one has joined with all its workers: ranks on a node stay
+            # within one, and a gang is formed anew once.
+            joined = sum(self._workers(pool, number) <= members for number in jobs.keys() - soon)
+            soon.sort(key=lambda number: jobs[number].left or 0.0)
+            for n, number in enumerate(soon):
+                if n < len(soon) + joined - self._jobs(pool):
+                    leaving |= self._workers(pool, number)
+                    self._let_go(cluster, jobs[number], self._workers(pool, number))
+                else:
+                    self._idle.pop(jobs[number].id, None)
         self._leaving = frozenset(leaving)
 
-    def _nears_its_end(self, pool: str, task: Task) -> bool:
+    def _nears_its_end(self, task: Task) -> bool:
         return task.left is not None and task.left <= self.config.slurm.handover
 
-    def _count_deaths(
-        self, pool: str, tasks: Mapping[str, Task], members: Mapping[str, object]
-    ) -> None:
+    def _count_deaths(self, pool: str, queued: Set[int], members: Set[str]) -> None:
         """Give the pool up when its jobs end one after the other without ever joining."""
-        ended = self._known[pool] - tasks.keys() - members.keys()
-        joined = self._known[pool] & members.keys()
-        self._known[pool] -= ended | joined
+        known = self._known[pool]
+        joined = {number for number in known if self._workers(pool, number) <= members}
+        ended = known - queued - joined
+        self._known[pool] = known - ended - joined
         if joined:
             self._deaths[pool] = 0
         self._deaths[pool] += len(ended)
-        if self._deaths[pool] >= QUICK_DEATHS * self.config.pools[pool].workers:
+        if self._deaths[pool] >= QUICK_DEATHS * self._jobs(pool):
             raise ClusterLost(
-                f"{self._deaths[pool]} Slurm jobs of pool {pool!r} ended before a worker joined. "
-                f"Look at the logs in {self.folder}; the run can be resumed."
+                f"{self._deaths[pool]} Slurm jobs of pool {pool!r} ended before their workers had "
+                f"joined. Look at the logs in {self.folder}; the run can be resumed."
             )
 
-    def _let_go(self, cluster: Cluster, task: Task, name: str, replaced: bool) -> None:
-        """Cancel a replaced worker's job once it has finished its calls."""
-        member = cluster.members().get(name)
-        if not replaced or member is None or status_of(cluster, member.address).running:
-            self._idle.pop(name, None)
+    def _let_go(self, cluster: Cluster, task: Task, workers: Set[str]) -> None:
+        """Cancel a replaced job once its live workers have finished their calls."""
+        live = [one for name, one in cluster.members().items() if name in workers]
+        if any(status_of(cluster, one.address).running for one in live):
+            self._idle.pop(task.id, None)
             return
-        since = self._idle.setdefault(name, time.monotonic())
+        since = self._idle.setdefault(task.id, time.monotonic())
         if time.monotonic() - since >= IDLE:
             slurm_says("scancel", task.id)

@@ -129,6 +129,8 @@ def test_the_flow_process_imports_no_engine_library(module: str) -> None:
         (["store.uri=s3://b/x", "store.whole_every=4"], "Set store.node_cache_gib"),
         (["cluster.kind=slurm"], "cluster.kind = slurm needs cluster.host"),
         (["cluster.kind=ssh", "cluster.host=lo"], "Set cluster.ssh.hosts"),
+        (["cluster.kind=slurm", "cluster.host=lo", "cluster.pools.train.workers=4", "cluster.slurm.pools.train.workers_per_job=3"],
+         "workers_per_job = 3 does not divide cluster.pools.train.workers. Set it to a divisor of 4"),
         (["cluster.kind=kubernetes"], "Set cluster.kubernetes.image"),
         (["cluster.kind=slurm", "cluster.host=lo"], "file system that all nodes share"),
         (["cluster.kind=address", "cluster.address=tls://h:1"], "Use tls://HOST:PORT together with"),

@@ -88,6 +88,7 @@ def test_a_pools_script_asks_for_its_resources(tmp_path: Path) -> None:
             certificates=files,
             job_names={"solo": "run-solo", "pair": "run-pair"},
             python_path="/a:/b",
+            logs="/logs",
         )
     )
     text = scripts["solo"]
@@ -212,7 +213,9 @@ def test_jobs_that_die_at_once_are_not_submitted_for_ever(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_cluster, "LOOK_EVERY", 0.5)
-    with pytest.raises(RuntimeError, match=r"jobs of pool '\w+' ended before a worker joined"):
+    with pytest.raises(
+        RuntimeError, match=r"jobs of pool '\w+' ended before their workers had joined"
+    ):
         open_cluster(config(tmp_path, prologue=["exit 3"]))
     assert slurm.jobs() == []
 
