@@ -13,8 +13,8 @@ export UV_COMPILE_BYTECODE ?= 1
 # Many tests wait for processes to start or to be missed, so three at once pay even on two cores.
 TEST_PROCESSES ?= 3
 
-# The other Pythons that Refrain is for: what needs neither vLLM nor a cluster is tested there.
-PYTHONS ?= python3.12 python3.13
+# The other Pythons that Refrain is for, and the oldest torch: what needs neither vLLM nor a cluster is tested there.
+PYTHONS ?= python3.12 python3.13 python3.12-torch2.11.0
 
 .PHONY: demo test check check-pythons deploy lock clean
 
@@ -38,8 +38,8 @@ check-%: $(VENV)-%/.test
 		tests/configs tests/storage tests/tasks tests/parity tests/engines
 
 $(VENV)-%/.test: pyproject.toml | $(BIN)/uv
-	$* -m venv $(VENV)-$*
-	VIRTUAL_ENV=$(VENV)-$* $(BIN)/uv pip install --quiet -e ".[demo,s3,test]"
+	$(firstword $(subst -torch, ,$*)) -m venv $(VENV)-$*
+	VIRTUAL_ENV=$(VENV)-$* $(BIN)/uv pip install --quiet -e ".[demo,s3,test]" $(addprefix torch==,$(word 2,$(subst -torch, ,$*)))
 	touch $@
 
 # Registers infra/prefect.yaml and infra/automations.yaml on the server that PREFECT_API_URL names.

@@ -8,6 +8,7 @@ and on no padding, and no [T, T] mask exists.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 PACKED = "refrain_packed"  # name in transformers' table of attention functions
 SHORT = 256  # tokens; up to there, on a CPU in bfloat16, plain matrix products are faster
 CACHED_SCORES = 2**20  # scores that those work on at once: 4 MiB, which the cache holds
+# Whether the kernel lets several query heads share a key head; that of torch 2.11 does not.
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,15 +159,27 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: flo
     """By a kernel for sequences of any length, on CUDA."""
     edges, longest = layout.edges, layout.longest
     assert edges is not None
-    grouped = q.shape[1] != k.shape[1]
+    options: dict[str, Any] = {}
+    if TAKES_GROUPS:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    else:
+        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     out = varlen_attn(
-        *(q, k, v, edges, edges, longest, longest),
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=grouped,
+        *(q, k, v, edges, edges, longest, longest), scale=scale, window_size=(-1, 0), **options
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """[S, G, D] -> [S, heads, D]: each head as often as query heads share it, one after the other.
+
+    Expanded, not repeat_interleave: the backward pass of that adds in any order on a GPU.
+    """
+    slots, groups, size = x.shape
+    if groups == heads:
+        return x
+    return x.unsqueeze(2).expand(-1, -1, heads // groups, -1).reshape(slots, heads, size)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
