@@ -6,9 +6,10 @@
 Needs torch and transformers; vLLM is used where it is installed. First the checks, on the first
 shape: packed log-probs against plain forward passes, weights to the store and into the rollout
 engines, whether an update made again is equal to the bit, two ranks (FSDP2, sequence parallelism)
-against one where there are two devices. Then, for each shape, an update (tokens a second, share of
-the device's peak, peak memory) and sampling (tokens a second). Each part is a process of its own with
-a limit, so that one that fails or hangs takes no other with it. Exit code 1 if a check does not hold.
+against one where there are two devices. Then, for each shape, an update, and one of compiled layers
+(tokens a second, share of the device's peak, peak memory), and sampling (tokens a second). Each part
+is a process of its own with a limit, so that one that fails or hangs takes no other with it. Exit
+code 1 if a check does not hold.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKS = ("logprobs", "round_trip", "replay", "ranks")
-MEASUREMENTS = ("update", "rollout", "sleep")
+MEASUREMENTS = ("update", "update_compiled", "rollout", "sleep")
 LIMIT = 240.0  # seconds of one part
 ENOUGH = 20.0  # seconds without which no part is begun
 # samples, prompt and response tokens of each

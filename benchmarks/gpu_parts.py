@@ -28,6 +28,7 @@ from configs.train import TrainConfig
 from engines.models import load_tokenizer, materialize
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.engine import RolloutEngine
+from engines.train.compiled import lacking
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import TrainSpec
 from storage.batches.refs import BatchRef
@@ -341,16 +342,26 @@ def _update_of_rank(job: Job, rank: int, world: int, port: int, shared: int) -> 
 # --- measurements -----------------------------------------------------------------------------------
 
 
-def update(job: Job) -> Found:
+def update_compiled(job: Job) -> Found:
+    """The same with compiled layers."""
+    if lack := lacking(gpu=CUDA):
+        return Found(skipped=lack)
+    return update(job, compile=True)
+
+
+def update(job: Job, **train: Any) -> Found:
     """Tokens a second, share of the device's peak and peak memory of an update."""
-    engine, batch = job.train_engine(), stored(job)
-    engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)  # warms up
+    engine, batch = job.train_engine(**train), stored(job)
+    first: dict[str, float | str] = {}
+    with timed(first, "first_seconds"):  # warms up, and compiles
+        engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     metrics = engine.update(batch, AlgorithmConfig(), 1.0, job.response, 2).metrics
     engine.close()
     wanted = ("tokens", "tokens_per_second", "seconds", "flops_per_second", "mfu")
     found = Found(metrics={n: metrics[f"train/{n}"] for n in wanted if f"train/{n}" in metrics})
+    found.metrics |= first
     for name, value in metrics.items():
         phase = name.removeprefix("train/")
         if phase.endswith("_seconds"):
@@ -419,5 +430,6 @@ PARTS: dict[str, Callable[[Job], Found]] = {
     "replay": replay,
     "ranks": ranks,
     "update": update,
+    "update_compiled": update_compiled,
     "rollout": rollout,
 }

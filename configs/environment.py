@@ -42,6 +42,13 @@ def visible_gpus() -> tuple[str, ...] | None:
     return tuple(part.strip() for part in value.split(",") if part.strip() not in ("", "-1"))
 
 
+def compilers(gpu: bool) -> tuple[str, ...]:
+    """CXX or CC: any of these compiles for torch, C++ for a CPU, C for Triton's calls of a GPU."""
+    if gpu:
+        return (os.environ["CC"],) if os.environ.get("CC") else ("gcc", "clang")
+    return (os.environ.get("CXX") or "g++",)
+
+
 @cache
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this machine's CPU has instructions that torch and vLLM use for bfloat16.

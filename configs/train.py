@@ -55,6 +55,12 @@ class TrainConfig(Settings):
         description="Keep activations in the host's memory between forward and backward pass: less "
         "memory of the GPU, more time, the same gradients. On a CPU nothing moves.",
     )
+    compile: bool = Field(
+        False,
+        description="Compile the layers (torch.compile): seconds to minutes at each start of an "
+        "engine, then fewer and larger kernels; other rounding. On a CPU it needs a C++ compiler, on "
+        "a GPU Triton.",
+    )
     reshard_after_forward: bool | Literal["auto"] = Field(
         "auto",
         description="Let go of a layer's gathered weights after its forward pass and gather them in "

@@ -27,6 +27,7 @@ from engines.models import build_empty
 from engines.progress import report
 from engines.train.activations import checkpoint_layers
 from engines.train.checkpoint import load_snapshot, save_snapshot
+from engines.train.compiled import check_compiling, compile_layers
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import fill, shard
 from engines.train.loading import load, open_checkpoint
@@ -119,6 +120,9 @@ class FSDPEngine(Ranked):
         if self._spec.role == "ref":
             policy.requires_grad_(False)
         checkpoint_layers(policy.model, config.gradient_checkpointing)
+        if config.compile:
+            check_compiling(self._spec.role, gpu=self._device.type == "cuda")
+            compile_layers(policy.model, self._spec.threads)
         shard(
             *(policy, self._meeting.group, self._device, self._compute),
             reshard=config.reshard_after_forward,

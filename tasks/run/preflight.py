@@ -18,6 +18,7 @@ from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
+from engines.train.compiled import check_compiling
 from tasks.run.preflight_memory import check_memory
 
 if TYPE_CHECKING:
@@ -173,8 +174,10 @@ def check_devices(config: GRPOConfig) -> str:
     for role in (*roles, "rollout"):
         gpus = _gpus_of(config, role)
         device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
-        form = config.rollout.dtype if role == "rollout" else config.train_of(role).compute_dtype
-        described.append(f"{role} on {device} in {form}")
+        train = config.train_of(role)
+        form = config.rollout.dtype if role == "rollout" else train.compute_dtype
+        how = ", compiled" if role != "rollout" and train.compile else ""
+        described.append(f"{role} on {device} in {form}{how}")
     return ", ".join(described)
 
 
@@ -204,6 +207,8 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
             f"(cluster.pools.{pool}.gpus = {gpus}), where the attention kernel takes bfloat16 only. "
             "Set train.compute_dtype = bfloat16."
         )
+    if config.train_of(role).compile and config.cluster.kind == "local":
+        check_compiling(role, gpu=gpus > 0)  # workers elsewhere say it when they start
 
 
 def _check_rollout_device(config: GRPOConfig) -> None:

