@@ -34,6 +34,7 @@ from engines.train.spec import TrainSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
+from tasks.commands.replay_demand import TOLERANCE, share_of_way
 
 # layers, width, heads, key heads, MLP width, words; those of Qwen2.5
 SHAPES = {
@@ -276,23 +277,29 @@ def round_trip(job: Job) -> Found:
 
 
 def replay(job: Job) -> Found:
-    """The same update twice from one snapshot: whether it is equal to the bit here."""
-    engine, batch = job.train_engine(learning_rate=1e-4), stored(job)
-    engine.save_state(0)
-    digests = []
-    for _ in range(2):
-        engine.load_state(0)
+    """The same update twice from one snapshot: whether it is equal to the bit, and how far if not."""
+    found = Found()
+    for fixed in (False, True):
+        name = "update_again" + "_deterministic" * fixed
+        engine, batch = job.train_engine(learning_rate=1e-4, deterministic=fixed), stored(job)
+        engine.save_state(0)
         engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)
-        digests.append(engine.digest())
-    engine.load_state(0)
-    before = engine.digest()
-    engine.close()
-    equal = digests[0] == digests[1]
-    found = Found(metrics={"update_again": "equal to the bit" if equal else "not equal to the bit"})
-    if before in digests:
-        found.failed = "an update changed no weight"
-    elif not equal and not CUDA:
-        found.failed = "on a CPU an update that is made again is equal to the bit, this one is not"
+        digest, weights = engine.digest(), engine.export_weights(100 + fixed, job.compute)
+        engine.load_state(0)
+        way = engine.compare(weights, job.compute)
+        engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)
+        equal = engine.digest() == digest
+        share = share_of_way(engine.compare(weights, job.compute), way)
+        engine.close()
+        free()
+        found.metrics[name] = "equal to the bit" if equal else "not equal to the bit"
+        found.metrics[f"{name}_share_of_way"] = share
+        if not way.differing:
+            found.failed = "an update changed no weight"
+        elif not equal and (fixed or not CUDA):
+            found.failed = f"{name}: it is to be equal to the bit, and is not"
+        elif share > TOLERANCE:
+            found.failed = f"{name}: {share:.2%} of the way came out otherwise"
     return found
 
 

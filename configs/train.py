@@ -61,6 +61,11 @@ class TrainConfig(Settings):
         "engine, then fewer and larger kernels; other rounding. On a CPU it needs a C++ compiler, on "
         "a GPU Triton.",
     )
+    deterministic: bool = Field(
+        False,
+        description="Sums of an update in a fixed order on GPUs too, so that a replay is equal to "
+        "the bit: slower kernels. On a CPU they have one anyway.",
+    )
     reshard_after_forward: bool | Literal["auto"] = Field(
         "auto",
         description="Let go of a layer's gathered weights after its forward pass and gather them in "
@@ -102,6 +107,15 @@ class TrainConfig(Settings):
     def shared_micro_batch_tokens(self) -> int:
         """Most tokens of a micro-batch, over the ranks that share it."""
         return self.micro_batch_tokens * self.sequence_parallel
+
+    @model_validator(mode="after")
+    def _order_of_sums_is_known(self) -> "TrainConfig":
+        if self.deterministic and self.compile:
+            raise ValueError(
+                "train.deterministic = true does not go with train.compile = true: the order of sums "
+                "in compiled kernels depends on the sizes that came first. Set one of them to false."
+            )
+        return self
 
     @model_validator(mode="after")
     def _old_logprobs_exist(self) -> "TrainConfig":

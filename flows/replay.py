@@ -1,4 +1,4 @@
-"""Make a committed update again from its stored batch, and compare the weights to the bit.
+"""Make a committed update again from its stored batch, and compare the weights.
 
 python -m flows.replay RUN STEP
 """
@@ -16,8 +16,9 @@ def main() -> int:
         "replay",
         "Make the update of a committed step again: the trainer's state before it is rebuilt from "
         "a snapshot and the stored batches, the step's batch is applied, and the digest of the "
-        "version that comes out is compared with the committed one. Starts train workers only, "
-        "and writes nothing to the store.",
+        "version that comes out is compared with the committed one. Equal bits are demanded where "
+        "sums have the same order again, else a stated tolerance; it says which, and why. Starts "
+        "train workers only, and writes nothing to the store.",
         cluster=True,
         after_run=("step", "STEP", "the committed step", int),
     )

@@ -128,7 +128,7 @@ def commit(
         carried=list(left_over.carried.groups),
         dropped_rows=prompts.dropped,
         reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
-        update=update_settings(run),
+        update=update_settings(run, updated),
         metrics=metrics,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
@@ -144,11 +144,13 @@ def commit(
     )
 
 
-def update_settings(run: Run) -> dict[str, JsonValue]:
+def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:
     """What an update is made with besides the batch and the algorithm, to make it again."""
     config = run.config
     pool = config.cluster.pools[config.cluster.roles.actor]
+    made = updated.made_on
     return {
+        **({} if made is None else {"made_on": asdict(made)}),
         "train": config.train.model_dump(mode="json"),
         "seed": config.seed,
         "steps": config.steps,  # where a decaying schedule ends

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
 from engines.rollout.contract import ShardStats
+from engines.train.spec import MadeOn
 from storage.batches.refs import BatchRef
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import CarriedGroup, Commit
@@ -127,6 +128,7 @@ class Updated:
 
     version: int
     metrics: Metrics
+    made_on: MadeOn | None = None  # None: of an attempt that an older Refrain made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

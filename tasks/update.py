@@ -31,7 +31,7 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     run.gate.check_turn(step)
     with planned(run, step, "actor", batch, "update") as plan, attempted(run, step, "update"):
         result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
-    return Updated(version=step, metrics=dict(result.metrics))
+    return Updated(version=step, metrics=dict(result.metrics), made_on=result.made_on)
 
 
 @task(name="critic_update", task_run_name="critic_update", **OPTIONS)

@@ -37,6 +37,7 @@ from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_
 from engines.train.mfu import CostModel, cost_model
 from engines.train.micro_batch import MicroBatch
 from engines.train.optimizer import Optimizer
+from engines.train.order_of_sums import prepare
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
 from engines.train.rendezvous import Meeting, meet
@@ -82,6 +83,7 @@ class FSDPEngine(Ranked):
         self._node_cache = open_node_cache(self._store, spec.node_cache_bytes)
         self._files = RunStore(self._store, spec.run, spec.role)
         torch.set_num_threads(spec.threads)
+        prepare(spec.train)
         # torch 2.13's checkpoint code calls what it warns of itself:
         # https://github.com/pytorch/pytorch/pull/161385
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -33,6 +33,7 @@ from engines.train.micro_batch import (
     read_micro_batch,
 )
 from engines.train.optimizer import Optimizer, StepReport
+from engines.train.order_of_sums import in_fixed_order, made_on
 from engines.train.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
 from engines.train.policy import Policy
 from engines.train.read_ahead import read_ahead
@@ -162,11 +163,19 @@ class Updater(ABC):
             plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
         steps = [mini for _ in range(config.epochs) for mini in plan]
         parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
-        with read_ahead(self._store, batch, parts, columns, self._meeting.device) as micros:
+        device = self._meeting.device
+        with (
+            in_fixed_order(config.deterministic),
+            read_ahead(self._store, batch, parts, columns, device) as micros,
+        ):
             for mini in steps:
                 self._optimizer_step(batch, mini, columns, max_new_tokens, micros)
         phases = self._tally.timed()  # before the clock is read: it waits for the device
-        return UpdateResult(step=step, metrics=self._metrics(time.perf_counter() - began, phases))
+        return UpdateResult(
+            step=step,
+            metrics=self._metrics(time.perf_counter() - began, phases),
+            made_on=made_on(config, device),
+        )
 
     def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
         return plan_update(

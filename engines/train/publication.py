@@ -282,6 +282,7 @@ def compare_together(
             shape=tuple(mine.shape),
             elements=int((gap > 0).sum()),
             largest=float(gap.max()),
+            total=float(gap.sum()),
         )
         return found, difference
 

@@ -82,11 +82,27 @@ class ColumnsResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MadeOn:
+    """On what an update was made: whether it comes out equal to the bit again, and where."""
+
+    device: str  # rank 0's, as its maker calls it, or the CPU's instructions
+    torch: str  # version
+    fixed: bool  # whether sums had a fixed order
+
+    @classmethod
+    def of(cls, record: Mapping[str, object]) -> MadeOn:
+        """From what a commit says."""
+        device, version = str(record.get("device")), str(record.get("torch"))
+        return cls(device=device, torch=version, fixed=record.get("fixed") is True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateResult:
     """What an update did; the same on every rank."""
 
     step: int  # RL step, the version of the weights now held
     metrics: Mapping[str, float]  # train/loss, train/grad_norm, train/tokens_per_second, …
+    made_on: MadeOn  # this rank's device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +113,7 @@ class TensorDifference:
     shape: tuple[int, ...]
     elements: int  # that differ
     largest: float  # absolute difference
+    total: float  # sum of the absolute differences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

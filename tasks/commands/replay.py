@@ -1,4 +1,7 @@
-"""Making a committed update again, from the stored batches, and comparing what comes out."""
+"""Making a committed update again, from the stored batches, and comparing what comes out.
+
+Whether equal bits are demanded, or weights within a tolerance, is in replay_demand.py.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ from configs.cluster.cluster import ClusterConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import change
 from engines.clusters.opening import open_cluster
-from engines.train.spec import WeightsComparison
+from engines.train.spec import MadeOn, WeightsComparison
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from storage.objects.errors import ObjectMissing
-from storage.runs.commit_log import Commit, head, read_commit
+from storage.runs.commit_log import Commit, head, read_commit, read_outline
 from storage.runs.forks import check_state
 from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
+from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_way
 from tasks.run.engines import ENGINE_MODULES, train_spec
 from tasks.run.recorded_flow import settings_of
 
@@ -43,6 +47,14 @@ class Replayed:
     comparison: WeightsComparison | None  # None where the committed version's weights are gone
     replayed_from: int  # version of the stored state that it was rebuilt from
     metrics: dict[str, float]
+    demand: Demand
+    equal: bool  # to the bit
+    share: float | None  # of the way; None where bits are equal or demanded, or weights are gone
+
+    @property
+    def within(self) -> bool:
+        """Whether a tolerance is in place, and kept."""
+        return self.share is not None and self.share <= TOLERANCE
 
 
 def answer(request: Request) -> Answer:
@@ -70,7 +82,7 @@ def answer(request: Request) -> Answer:
     return Answer(
         record=_record(files, commit, done),
         shown=_shown(files, commit, done),
-        good=done.digest == commit.version_out.digest,
+        good=done.equal or done.within,
     )
 
 
@@ -97,12 +109,31 @@ def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
         if files.store.exists(f"{weights.key}/manifest.json"):
             comparison = trainer.compare(commit.step, weights, dtype)
         digest = comparison.digest if comparison else trainer.digest(commit.step, dtype)
+        equal, share, base = digest == weights.digest, None, trainer.base
+        demand = _demand(files, range(base + 1, commit.step + 1), config, result.made_on)
+        if not (equal or demand.bits or comparison is None):
+            _say(f"not equal to the bit: back to version {base}, to see how long the way was")
+            way = trainer.compare(base, weights, dtype)
+            share = share_of_way(comparison, way)
     return Replayed(
         digest=digest,
         comparison=comparison,
-        replayed_from=trainer.base,
+        replayed_from=base,
         metrics=dict(result.metrics),
+        demand=demand,
+        equal=equal,
+        share=share,
     )
+
+
+def _demand(files: RunStore, steps: range, config: GRPOConfig, now: MadeOn) -> Demand:
+    """What is demanded after these steps, which were all made again: bits, if of each of them."""
+    pool = config.cluster.pools[config.cluster.roles.actor]
+    found = [
+        demand_of(read_outline(files, step).update, now, pool.workers, pool.threads)
+        for step in steps
+    ]
+    return next((one for one in found if not one.bits), found[-1])
 
 
 def _only(cluster: ClusterConfig, pool: str) -> ClusterConfig:
@@ -144,7 +175,11 @@ def _record(files: RunStore, commit: Commit, done: Replayed) -> dict[str, object
     return {
         "run": files.run,
         "step": commit.step,
-        "equal": done.digest == commit.version_out.digest,
+        "equal": done.equal,
+        "demanded": "bits" if done.demand.bits else "tolerance",
+        "why": done.demand.why,
+        "tolerance": None if done.demand.bits else TOLERANCE,
+        "share_of_way": done.share,
         "committed": commit.version_out.digest,
         "replayed": done.digest,
         "replayed_from_version": done.replayed_from,
@@ -158,7 +193,6 @@ def _record(files: RunStore, commit: Commit, done: Replayed) -> dict[str, object
 
 
 def _shown(files: RunStore, commit: Commit, done: Replayed) -> list[RenderableType]:
-    equal = done.digest == commit.version_out.digest
     lines: list[RenderableType] = [
         heading(f"Step {commit.step} of {files.run}, rebuilt from version {done.replayed_from}"),
         text(f"  committed  {commit.version_out.digest}"),
@@ -167,24 +201,33 @@ def _shown(files: RunStore, commit: Commit, done: Replayed) -> list[RenderableTy
     for name, (was, now) in _compared_metrics(commit, done).items():
         same = "the same" if was == now else f"was {was}"
         lines.append(text(f"  {name:<16} {now}  ({same})"))
-    if equal:
+    wanted = "Equal bits are" if done.demand.bits else f"A tolerance of {TOLERANCE:.0%} is"
+    lines.append(text(f"{wanted} demanded: {done.demand.why}."))
+    if done.equal:
         return [*lines, text("Equal, to the bit.", "bold green")]
     if done.comparison is None:
         why = "They differ; the committed weights are no longer in the store, so not known where."
         return [*lines, text(why, "bold red")]
-    differing = done.comparison.differing
+    return [*lines, *_differences(commit, done, done.comparison)]
+
+
+def _differences(
+    commit: Commit, done: Replayed, comparison: WeightsComparison
+) -> list[RenderableType]:
+    differing = comparison.differing
     first = differing[0]
     told = (
-        f"{len(differing)} of {done.comparison.tensors} tensors differ, first {first.name}: by at "
+        f"{len(differing)} of {comparison.tensors} tensors differ, first {first.name}: by at "
         f"most {first.largest:.3g}, in {first.elements} elements."
     )
     found = table("tensor", "shape", "elements that differ", "largest difference")
     for one in differing[:SHOWN]:
         found.add_row(one.name, str(one.shape), str(one.elements), f"{one.largest:.3g}")
-    made = commit.update
-    ranks, threads = made.get("ranks", "?"), made.get("threads", "?")
-    hint = (
-        f"The step was made by {ranks} rank(s) of {threads} thread(s); sums are rounded in another "
-        "order by other numbers of them."
+    if done.share is None:
+        return [text(told, "bold red"), found]
+    kept = "kept" if done.within else "not kept"
+    way = (
+        f"The tolerance is {kept}: of the way from version {done.replayed_from} to "
+        f"{commit.step}, {done.share:.3%} came out otherwise."
     )
-    return [*lines, text(told, "bold red"), found, text(hint)]
+    return [text(told), found, text(way, "bold green" if done.within else "bold red")]

@@ -252,9 +252,31 @@ def test_replay(world: World, ask: Ask) -> None:
     assert record["replayed"] == read_commit(world.parent, 2).version_out.digest
     metrics = record["metrics"]["train/loss"]
     assert metrics["committed"] == metrics["replayed"]
+    assert (record["demanded"], record["tolerance"], record["share_of_way"]) == ("bits", None, None)
+    assert "both were made on a CPU" in record["why"]
     code, _, err = ask(replay.main, world.child.run, "4")
     assert code == 2
     assert "has no committed step 4. Name one from 1 to 3." in err
+
+
+def test_a_replay_by_other_ranks_is_held_to_a_tolerance(
+    world: World, ask: Ask, tmp_path: Path
+) -> None:
+    words = ("cluster.pools.train.workers=2", "--json")
+    code, out, err = ask(replay.main, world.parent.run, "3", *words)
+    record = json.loads(out)
+    assert (code, record["demanded"], record["equal"]) == (0, "tolerance", False), err
+    assert record["why"] == "numbers of ranks differ, 1 and 2"
+    assert 0 < record["share_of_way"] < record["tolerance"] / 10
+    # Another setting is no rounding.
+    shutil.copytree(world.folder / ".refrain/store", tmp_path / "store")
+    other = RunStore(Store(f"file://{tmp_path}/store"), world.parent.run)
+    changed = other.read_run()
+    changed["config"]["train"]["learning_rate"] *= 1.25
+    other.store.write(other.run_json_key, documents.encode(RUN_FORMAT, changed))
+    code, out, _ = ask(replay.main, other.run, "3", f"store.uri=file://{tmp_path}/store", words[0])
+    assert code == 1
+    assert "The tolerance is not kept: of the way from version" in out
 
 
 def test_replay_says_what_differs(world: World, ask: Ask, tmp_path: Path) -> None:
