@@ -23,16 +23,14 @@ from torch.distributed.fsdp import FSDPModule
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
 from engines.model_preparation import prepared
-from engines.models import build_empty
 from engines.progress import report
-from engines.train.activations import checkpoint_layers
+from engines.train.building import build, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
-from engines.train.compiled import check_compiling, compile_layers
 from engines.train.critic import Critic, CriticUpdater
-from engines.train.fsdp import fill, shard
-from engines.train.loading import load, open_checkpoint
+from engines.train.fsdp import fill
+from engines.train.loading import open_checkpoint
 from engines.train.logprob_pass import score, write_token_columns
-from engines.train.lora import base_alone, inject, reset
+from engines.train.lora import base_alone, reset
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.mfu import CostModel, cost_model
 from engines.train.micro_batch import MicroBatch
@@ -41,7 +39,7 @@ from engines.train.order_of_sums import prepare
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
 from engines.train.rendezvous import Meeting, meet
-from engines.train.sequence_parallel import SequenceGroup, check_heads, sequence_group
+from engines.train.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
 from engines.train.versions import AdapterVersions, Versions
 from engines.workers.engine import Memory, Ranked
@@ -112,31 +110,12 @@ class FSDPEngine(Ranked):
         config = self._spec.train
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
         report("building the model")
-        model = build_empty(self._directory)
-        check_heads(model.config.get_text_config().num_attention_heads, self._sequence.size)
-        if self._spec.lora is not None:
-            inject(model, self._spec.lora)
-        policy = Critic(model) if self._spec.role == "critic" else Policy(model)
+        policy = build(self._spec, self._directory, self._sequence.size)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
-        if self._spec.role == "ref":
-            policy.requires_grad_(False)
-        checkpoint_layers(policy.model, config.gradient_checkpointing)
-        if config.compile:
-            check_compiling(self._spec.role, gpu=self._device.type == "cuda")
-            compile_layers(policy.model, self._spec.threads)
-        shard(
-            *(policy, self._meeting.group, self._device, self._compute),
-            reshard=config.reshard_after_forward,
-            replicas=config.replicas,
+        materialize(
+            *(policy, self._spec, self._checkpoint, self._meeting, self._store, self._compute)
         )
-        if isinstance(policy, Critic):
-            load(policy.model, self._checkpoint.decoder, self._checkpoint, self._meeting.group)
-            policy.reset_head()
-        else:
-            load(policy.model, "", self._checkpoint, self._meeting.group)
-        if self._spec.base is not None:
-            fill(policy.model, self._store, self._spec.base, self._meeting.group)
         self._policy = policy.train()
         self._begin_versions(policy)
         if self._spec.role != "ref":

@@ -1,0 +1,69 @@
+"""A role's model from its checkpoint: built empty, wrapped, sharded, and only then filled.
+
+No rank ever holds the whole of it (docs/decisions/loading-by-rank.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engines.models import build_empty
+from engines.train.activations import checkpoint_layers
+from engines.train.compiled import check_compiling, compile_layers
+from engines.train.critic import Critic
+from engines.train.fsdp import fill, shard
+from engines.train.loading import Checkpoint, load
+from engines.train.lora import inject
+from engines.train.policy import Policy
+from engines.train.rendezvous import Meeting
+from engines.train.sequence_parallel import check_heads
+from engines.train.spec import TrainSpec
+from storage.objects.store import Store
+
+
+def build(spec: TrainSpec, directory: Path, sharing: int) -> Policy | Critic:
+    """The model of `spec.role` on the meta device, with adapters where it has any.
+
+    Args:
+        spec: Of the engine.
+        directory: Of the model's files.
+        sharing: Ranks that share a sequence. Raises ValueError where they do not divide its heads.
+    """
+    model = build_empty(directory)
+    check_heads(model.config.get_text_config().num_attention_heads, sharing)
+    if spec.lora is not None:
+        inject(model, spec.lora)
+    policy = Critic(model) if spec.role == "critic" else Policy(model)
+    if spec.role == "ref":
+        policy.requires_grad_(False)
+    return policy
+
+
+def materialize(
+    policy: Policy | Critic,
+    spec: TrainSpec,
+    checkpoint: Checkpoint,
+    meeting: Meeting,
+    store: Store,
+    compute: torch.dtype,
+) -> None:
+    """Shard what `build` made over the ranks and load this rank's part, in place; a collective."""
+    config, group = spec.train, meeting.group
+    checkpoint_layers(policy.model, config.gradient_checkpointing)
+    if config.compile:
+        check_compiling(spec.role, gpu=meeting.device.type == "cuda")
+        compile_layers(policy.model, spec.threads)
+    shard(
+        *(policy, group, meeting.device, compute),
+        reshard=config.reshard_after_forward,
+        replicas=config.replicas,
+    )
+    if isinstance(policy, Critic):
+        load(policy.model, checkpoint.decoder, checkpoint, group)
+        policy.reset_head()
+    else:
+        load(policy.model, "", checkpoint, group)
+    if spec.base is not None:
+        fill(policy.model, store, spec.base, group)
