@@ -1,8 +1,8 @@
 """The decoder's layers compiled by torch: some graphs for all layers and all sizes of micro-batch.
 
 What is compiled is a layer's forward pass and not its call, so FSDP's hooks and the checkpoint of its
-activations stay outside, and weights keep their names. Attention stays as it is, exchanges of
-sequence parallelism included: its buckets are others in each micro-batch. So a layer is four graphs,
+activations stay outside, and weights keep their names. Attention stays as it is: its buckets are
+others in each micro-batch. So a layer is four graphs,
 before, around and after it, in which sizes are symbols; layers of one shape share them.
 """
 

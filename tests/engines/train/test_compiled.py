@@ -12,6 +12,7 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
+from configs.train import TrainConfig
 from engines.train import compiled
 from engines.train.compiled import lacking
 from engines.train.fsdp_engine import FSDPEngine
@@ -180,31 +181,23 @@ def test_compiled_layers_train_alike(alone: Any, settings: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [1, 2])
-def test_two_ranks_compile_alike(folder: Path, batches: list[BatchRef], shared: int) -> None:
-    """FSDP gathers around compiled layers; ranks that share sequences exchange within attention."""
-    pair = Ranks(2)
-    name, given = f"pair{shared}", (folder, batches)
+def test_two_ranks_compile_alike(folder: Path, batches: list[BatchRef]) -> None:
+    """FSDP gathers around compiled layers."""
+    pair, given = Ranks(2), (folder, batches)
     try:
-        plain = pair.run(train_shared, *given, name, None, shared)[0]
-        seen = pair.run(train_shared, *given, f"{name}-compiled", "inductor", shared)[0]
+        plain = pair.run(train, *given, "pair", None)[0]
+        seen = pair.run(train, *given, "pair-compiled", "inductor")[0]
     finally:
         pair.close()
     assert_alike(plain, seen)
     assert seen.graphs[1:] == seen.graphs[:1] * (UPDATES - 1)
 
 
-def train_shared(
-    rank: int,
-    world: int,
-    ports: list[int],
-    folder: Path,
-    batches: list[BatchRef],
-    name: str,
-    backend: str | None,
-    shared: int,
-) -> Seen:
-    return train(rank, world, ports, folder, batches, name, backend, sequence_parallel=shared)
+def test_ranks_that_share_sequences_are_not_compiled() -> None:
+    with pytest.raises(
+        ValueError, match=r"compile = true does not go with train\.sequence_parallel"
+    ):
+        TrainConfig(compile=True, sequence_parallel=2)
 
 
 def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
