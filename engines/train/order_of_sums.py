@@ -51,6 +51,6 @@ def made_on(train: TrainConfig, device: torch.device) -> MadeOn:
     capability = torch.backends.cpu.get_cpu_capability()
     return MadeOn(
         device=torch.cuda.get_device_name(device) if gpu else f"CPU ({capability})",
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # its own class would bring torch into the flow process
         fixed=not train.compile and (train.deterministic or not gpu),
     )
