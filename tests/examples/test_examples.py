@@ -109,6 +109,7 @@ def check_step(run: Launched, commit: Commit) -> None:
     assert np.isnan(rewards[~answered]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_own_flow(launch: Launch, tmp_path: Path) -> None:
     copied(tmp_path)

@@ -259,6 +259,7 @@ def test_replay(world: World, ask: Ask) -> None:
     assert "has no committed step 4. Name one from 1 to 3." in err
 
 
+@pytest.mark.slow
 def test_a_replay_by_other_ranks_is_held_to_a_tolerance(
     world: World, ask: Ask, tmp_path: Path
 ) -> None:

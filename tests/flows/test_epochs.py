@@ -33,6 +33,7 @@ def audited(run: Launched) -> list[dict[str, int]]:
     return json.loads(done.stdout)["steps"]
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_data_and_goes_on_with_more(launch: Launch, tmp_path: Path) -> None:
     run = launch(*words(tmp_path, rows=7))
     code, out = run.end()

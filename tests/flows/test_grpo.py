@@ -176,6 +176,7 @@ def test_a_run_killed_and_resumed_ends_with_the_same_weights(
     assert "is finished: 4 of 4 steps are committed" in out
 
 
+@pytest.mark.slow
 def test_roles_share_a_pool(launch: Launch) -> None:
     run = launch(
         "tiny",

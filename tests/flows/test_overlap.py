@@ -56,7 +56,8 @@ def spans_of(commit: Commit, run: Launched) -> list[list[int]]:
     return [spans[a:b:3].tolist() for a, b in itertools.pairwise(offsets)]
 
 
-@pytest.mark.parametrize("kept", ["recompute", pytest.param("keep", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["recompute", "keep"])
 def test_steps_overlap_within_the_bound(launch: Launch, tmp_path: Path, kept: str) -> None:
     """New weights arrive in the middle of answers, and every token knows its version."""
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [SLOW])

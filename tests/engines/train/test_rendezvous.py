@@ -41,6 +41,7 @@ def half_way(rank: int, world: int, ports: list[int]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_gloo_is_named_when_it_is_stuck(pair: Ranks) -> None:
     text, _ = pair.run(half_way)
     assert "rendezvous is stuck in phase gloo (rank 0 of 2 at 127.0.0.1" in text
