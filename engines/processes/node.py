@@ -45,11 +45,8 @@ LOOPBACK = "127.0.0.1"
 WORKER_IMAGE = "engines.workers.worker_image"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 # Variables of a worker that have their effect also after the engines' libraries were imported:
-# worker_image.dask_setup sees to the first three.
-READ_LATER = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHDYNAMO_DISABLE"),
-    *(VISIBLE_GPUS, "TOKENIZERS_PARALLELISM"),
-)
+# worker_image.dask_setup sees to the first two.
+READ_LATER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", VISIBLE_GPUS, "TOKENIZERS_PARALLELISM")
 OWN = "VLLM_"  # vLLM's, which is not imported before
 DEAD = psutil.STATUS_ZOMBIE
 KILL_TIMEOUT = 2.0  # seconds for which killing goes on while processes appear

@@ -190,11 +190,7 @@ def worker_environment(config: RolloutConfig) -> dict[str, str]:
     """
     if config.engine != "vllm":
         return {"TOKENIZERS_PARALLELISM": "false"}
-    # Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which
-    # takes seconds and a C++ compiler when the first shard comes.
-    eager = {"TORCHDYNAMO_DISABLE": "1"} if config.enforce_eager else {}
     return {
-        **eager,
         "TOKENIZERS_PARALLELISM": "false",
         # Several workers share the cores: no pinning of threads to cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from engines import models
-from engines.model_preparation import prepared
+from engines.models import prepared
 from engines.progress import report
 from engines.rollout.contract import (
     EngineDead,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engines import models
 from engines.failures import WeightMismatch
-from engines.model_preparation import prepared
+from engines.models import prepared
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import RolloutRequest, RolloutSpec, SyncMode, worker_environment
 from engines.rollout.engine import RolloutEngine
@@ -36,6 +36,9 @@ _PAUSES: dict[SyncMode, tuple[Literal["wait", "keep"], bool]] = {
     "keep": ("keep", False),
     "recompute": ("keep", True),
 }
+# Eager means without torch.compile too: vLLM uses it for a few lines of its sampler, which takes
+# seconds and a C++ compiler when the first shard comes. Not for this process, which may train.
+NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 _FAILURES = {kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, StoreUnavailable)}
 
 
@@ -84,7 +87,9 @@ class VllmEngine(RolloutEngine):
         self._rows: dict[str, list[_Row]] = {}  # of the shards in flight, by out_key
         self._cache_asleep = False  # whether only the weights have been woken
         self._process = VllmProcess(
-            spec.name, lambda: vllm_arguments.engine_arguments(spec, directory)
+            spec.name,
+            lambda: vllm_arguments.engine_arguments(spec, directory),
+            NOT_COMPILED if spec.rollout.enforce_eager else {},
         )
         self._process.run(self._prepare())
 

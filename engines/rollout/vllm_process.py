@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,7 +44,7 @@ T = TypeVar("T")
 # vLLM is given so long to end its processes itself, in seconds; then they are killed.
 CLOSE_GRACE = 1.0
 
-# The owner's name travels to the children in an environment variable: one start at a time.
+# Children find what is theirs in this process's environment: one start at a time.
 _starting = threading.Lock()
 _LOG_PREFIX = re.compile(r"^(\([^)]*\) )?(ERROR|INFO|WARNING) \S+ \S+ \[[^\]]*\] ?")
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b(:|$)")
@@ -52,10 +53,13 @@ _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b(:|$)")
 class VllmProcess:
     """An AsyncLLM on a thread and event loop of its own."""
 
-    def __init__(self, name: str, arguments: Callable[[], AsyncEngineArgs]) -> None:
+    def __init__(
+        self, name: str, arguments: Callable[[], AsyncEngineArgs], environment: Mapping[str, str]
+    ) -> None:
         """Start vLLM; `arguments` is called on the engine's thread, after vLLM's import.
 
-        Raises EngineDead with vLLM's own cause if it does not start.
+        environment: of its processes alone, beside this one's. Raises EngineDead with vLLM's own
+        cause if it does not start.
         """
         self.name = name
         self.cause = ""
@@ -71,7 +75,7 @@ class VllmProcess:
         atexit.register(self.close)
         try:
             with reporting_growth([self.log], "starting vLLM, whose log has", self.log):
-                self._submit(self._start(arguments))
+                self._submit(self._start(arguments, environment))
         except BaseException:
             self.close()
             raise
@@ -139,21 +143,21 @@ class VllmProcess:
         except CancelledError:
             raise self.dead() from None
 
-    async def _start(self, arguments: Callable[[], AsyncEngineArgs]) -> None:
+    async def _start(
+        self, arguments: Callable[[], AsyncEngineArgs], environment: Mapping[str, str]
+    ) -> None:
         """Start vLLM's processes from this thread and watch the engine's core."""
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.utils import CoreEngineProcManager
 
-        with _starting:
-            os.environ[OWNER_VARIABLE] = f"{os.getpid()}:{self.log}"
+        owner = {OWNER_VARIABLE: f"{os.getpid()}:{self.log}"}
+        with _starting, _inherited({**environment, **owner}):
             try:
                 self._llm = AsyncLLM.from_engine_args(arguments())
             except RuntimeError as error:
                 self.cause = f"did not start: {self._last_error() or error}"
                 self._keep_log()
                 raise self.dead() from error
-            finally:
-                del os.environ[OWNER_VARIABLE]
         # The children log to a file, and what goes wrong here is raised: no word of vLLM's besides.
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         manager = self.llm.engine_core.resources.engine_manager
@@ -211,6 +215,21 @@ class VllmProcess:
         plain = [_LOG_PREFIX.sub("", line) for line in lines]
         errors = [line for line in plain if _ERROR_LINE.match(line)]
         return _root_cause(errors)
+
+
+@contextlib.contextmanager
+def _inherited(environment: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started in the body have these variables too."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def exit_code(process: BaseProcess, within: float = 1.0) -> int | None:

@@ -8,6 +8,7 @@ before, around and after it, in which sizes are symbols; layers of one shape sha
 
 from __future__ import annotations
 
+import os
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -24,6 +25,7 @@ BACKEND = "inductor"
 # Graphs of one piece of code before torch goes back to uncompiled layers. There are as many as
 # layers of different kinds, times: with gradients, without, frozen, each with adapters and without.
 LIMIT = 64
+OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # with which torch compiles nothing
 
 
 def lacking(gpu: bool) -> str | None:
@@ -31,6 +33,9 @@ def lacking(gpu: bool) -> str | None:
 
     gpu: whether for a GPU, which Triton compiles for, or for the CPU.
     """
+    for variable in OFF:
+        if os.environ.get(variable) == "1":
+            return f"{variable}=1 keeps torch from it. Unset {variable}"
     if gpu and find_spec("triton") is None:
         return "triton is not installed. Install it: pip install triton"
     names = compilers(gpu)

@@ -37,7 +37,3 @@ def dask_setup(worker: distributed.worker.Worker) -> None:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        import torch._dynamo.config
-
-        torch._dynamo.config.disable = True

@@ -101,6 +101,13 @@ def test_a_killed_vllm_fails_what_is_in_flight_with_the_cause(
     assert engine.status().pids == ()
 
 
+def test_its_processes_alone_compile_nothing(built: Callable[[str], RolloutEngine]) -> None:
+    """A trainer may have the same worker, and compile its layers there."""
+    for pid in built("vllm").status().pids:
+        assert psutil.Process(pid).environ()["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+
+
 def test_the_exit_code_is_known_when_another_thread_asked_the_kernel_first() -> None:
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()

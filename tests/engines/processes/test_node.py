@@ -18,21 +18,18 @@ from tests.engines.workers.test_cluster import build, call
 SEAT = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_forked_workers_have_torch_and_their_own_threads(monkeypatch) -> None:
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # what other tests leave is inherited
+def test_forked_workers_have_torch_and_their_own_threads() -> None:
     config = ClusterConfig(
         pools={"one": PoolConfig(slots=2), "two": PoolConfig(threads=2, slots=2)},
         roles=one_pool_roles("one"),
     )
-    dynamo = {"one": {"TORCHDYNAMO_DISABLE": "1"}}
-    with open_cluster(config, dynamo, preload=["torch", "torch._dynamo.config"]) as cluster:
+    with open_cluster(config, preload=["torch"]) as cluster:
         for pool, threads in (("one", 1), ("two", 2)):
             worker = next(iter(cluster.wait(pool).values()))
             build(cluster, worker)
             assert call(cluster, worker, "loaded", module="torch"), "before anything imported it"
             assert call(cluster, worker, "threads") == threads
             assert calls.control(cluster, worker, "role", "threads") == threads
-            assert call(cluster, worker, "dynamo_is_off") == (pool == "one")
 
 
 def test_a_worker_of_a_job_keeps_the_jobs_gpus() -> None:

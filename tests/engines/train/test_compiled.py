@@ -201,6 +201,11 @@ def test_ranks_that_share_sequences_are_not_compiled() -> None:
 
 
 def test_what_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert lacking(gpu=False) == (
+        "TORCHDYNAMO_DISABLE=1 keeps torch from it. Unset TORCHDYNAMO_DISABLE"
+    )
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert lacking(gpu=False) == (
         "there is no C++ compiler (no-such-compiler) here. Install one (apt install g++)"

@@ -40,7 +40,6 @@ class Dummy(Engine):
         "say",
         "fail",
         "fail_softly",
-        "dynamo_is_off",
         "threads",
         "environ",
         "spawn",
@@ -92,12 +91,6 @@ class Dummy(Engine):
         import torch
 
         return int(torch.get_num_threads())
-
-    def dynamo_is_off(self) -> bool:
-        """Whether torch compiles nothing."""
-        import torch._dynamo.config
-
-        return bool(torch._dynamo.config.disable)
 
     def environ(self, name: str) -> str | None:
         """An environment variable of the worker."""
