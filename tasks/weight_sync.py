@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from prefect import task
 
 from engines.failures import WeightMismatch
 from engines.rollout.weight_probe import Probe
+from storage.objects.node_cache import is_kept
 from storage.runs.forks import shared_weights
 from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
@@ -36,6 +37,10 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
     """
     start = time.monotonic()
     actor, dtype = run.engines.actor, run.config.rollout.dtype
+
+    def settle() -> tuple[WeightsRef, float]:
+        return actor.settle(version, dtype, whole), time.monotonic()
+
     with attempted(run, step, "weight_sync"), ThreadPoolExecutor(1) as aside:
         shared = parents_weights(run) if version == run.start else None
         weights = shared or actor.export(version, dtype, whole)
@@ -44,12 +49,16 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         probe = Probe(
             tokens=tokens, prompt_lengths=lengths, logprobs=actor.score(version, tokens, lengths)
         )
-        settled = aside.submit(actor.settle, version, dtype, whole) if shared is None else None
+        stored = exported
+        settling = aside.submit(settle) if shared is None and goes_behind(run) else None
+        if settling is not None and run.config.cluster.share_devices:
+            wait([settling])  # else the trainer would take the devices from engines that load
         loaded = run.engines.rollouts.sync(weights, probe)
-        if settled is not None:
-            check_settled(weights, settled.result())
+        if settling is not None:
+            settled, stored = settling.result()
+            check_settled(weights, settled)
+        if shared is None:
             say_made_anew(run, weights)
-        stored = time.monotonic()
     reports = [load.report for load in loaded.values()]
     return Synced(
         weights=weights,
@@ -66,6 +75,11 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
             "weights/probe_error": max(load.logprob_error for load in loaded.values()),
         },
     )
+
+
+def goes_behind(run: Run) -> bool:
+    """Whether the trainer's machine may have a version before the store has it."""
+    return is_kept(run.files.store, run.config.store.node_cache_bytes)
 
 
 def check_settled(announced: WeightsRef, stored: WeightsRef) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
-from engines.model_preparation import prepared
+from engines.models import prepared
 from engines.progress import report
 from engines.train.building import build, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
@@ -351,6 +351,8 @@ class FSDPEngine(Ranked):
         if self._spec.lora is not None:
             reset(policy.model, self._spec.seed)
             made = AdapterVersions
+        if self._published is not None:
+            self._published.close()
         group, cache = self._joined().group, self._node_cache
         self._published = made(module, self._spec, self._files, self._directory, cache, group)
 

@@ -37,12 +37,17 @@ CHUNK = 16 * 2**20  # bytes fetched at a time; no more of an object is there tha
 SIZE = struct.Struct("<Q")  # of the object; the last bytes of its file
 
 
-def open_node_cache(store: Store, limit: int) -> NodeCache | None:
-    """This machine's cache of a store, among its temporary files; None where none is wanted.
+def is_kept(store: Store, limit: int) -> bool:
+    """Whether machines keep what they read of a store, at most `limit` bytes.
 
-    limit: bytes; 0 is none. Local files need none: the system keeps their pages for all.
+    Of local files they need not: the system keeps their pages for all.
     """
-    if not limit or not store.backend.remote:
+    return limit > 0 and store.backend.remote
+
+
+def open_node_cache(store: Store, limit: int) -> NodeCache | None:
+    """This machine's cache of a store, among its temporary files; None where none `is_kept`."""
+    if not is_kept(store, limit):
         return None
     return NodeCache(store, Path(tempfile.gettempdir()) / f"{FOLDER}-{os.getuid()}", limit)
 

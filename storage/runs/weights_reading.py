@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PATIENCE = 600.0  # seconds in which a version that was announced is in the store
 Share = tuple[int, int]  # number of a reader, and how many there are
 ALL: Share = (0, 1)
-LOOK = 0.2  # seconds between looks for it
+LOOKS = (0.1, 2.0)  # seconds between looks for it: at first, and at most
 WINDOW_BYTES = 64 * 2**20  # read at once by `stream`; one window more is read ahead
 
 
@@ -47,14 +47,15 @@ def wait_until_readable(
     None where this is the machine and all of it is here. Raises ObjectMissing, `patience` seconds
     later, where it does not come.
     """
-    began = time.monotonic()
+    began, (pause, longest) = time.monotonic(), LOOKS
     while not (_is_here(cache, ref) or store.exists(f"{ref.key}/{MANIFEST}")):
         if (waited := time.monotonic() - began) > patience:
             raise ObjectMissing(
                 f"Policy version {ref.version} ({ref.key}) is not in the store {waited:.0f} s after "
                 "it was announced: its trainer ended, or does not reach the store."
             )
-        time.sleep(LOOK)
+        time.sleep(pause)
+        pause = min(1.5 * pause, longest)
     return time.monotonic() - began
 
 

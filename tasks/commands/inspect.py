@@ -87,8 +87,8 @@ def answer(request: Request) -> Answer:
         record["workers"] = []
         try:
             workers = _workers_of(files, live, config)
-            record["workers"] = [asdict(one) for one in workers]
-            shown += _workers(workers) if workers else [text("Its workers have ended.")]
+            record["workers"] = [asdict(one) for one in workers or []]
+            shown += [text("Its workers have ended.")] if workers is None else _workers(workers)
         except NotReached as error:
             good = False
             shown.append(text(str(error), "bold red"))
@@ -98,17 +98,17 @@ def answer(request: Request) -> Answer:
     return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
 
 
-def _workers_of(files: RunStore, live: Live, config: GRPOConfig) -> list[WorkerView]:
-    """What the workers of a run say; none once it has ended them in order. Raises NotReached."""
+def _workers_of(files: RunStore, live: Live, config: GRPOConfig) -> list[WorkerView] | None:
+    """What a run's workers say; None: it has ended them in order. Raises NotReached."""
     if live.ended:
-        return []
+        return None
     holder = holder_of(files)
     try:
         return look(live.scheduler, _certificates(config, live, holder.host if holder else ""))
     except NotReached:
         now, holder = read_live(files), holder_of(files)
         if holder is None or now is None or now.ended or now.epoch != live.epoch:
-            return []  # it ended them while it was looked at
+            return None  # while they were looked at
         raise
 
 
@@ -199,6 +199,8 @@ def _headline(record: dict[str, Any]) -> list[RenderableType]:
 
 
 def _workers(workers: list[WorkerView]) -> list[RenderableType]:
+    if not workers:
+        return [text("No worker is there now.")]
     made = table(
         "worker", "pool", "pid", "engines (version)", "runs now", "queued", "read", "written",
         right=("pid", "queued", "read", "written"),

@@ -23,7 +23,7 @@ PLANT = Path(__file__).parent / "plant"
 class Fault:
     """Something that happens once, when a function of the product is called for the nth time.
 
-    A delay happens at each call.
+    A delay happens at each call, for so many `seconds`.
     """
 
     id: str
@@ -31,6 +31,7 @@ class Fault:
     action: Literal["kill", "stop", "hang", "raise", "delay"]
     nth: int = 1  # call in all processes that match, counted from 1
     when: Literal["before", "after"] = "before"
+    seconds: float = 0.02
     only: str = ""  # strike only in processes whose name begins so
     victim: str = "self"  # name of the process that is killed or stopped
     error: Literal["RuntimeError", "OSError", "ValueError", "OutOfMemoryError"] = "RuntimeError"

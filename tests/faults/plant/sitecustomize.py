@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-DELAY = 0.02  # seconds
 FOLDER = os.environ.get("REFRAIN_TEST_FAULTS", "")
 ROLES = {  # part of a command line -> name of the process
     "engines.processes.node": "scheduler",
@@ -94,7 +93,7 @@ def strike(fault: dict[str, Any]) -> None:
         return
     if fault["action"] == "delay":  # each call
         claim(fault)
-        time.sleep(DELAY)
+        time.sleep(fault["seconds"])
         return
     if number_of_call(fault) != fault["nth"] or not claim(fault):
         return

@@ -1,0 +1,70 @@
+"""When the trainer is asked to wait for the store, and that the engines need not."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from engines.failures import WeightMismatch
+from storage.runs.weights import WeightsRef
+from tasks import weight_sync
+
+REF = WeightsRef(version=3, key="runs/r/weights/3", digest="d", nbytes=8)
+SLOW = 0.3  # seconds for which the store has it later
+
+
+def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d") -> Mock:
+    """A run whose trainer and engines note when they are done."""
+
+    def settle(*given: object) -> WeightsRef:
+        time.sleep(SLOW)
+        calls.append("settle")
+        return REF.model_copy(update={"digest": digest})
+
+    def sync(*given: object) -> dict[str, Any]:
+        calls.append("sync")
+        report = SimpleNamespace(seconds=0.0, waited=0.0)
+        return {"rollout-0": SimpleNamespace(report=report, logprob_error=0.0)}
+
+    run = Mock(start=0)
+    run.probe.return_value = ([[1, 2]], [1])
+    run.files.store.backend.remote = kept
+    run.config.store.node_cache_bytes = 1024
+    run.config.cluster.share_devices = shared
+    run.engines.actor.export.return_value = REF
+    run.engines.actor.score.return_value = [[0.0]]
+    run.engines.actor.settle.side_effect = settle
+    run.engines.rollouts.sync.side_effect = sync
+    return run
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Prefect task around it."""
+    monkeypatch.setattr(weight_sync, "attempted", lambda *_: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("kept", "shared", "order"),
+    [
+        (False, False, ["sync"]),  # the store has it when it is exported
+        (True, False, ["sync", "settle"]),
+        (True, True, ["settle", "sync"]),  # engines that have loaded keep the devices
+    ],
+)
+def test_order(kept: bool, shared: bool, order: list[str]) -> None:
+    calls: list[str] = []
+    synced = weight_sync.publish_and_sync(a_run(calls, kept, shared), 3, 3)
+    assert calls == order
+    later = synced.metrics["weights/stored_seconds"] - synced.metrics["weights/publish_seconds"]
+    assert (later >= SLOW) == kept
+
+
+def test_other_weights_in_the_store_than_in_the_engines() -> None:
+    with pytest.raises(WeightMismatch, match="digest other, not d"):
+        weight_sync.publish_and_sync(a_run([], kept=True, digest="other"), 3, 3)
