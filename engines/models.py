@@ -8,22 +8,21 @@ format, made once and then found again; `load_tokenizer`, `load_for_training`, `
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import re
 import shutil
-import string
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from configs.model import PretrainedModel, RandomModel
+from configs.model import Model, PretrainedModel, RandomModel
+from engines.made_models import convert_gguf, draw, quiet
+from engines.progress import reporting_growth
 
 if TYPE_CHECKING:
     import torch
@@ -71,13 +70,24 @@ def materialize(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path:
     """
     check_model(config)
     if isinstance(config, RandomModel):
-        return _made_once(_place(config, cache), lambda target: _draw(config, target))
+        return _made_once(_place(config, cache), lambda target: draw(config, target))
     source = _locate(config.path)
     if source is None:
         return _from_hub(config)
     if source.is_dir():
         return source
-    return _made_once(_place(config, cache), lambda target: _convert_gguf(source, target))
+    return _made_once(_place(config, cache), lambda target: convert_gguf(source, target))
+
+
+def prepared(model: Model, cache: Path) -> Path:
+    """As `materialize`, with the bytes downloaded or drawn so far reported."""
+    places = [cache]
+    if isinstance(model, PretrainedModel):
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        places.append(Path(HF_HUB_CACHE) / f"models--{model.path.replace('/', '--')}")
+    with reporting_growth(places, "preparing the model's files"):
+        return materialize(model, cache)
 
 
 def present(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path | None:
@@ -158,7 +168,7 @@ def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedMo
 
     from engines.model_files import unfit
 
-    with _quiet():
+    with quiet():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=_torch_dtype(dtype),
@@ -202,7 +212,7 @@ def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedMod
     import torch
     from transformers import AutoModelForCausalLM
 
-    with _quiet(), torch.device(device):
+    with quiet(), torch.device(device):
         return AutoModelForCausalLM.from_config(
             config, dtype=_torch_dtype(dtype), attn_implementation="sdpa"
         )
@@ -276,7 +286,7 @@ def _made_once(final: Path, make: Callable[[Path], None]) -> Path:
         if not final.exists():
             made = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
             try:
-                with _quiet():
+                with quiet():
                     make(made)
                 made.chmod(0o755)
                 os.replace(made, final)
@@ -285,88 +295,12 @@ def _made_once(final: Path, make: Callable[[Path], None]) -> Path:
     return final
 
 
-def _draw(config: RandomModel, target: Path) -> None:
-    """A Llama with weights drawn from `config.seed` and the character tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    characters = _character_tokenizer()
-    llama = LlamaConfig(
-        vocab_size=len(characters),
-        hidden_size=config.hidden_size,
-        intermediate_size=2 * config.hidden_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=characters.bos_token_id,
-        eos_token_id=characters.eos_token_id,
-        pad_token_id=characters.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = LlamaForCausalLM(llama)
-    _save(model, target)
-    characters.save_pretrained(target)
-
-
-def _character_tokenizer() -> PreTrainedTokenizerBase:
-    """A token for each printable character, <pad>, <bos>, <eos>, <unk>; a plain chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    special = ("<pad>", "<bos>", "<eos>", "<unk>")
-    printable = [character for character in string.printable if character not in "\r\x0b\x0c"]
-    vocabulary = {token: number for number, token in enumerate((*special, *printable))}
-    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    characters = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
-    characters.chat_template = (
-        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    return characters
-
-
-def _convert_gguf(source: Path, target: Path) -> None:
-    """Save `source` as an ordinary float32 checkpoint."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
-    # transformers' progress bar there heeds no setting (not reported).
-    with contextlib.redirect_stderr(io.StringIO()):
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-    _save(model, target)
-
-
-def _save(model: PreTrainedModel, target: Path) -> None:
-    # Else transformers 5.19 writes nothing in a process that is not rank 0 of a group (not reported).
-    model.should_save_on_this_rank = bool  # type: ignore[assignment]
-    model.save_pretrained(target)
-
-
 def _from_hub(config: PretrainedModel) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        with _quiet():
+        with quiet():
             return Path(
                 snapshot_download(
                     config.path, revision=config.revision, allow_patterns=list(_HUB_FILES)
@@ -378,28 +312,3 @@ def _from_hub(config: PretrainedModel) -> Path:
             f"model hub ({error.__class__.__name__}: {str(error).splitlines()[0]}). Set model.path "
             "to a local directory, a .gguf file or package:NAME/FILE."
         ) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' and the hub's progress bars and chatter."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_bars = not are_progress_bars_disabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-        if hub_bars:
-            enable_progress_bars()

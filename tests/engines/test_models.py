@@ -168,7 +168,7 @@ def test_a_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.Monk
         if len(made) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "_draw", draw)
+    monkeypatch.setattr(models, "draw", draw)
     with pytest.raises(KeyboardInterrupt):
         models.materialize(RandomModel(), tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
