@@ -39,7 +39,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import statistics
 import tempfile
 import time
@@ -69,6 +68,7 @@ from benchmarks.data_plane_sides import (
     value_bytes,
 )
 from benchmarks.store_scale import place
+from engines.workers.placement import find_free_port
 from storage.objects.store import Store
 
 SIDES = ("file", "s3", "gzip", "json", "rpc", "ray-near", "ray", "ray-cut")
@@ -124,7 +124,7 @@ class Processes:
         context.set_forkserver_preload(
             ["torch", "tensordict", "benchmarks.store_scale", "benchmarks.data_plane_ray"]
         )
-        address = f"tcp://127.0.0.1:{free_port()}" if with_rpc else None
+        address = f"tcp://127.0.0.1:{find_free_port('127.0.0.1')}" if with_rpc else None
         self.processes, self.pipes = [], []
         self.with_rpc = with_rpc
         try:
@@ -170,13 +170,6 @@ class Processes:
 
             with contextlib.suppress(RuntimeError):  # it never began
                 rpc.shutdown(graceful=False)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

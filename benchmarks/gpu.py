@@ -41,7 +41,8 @@ def one_part(part: str, shape: str, folder: Path) -> int:
     """Run a part in this process and write what it found as JSON."""
     from dataclasses import asdict
 
-    from benchmarks.gpu_parts import PARTS, Job
+    from benchmarks.gpu_job import Job
+    from benchmarks.gpu_parts import PARTS
     from benchmarks.gpu_turns import sleep
 
     samples, prompt, response = SIZES[shape]

@@ -1,203 +1,24 @@
-"""What `benchmarks.gpu` checks and measures, a function for each part; each runs in its own process.
-
-Models have the shapes of published ones and random weights, so nothing is downloaded and speed is as
-it is; nobody learns anything.
-"""
+"""What `benchmarks.gpu` checks and measures: a function for each part, each in its own process."""
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.gpu_job import CUDA, DEVICE, Found, Job, free, has_vllm, rows, stored, timed
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.model import PretrainedModel, RandomModel
-from configs.rollout import RolloutConfig
-from configs.train import TrainConfig
-from engines.models import load_tokenizer, materialize
-from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
-from engines.rollout.engine import RolloutEngine
+from engines.rollout.contract import RolloutRequest, Sampling
 from engines.train.compiled import lacking
-from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TrainSpec
-from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tasks.commands.replay_demand import TOLERANCE, share_of_way
-
-# layers, width, heads, key heads, MLP width, words; those of Qwen2.5
-SHAPES = {
-    "small": (2, 128, 4, 2, 256, 2048),
-    "0.5b": (24, 896, 14, 2, 4864, 151936),
-    "1.5b": (28, 1536, 12, 2, 8960, 151936),
-    "7b": (28, 3584, 28, 4, 18944, 152064),
-}
-TIED = ("small", "0.5b", "1.5b")  # have one embedding for both ends
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What a part works with."""
-
-    shape: str  # of SHAPES
-    folder: Path  # models and stores of all parts
-    samples: int  # rows of an update, or of a rollout
-    prompt: int  # tokens
-    response: int  # tokens
-
-    @property
-    def small(self) -> bool:
-        """Whether this only shows that it runs."""
-        return self.shape == "small"
-
-    @property
-    def compute(self) -> str:
-        """The format of matrix products; a CPU may take bfloat16 at a fiftieth of its speed."""
-        return "bfloat16" if CUDA else "float32"
-
-    def model(self) -> PretrainedModel:
-        """The shape's model, drawn when it is first asked for."""
-        return PretrainedModel(path=str(drawn(self.shape, self.folder)))
-
-    def train_engine(
-        self, rank: int = 0, world: int = 1, port: int = 0, **train: Any
-    ) -> FSDPEngine:
-        """A rank that has joined: NCCL on a GPU, Gloo on a CPU."""
-        settings = {
-            "compute_dtype": self.compute,
-            "learning_rate": 1e-6,
-            "micro_batch_tokens": 32768 if CUDA else 2048,
-            "gradient_checkpointing": not self.small,
-        }
-        engine = FSDPEngine(
-            TrainSpec(
-                model=self.model(),
-                model_cache=str(self.folder / "cache"),
-                train=TrainConfig(**{**settings, **train}),
-                role="actor",
-                store_uri=f"file://{self.folder}/store",
-                run=f"gpu-{self.shape}",
-                threads=torch.get_num_threads(),
-            )
-        )
-        engine.join(rank, world, "127.0.0.1", port, generation=1, timeout=300.0)
-        return engine
-
-    def rollout_engine(self, kind: str, sleeps: bool = False) -> RolloutEngine:
-        """An engine without weights yet."""
-        from engines.rollout.hf_engine import HFEngine
-        from engines.rollout.vllm_engine import VllmEngine
-
-        spec = RolloutSpec(
-            model=self.model(),
-            rollout=RolloutConfig(
-                engine=kind,
-                dtype=self.compute,
-                max_sequences=self.samples,
-                kv_cache_gib=0.1,
-                gpu_memory_utilization=0.5,
-            ),
-            store_uri=f"file://{self.folder}/store",
-            sleeps=sleeps,
-            max_model_len=self.prompt + self.response,
-        )
-        return HFEngine(spec) if kind == "transformers" else VllmEngine(spec)
-
-
-@dataclass(kw_only=True, slots=True)
-class Found:
-    """What a part found."""
-
-    failed: str | None = None  # why a check did not hold
-    skipped: str | None = None  # why it was not run
-    metrics: dict[str, float | str] = field(default_factory=dict)
-
-
-def drawn(shape: str, folder: Path) -> Path:
-    """A checkpoint of a shape with random bfloat16 weights and the character tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    place = folder / "models" / shape
-    if (place / "drawn").exists():
-        return place
-    characters = load_tokenizer(
-        materialize(RandomModel(layers=1, hidden_size=32), folder / "cache")
-    )
-    layers, width, heads, keys, inner, words = SHAPES[shape]
-    config = Qwen2Config(
-        vocab_size=words,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        max_position_embeddings=32768,
-        tie_word_embeddings=shape in TIED,
-        bos_token_id=characters.bos_token_id,
-        eos_token_id=characters.eos_token_id,
-        pad_token_id=characters.pad_token_id,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(DEVICE):
-            model = Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.save_pretrained(place)
-    characters.save_pretrained(place)
-    (place / "drawn").touch()
-    return place
-
-
-def rows(job: Job, groups_of: int = 8) -> dict[str, Any]:
-    """Prompts that `groups_of` responses share, of half to all of their length; drawn tokens."""
-    random = np.random.default_rng(0)
-    words = SHAPES[job.shape][-1]
-    prompts, responses = [], []
-    for number in range(job.samples):
-        if number % groups_of == 0:
-            prompt = random.integers(10, words, job.prompt)
-        prompts.append(prompt)
-        length = int(random.integers(job.response // 2, job.response + 1))
-        responses.append(random.integers(10, words, length))
-    return {
-        "prompt_ids": prompts,
-        "response_ids": responses,
-        "advantages": [np.full(len(r), random.normal(), dtype=np.float32) for r in responses],
-        "group_id": np.arange(job.samples) // groups_of,
-    }
-
-
-def stored(job: Job) -> BatchRef:
-    """The rows as a batch."""
-    store = Store(f"file://{job.folder}/store")
-    return write_batch(store, f"rows-{job.shape}.safetensors", rows(job))
-
-
-@contextmanager
-def timed(metrics: dict[str, float | str], name: str) -> Iterator[None]:
-    """Put the seconds of a block among the metrics."""
-    began = time.perf_counter()
-    yield
-    if CUDA:
-        torch.cuda.synchronize()
-    metrics[name] = round(time.perf_counter() - began, 3)
-
 
 # --- checks -----------------------------------------------------------------------------------------
 
@@ -417,18 +238,6 @@ def rollout(job: Job) -> Found:
             free()
         found.metrics[f"{kind}_tokens_per_second"] = round(rates[-1], 1)
     return found
-
-
-def free() -> None:
-    """Give back what is no longer used."""
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
-
-
-def has_vllm() -> bool:
-    """Whether vLLM is installed, in whichever build."""
-    return importlib.util.find_spec("vllm") is not None
 
 
 PARTS: dict[str, Callable[[Job], Found]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu_parts import CUDA, Found, Job, free, has_vllm, stored
+from benchmarks.gpu_job import CUDA, Found, Job, free, has_vllm, stored
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.workers.messages import Moved
 from storage.runs.weights import WeightsRef

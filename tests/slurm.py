@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.ports import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel")
 FOLDERS = ("/usr/sbin", "/usr/local/sbin")  # of the daemons; not on everybody's PATH
 START_TIMEOUT = 60.0  # seconds until the node is idle
@@ -83,7 +85,7 @@ class Slurm:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        ports = _free_ports(2)
+        ports = free_ports(2)
         self.config.write_text(
             CONFIG.format(
                 host=socket.gethostname().partition(".")[0],
@@ -170,12 +172,3 @@ def _until(done, what: str, timeout: float = START_TIMEOUT) -> None:  # type: ig
     while not done():
         assert time.monotonic() < end, f"not in {timeout:g} s: {what}"
         time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import random
 import socket
 import threading
 import time
@@ -48,13 +47,12 @@ from engines.workers.messages import (
     WorkerInfo,
 )
 from engines.workers.out_of_memory import memory_watched
-from engines.workers.placement import this_node
+from engines.workers.placement import find_free_port, this_node
 from storage.objects.usage import COUNTER
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
 RECORDS = 512  # results remembered per worker
 CONTROL_THREADS = 4
-PORTS = range(20_000, 32_768)  # below those that Linux gives to connections
 BUILD = "build"
 STARTS = (BUILD, "join")  # what an engine's start is made of, bounded by its progress
 
@@ -394,13 +392,3 @@ def examine(dask_worker: Worker) -> WorkerInfo:
 def free_port(host: str) -> CallResult:
     """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
     return _recorded(lambda: find_free_port(host))
-
-
-def find_free_port(host: str) -> int:
-    """One that no connection takes before it is listened at, if there is such a one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in (*random.SystemRandom().sample(PORTS, 64), 0):  # 0: any that is free
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return int(probe.getsockname()[1])
-    raise OSError(f"no TCP port of {host} is free")

@@ -1,8 +1,10 @@
-"""Which worker sits where: the check that a plan fits the nodes, node by node and not by totals."""
+"""Which worker sits where, and at which port: the check that a plan fits the nodes, each of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 
 from configs.cluster.cluster import PoolConfig
 from configs.environment import visible_gpus
+
+PORTS = range(20_000, 32_768)  # below those that Linux gives to connections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,3 +189,13 @@ def check_placed(
                     f"Workers {other} and {name} on {node.name} share GPU {gpu}. "
                     "Start each with a CUDA_VISIBLE_DEVICES of its own."
                 )
+
+
+def find_free_port(host: str) -> int:
+    """One that no connection takes before it is listened at, if there is such a one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in (*random.SystemRandom().sample(PORTS, 64), 0):  # 0: any that is free
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no TCP port of {host} is free")

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from engines.workers.host import find_free_port
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,10 +38,6 @@ class Patient(httpx.HTTPTransport):
 
 API = httpx.Client(timeout=120, transport=Patient())
 OVER = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
-
-
-def free_port() -> int:
-    return find_free_port("127.0.0.1")
 
 
 def environment() -> dict[str, str]:

@@ -7,7 +7,6 @@ import getpass
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,16 +20,11 @@ import pytest
 from tasks.run.preflight import installed
 from tests.engines.conftest import left_after
 from tests.flows.conftest import ROOT, Launched
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PASSWORD = "planted-postgres-password"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

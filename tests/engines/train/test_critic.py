@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,35 +18,25 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tests.engines.train import naive_training as naive
+from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     Ranks,
-    free_ports,
     samples,
     spec,
     stored,
 )
+from tests.ports import free_ports
 
-Make = Callable[..., FSDPEngine]
 PPO = AlgorithmConfig.model_validate({"advantage": {"kind": "gae"}})
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Critics of one rank that have joined."""
-    made: list[FSDPEngine] = []
-
-    def build(**settings: object) -> FSDPEngine:
-        engine = FSDPEngine(spec(tmp_path, role="critic", **settings))
-        engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
-        made.append(engine)
-        return engine
-
-    yield build
-    for engine in made:
-        engine.close()
+def make(tmp_path: Path, join: Join) -> Make:
+    """Makes a critic with these settings."""
+    return lambda **settings: join(spec(tmp_path, role="critic", **settings))
 
 
 class NaiveCritic(nn.Module):

@@ -1,7 +1,6 @@
 """The train engine on one rank, against the naive update of naive_training.py."""
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,35 +21,18 @@ from storage.runs.snapshots import snapshots
 from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
 from tests.engines.train import naive_training as naive
+from tests.engines.train.conftest import Make
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     samples,
-    spec,
     stored,
 )
 
-Make = Callable[..., FSDPEngine]
 PLAIN = AlgorithmConfig()
 KL = AlgorithmConfig.model_validate({"kl": {"coefficient": 0.3}})
 INTERPOLATED = AlgorithmConfig.model_validate({"proximal": "loglinear"})
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Engines of one rank that have joined."""
-    made: list[FSDPEngine] = []
-
-    def build(**settings: object) -> FSDPEngine:
-        engine = FSDPEngine(spec(tmp_path, **settings))
-        engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
-        made.append(engine)
-        return engine
-
-    yield build
-    for engine in made:
-        engine.close()
 
 
 def update(

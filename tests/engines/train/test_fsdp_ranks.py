@@ -24,11 +24,11 @@ from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
-    free_ports,
     samples,
     spec,
     stored,
 )
+from tests.ports import free_ports
 
 KL = AlgorithmConfig.model_validate({"kl": {"coefficient": 0.2}})
 

@@ -38,7 +38,8 @@ from storage.objects.store import Store
 from storage.objects.usage import COUNTER
 from storage.runs.weights import tensor_digest, weights_digest
 from storage.runs.weights_writing import publish
-from tests.engines.train.train_ranks import Ranks, free_ports, spec
+from tests.engines.train.train_ranks import Ranks, spec
+from tests.ports import free_ports
 
 # Three ranks have 2, 2 and 1 rows of what has 5, and none is left for the last one of 2.
 SMALL = {

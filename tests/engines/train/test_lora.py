@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from storage.runs.run_store import RunStore
 from storage.runs.weights import Base, WeightsRef, open_manifest
 from storage.runs.weights_reading import stream
 from tests.engines.train import naive_training as naive
+from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     MODEL,
@@ -35,7 +35,6 @@ from tests.engines.train.train_ranks import (
     stored,
 )
 
-Make = Callable[..., FSDPEngine]
 LORA = LoraConfig(rank=3, alpha=6.0)
 PLAIN = AlgorithmConfig()
 ADAPTED = 2 * 7  # layers x linear layers of each
@@ -46,19 +45,9 @@ def lora_spec(folder: Path, lora: LoraConfig = LORA, **settings: object) -> Trai
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Engines of one rank that have joined."""
-    made: list[FSDPEngine] = []
-
-    def build(given: TrainSpec | None = None) -> FSDPEngine:
-        engine = FSDPEngine(given or lora_spec(tmp_path))
-        engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
-        made.append(engine)
-        return engine
-
-    yield build
-    for engine in made:
-        engine.close()
+def make(tmp_path: Path, join: Join) -> Make:
+    """Makes an engine with adapters, of these settings if any are given."""
+    return lambda given=None: join(given or lora_spec(tmp_path))
 
 
 def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> dict[str, float]:

@@ -21,10 +21,10 @@ from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
-    free_ports,
     samples,
     stored,
 )
+from tests.ports import free_ports
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,14 @@ from engines.train.policy_update import PolicyUpdater
 from engines.train.spec import MadeOn, UpdateResult
 from storage.batches.refs import BatchRef
 from tasks.commands.replay_demand import TOLERANCE, share_of_way
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, samples, spec, stored
+from tests.engines.train.conftest import Make
+from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, samples, stored
 
-Make = Callable[..., FSDPEngine]
 
-
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Engines of one rank that have joined."""
-    made: list[FSDPEngine] = []
+@pytest.fixture(autouse=True)
+def as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier engine that sums in a fixed order has not told cuBLAS so."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-
-    def build(**settings: Any) -> FSDPEngine:
-        engine = FSDPEngine(spec(tmp_path, **settings))
-        engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
-        made.append(engine)
-        return engine
-
-    yield build
-    for engine in made:
-        engine.close()
 
 
 def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> UpdateResult:

@@ -26,11 +26,11 @@ from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
-    free_ports,
     samples,
     spec,
     stored,
 )
+from tests.ports import free_ports
 
 PLAIN = AlgorithmConfig.model_validate(
     {"kl": {"coefficient": 0.2}, "entropy": {"coefficient": 0.1}}

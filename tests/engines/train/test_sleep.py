@@ -15,11 +15,11 @@ from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
-    free_ports,
     samples,
     spec,
     stored,
 )
+from tests.ports import free_ports
 
 
 def joined(

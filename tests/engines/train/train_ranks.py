@@ -14,11 +14,11 @@ import numpy as np
 from configs.model import RandomModel
 from configs.train import TrainConfig
 from engines.train.spec import TrainSpec
-from engines.workers.host import find_free_port
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tests.engines.train.naive_training import Sample
+from tests.ports import free_ports
 
 MODEL = RandomModel(layers=2, hidden_size=64, heads=2, seed=5)
 TEMPERATURE = 0.7
@@ -85,14 +85,6 @@ def stored(folder: Path, rows: list[Sample], name: str = "batch") -> BatchRef:
         if all(value is not None for value in values):
             columns[column] = values
     return write_batch(Store(str(folder / "store")), f"run/{name}.safetensors", columns)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    found: set[int] = set()
-    while len(found) < count:
-        found.add(find_free_port("127.0.0.1"))
-    return sorted(found)
 
 
 class Ranks:
