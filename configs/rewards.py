@@ -60,7 +60,23 @@ class FunctionReward(Settings):
         return self.name or self.path.rpartition(":")[2]
 
 
-Reward = Annotated[ReasoningGymReward | MathReward | FunctionReward, Field(discriminator="kind")]
+class EnvironmentReward(Settings):
+    """What an episode's environment gave: the sum of its turns' rewards."""
+
+    kind: Literal["environment"] = "environment"
+    name: str = Field("environment", description="Name under which the score is logged.")
+    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name
+
+
+Reward = Annotated[
+    ReasoningGymReward | MathReward | FunctionReward | EnvironmentReward,
+    Field(discriminator="kind"),
+]
 
 
 class RewardsConfig(Settings):

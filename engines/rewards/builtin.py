@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from configs.data import ReasoningGymSource
-from configs.rewards import MathReward, ReasoningGymReward
+from configs.rewards import EnvironmentReward, MathReward, ReasoningGymReward
 from storage.objects.json_values import Row, unpack
 from storage.prompts.datasets import ReasoningGymRows
 
@@ -78,6 +78,16 @@ def math_scorer(reward: MathReward) -> Scorer:
             return None
         answer = parse(completion, parsing_timeout=None)
         return float(verify(gold, answer, timeout_seconds=None))
+
+    return score
+
+
+def environment_scorer(reward: EnvironmentReward) -> Scorer:
+    """What the episode's environment gave, all turns together; None where it gave nothing."""
+
+    def score(completion: str, row: Row) -> float | None:
+        given = row.get("episode_reward")
+        return None if given is None else float(str(given))
 
     return score
 

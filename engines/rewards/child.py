@@ -9,36 +9,35 @@ its file finds the modules of its own folder first, whatever their names.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import hashlib
 import inspect
 import math
 import os
-import resource
 import signal
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from numbers import Integral, Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.imports import described, imported, is_file
-from engines.processes.parent_death import die_with_parent
+from engines.processes.child_messages import Broken, packed
+from engines.processes.user_code import (
+    begin,
+    give_way,
+    installed,
+    shortened,
+    source_digests,
+    traceback_of,
+)
 from engines.rewards import protocol
 from engines.rewards.protocol import (
     TRL_ARGUMENTS,
     TRL_HIDDEN_COLUMNS,
-    Broken,
     Ready,
     Reply,
     RewardCall,
     Start,
     TrainerState,
-    packed,
     unpacked,
 )
 
@@ -46,9 +45,7 @@ if TYPE_CHECKING:
     from engines.rewards.builtin import Scorer
     from storage.objects.json_values import JsonValue
 
-OURS = ("configs", "engines")  # packages that are loaded when a user's file comes
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
-_TRACE_CHARACTERS = 8000  # of a traceback; its end tells most
 
 
 class SampleTookTooLong(BaseException):
@@ -60,10 +57,7 @@ def main(socket: int, owner: int, dump: int) -> None:
 
     `dump`: file descriptor that gets the stacks at a crash in native code, and at SIGUSR1.
     """
-    die_with_parent(owner)
-    faulthandler.enable(dump)
-    faulthandler.register(signal.SIGUSR1, dump)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    begin(owner, dump)
     with Connection(socket) as connection:
         start: Start = connection.recv()
         try:
@@ -84,7 +78,7 @@ def main(socket: int, owner: int, dump: int) -> None:
 def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
     place = start.path.rpartition(":")[0]
     if not start.built_in and is_file(place):
-        _give_way(place)
+        give_way(place)
     function = imported(start.path)
     if not callable(function):
         raise ValueError(f"{start.path} is a {type(function).__name__}, not a function")
@@ -95,39 +89,12 @@ def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
     return FunctionScorer(function, start.params), ready_of(function, columns, start.packages)
 
 
-def _give_way(file: str) -> None:
-    """Let a file's own folder come first, and put our modules out of the way of its imports.
-
-    What is loaded of ours works on; messages hold plain values from now on.
-    """
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
-    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
-        del sys.modules[name]
-
-
 def ready_of(
     function: Callable[..., Any], columns: tuple[str, ...], packages: tuple[str, ...]
 ) -> Ready:
     """With digests of the lines that were loaded, and versions of packages that are installed."""
-    plain = inspect.unwrap(function)
-    plain = plain if inspect.isroutine(plain) or inspect.isclass(plain) else type(plain)
-    try:
-        source = _sha256(inspect.getsource(plain).encode())
-    except (OSError, TypeError):  # made at run time, or not in Python
-        source = ""
-    try:
-        module = _sha256(Path(inspect.getfile(plain)).read_bytes())
-    except (OSError, TypeError):
-        module = ""
-    found = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return Ready(columns=columns, source=source, module=module, packages=found)
-
-
-def _sha256(data: bytes) -> str:
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+    source, module = source_digests(function)
+    return Ready(columns=columns, source=source, module=module, packages=installed(packages))
 
 
 def _refusal(start: Start, error: Exception) -> str:
@@ -171,7 +138,7 @@ class FunctionScorer:
                 result = self._loop.run(_finish(result))
             values = [] if result is None else list(result)
         except Exception as error:
-            return _failed_call(_describe(error), _trace(error))
+            return _failed_call(_describe(error), traceback_of(error, (os.path.abspath(__file__),)))
         size = len(call.completions)
         if result is None or len(values) != size:
             got = "None" if result is None else f"{len(values)} values"
@@ -225,7 +192,7 @@ class Logged:
             raise TypeError(f"log_metric({name!r}, …): a metric's name is a string")
         number = _number(value)
         if number is None:
-            shown = _shortened(repr(value), 60)
+            shown = shortened(repr(value), 60)
             raise TypeError(f"log_metric({name!r}, …): {shown} is not a number")
         found = self._metrics.setdefault(name, [])
         if math.isfinite(number):
@@ -264,7 +231,7 @@ class SampleScorer:
                 value = f"took longer than {self._seconds:g} s"
             except Exception as error:
                 value = _describe(error)
-                tracebacks[value] = _trace(error)
+                tracebacks[value] = traceback_of(error, (os.path.abspath(__file__),))
             if isinstance(value, str):
                 errors[position] = value
             values.append(value if isinstance(value, float) else None)
@@ -301,7 +268,7 @@ def _checked(value: Any) -> float | str | None:
         return None
     number = _number(value)
     if number is None:
-        return f"returned {_shortened(repr(value), 60)}, which is not a number"
+        return f"returned {shortened(repr(value), 60)}, which is not a number"
     if not math.isfinite(number) or abs(number) > 3e38:
         return f"returned {number}, which is not a finite float32"
     return number
@@ -340,20 +307,6 @@ def _json_value(value: Any) -> JsonValue:
 def _describe(error: Exception) -> str:
     """The error's type and text, and the function's line that raised it."""
     return described(error, _ERROR_CHARACTERS, ours=(__file__, protocol.__file__))
-
-
-def _trace(error: Exception) -> str:
-    """The traceback, from the function on: what called it is ours."""
-    frames = error.__traceback__
-    own = os.path.abspath(__file__)
-    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename == own:
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames))
-    return text if len(text) <= _TRACE_CHARACTERS else f"…{text[-_TRACE_CHARACTERS:]}"
-
-
-def _shortened(text: str, characters: int) -> str:
-    return text if len(text) <= characters else f"{text[: characters - 1]}…"
 
 
 @contextmanager

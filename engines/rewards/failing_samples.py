@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.rewards.process import CallTimedOut, ProcessDied, RewardProcess
+from engines.processes.child_process import CallTimedOut, ProcessDied
+from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Reply, RewardCall
 from storage.objects.json_values import JsonValue
 

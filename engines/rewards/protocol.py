@@ -1,17 +1,18 @@
 """What a reward process and its owner say to each other, and what TRL's functions expect.
 
-Messages go as pickles over a socket pair between two processes of the same program; nothing of this
-is ever stored. After `Start` they hold plain values only (`packed`): to read them imports nothing, so
-a user's file may have modules of any name, `engines` too. Only the standard library is imported, so
-that a process starts quickly.
+Messages go between two processes of the same program (engines/processes/child_messages.py); nothing
+of this is ever stored. After `Start` they are packed. Only the standard library is imported, so that
+a process starts quickly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+from engines.processes import child_messages
+from engines.processes.child_messages import Broken, Packed, by_name
 
 if TYPE_CHECKING:
     from storage.objects.json_values import JsonValue, Row
@@ -29,6 +30,10 @@ TRL_ARGUMENTS = (
 )
 # Columns that TRL keeps back: they are the arguments above, under their names in a data set.
 TRL_HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+# What the rows of episodes have besides (engines/data/data_engine.py:with_episodes).
+EPISODE_COLUMNS = ("episode_reward", "turn_rewards", "episode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +77,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
-    """The function cannot be loaded: the user's mistake."""
-
-    error: str  # one sentence for the user
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCall:
     """Samples to score; every list has one entry per sample.
 
@@ -112,21 +110,10 @@ class Reply:
 
 
 Message: TypeAlias = "Ready | Broken | RewardCall | Reply"
-Packed: TypeAlias = "tuple[str, dict[str, Any]]"
 
-_MESSAGES: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Ready, Broken, RewardCall, Reply)
-}
-
-
-def packed(message: Message) -> Packed:
-    """A message as plain values: the name of its class, and its fields."""
-    return type(message).__name__, {
-        field.name: attrgetter(field.name)(message) for field in fields(message)
-    }
+_MESSAGES = by_name(Ready, Broken, RewardCall, Reply)
 
 
 def unpacked(message: Packed) -> Message:
     """The message that `packed` took apart."""
-    kind, values = message
-    return _MESSAGES[kind](**values)
+    return child_messages.unpacked(message, _MESSAGES)

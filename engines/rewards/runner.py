@@ -19,7 +19,14 @@ import numpy as np
 
 from configs.data import DataConfig, ReasoningGymSource
 from configs.imports import is_file
-from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
+from configs.rewards import (
+    EnvironmentReward,
+    FunctionReward,
+    MathReward,
+    ReasoningGymReward,
+    Reward,
+    RewardsConfig,
+)
 from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
@@ -226,6 +233,9 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
         case MathReward():
             path, params = "engines.rewards.builtin:math_scorer", {"reward": reward}
             packages = ("refrain-rl", "math-verify")
+        case EnvironmentReward():
+            path, params = "engines.rewards.builtin:environment_scorer", {"reward": reward}
+            packages = ("refrain-rl",)
         case ReasoningGymReward():
             path = "engines.rewards.builtin:reasoning_gym_scorer"
             packages = ("refrain-rl", "reasoning-gym")
@@ -278,8 +288,12 @@ def load_rewards(rewards: RewardsConfig, data: DataConfig) -> RewardRunner:
     return runner
 
 
-def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource) -> None:
+def check_rewards(
+    rewards: RewardsConfig, data: DataConfig, source: PromptSource, given: Sequence[str] = ()
+) -> None:
     """Prove before a run that rows hold prompts and what the rewards need; ValueError, one sentence.
+
+    given: columns that the rows get on the way.
 
     Users' functions and reasoning-gym are loaded in processes of their own, so nothing that they
     import comes into this one.
@@ -294,7 +308,8 @@ def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource
     needed = [data.prompt_column]
     needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
     source.check_columns(dict.fromkeys(needed))
-    loaded = [r for r in rewards.functions if not isinstance(r, MathReward)]
+    here = (MathReward, EnvironmentReward)
+    loaded = [r for r in rewards.functions if not isinstance(r, here)]
     if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
         loaded.append(ReasoningGymReward())  # its process proves the task and its parameters
     if not loaded:
@@ -302,7 +317,7 @@ def check_rewards(rewards: RewardsConfig, data: DataConfig, source: PromptSource
     with RewardRunner(rewards.model_copy(update={"functions": tuple(loaded)}), data) as runner:
         for reward, columns in zip(loaded, runner.start(), strict=True):
             for column in columns:
-                if column not in source.columns:
+                if column not in (*source.columns, *given):
                     raise ValueError(
                         f"The reward {reward.label} needs a column '{column}'; the columns of "
                         f"{source.name} are: {', '.join(source.columns)}. Add the column, or set "
