@@ -1,0 +1,82 @@
+"""Episodes: an environment that answers what the model writes, turn by turn."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from configs.base import FunctionPath, Settings
+
+Params = dict[str, int | float | bool | str]
+
+
+class ClassEnvironment(Settings):
+    """A Python class: reset(**row), public typed methods that are tools, get_reward() if it has one.
+
+    The contract of TRL's `environment_factory`. With a method step(text) in the place of tools it is
+    given each turn as text.
+    """
+
+    kind: Literal["class"] = "class"
+    path: FunctionPath = Field(description="The class, or a function that makes an environment.")
+    params: Params = Field(default_factory=dict, description="Keyword arguments of making one.")
+
+
+class GymnasiumEnvironment(Settings):
+    """An environment of gymnasium, with a codec between its spaces and text."""
+
+    kind: Literal["gymnasium"] = "gymnasium"
+    id: str = Field(description="Name in gymnasium's registry, such as FrozenLake-v1.")
+    params: Params = Field(default_factory=dict, description="Keyword arguments of gymnasium.make.")
+    codec: FunctionPath | None = Field(
+        None,
+        description="A class with describe(observation, info) -> str and action(text), which raises "
+        "ValueError for a text that is no action. None: discrete actions by number or name.",
+    )
+
+
+class TextArenaEnvironment(Settings):
+    """A game of TextArena for one player."""
+
+    kind: Literal["textarena"] = "textarena"
+    id: str = Field(description="Name in TextArena's registry, such as GuessTheNumber-v0.")
+    params: Params = Field(default_factory=dict, description="Keyword arguments of textarena.make.")
+
+
+Environment = Annotated[
+    ClassEnvironment | GymnasiumEnvironment | TextArenaEnvironment, Field(discriminator="kind")
+]
+
+
+class EpisodesConfig(Settings):
+    """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
+
+    environment: Environment = Field(description="What answers the model.")
+    max_turns: int = Field(8, ge=1, description="Turns of the model after which an episode ends.")
+    max_turn_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
+    )
+    turn_timeout: float = Field(
+        30.0, gt=0, description="Deadline of one answer of the environment, in seconds."
+    )
+    timeout: float = Field(
+        600.0, gt=0, description="Seconds of the environment in one episode, all turns together."
+    )
+    seed: int = Field(0, ge=0, description="Seed of the environments, with the row's number.")
+    processes: int = Field(
+        2, ge=1, description="Processes of environments of each worker that has them."
+    )
+    at_once: int | None = Field(
+        None,
+        ge=1,
+        description="Episodes that are played at once, of the whole run. None: no limit.",
+    )
+    memory_gib: float = Field(
+        4.0, gt=0, description="Memory of one process of environments, in GiB; beyond it, it fails."
+    )
+    python: str | None = Field(
+        None,
+        description="Interpreter that the environments run with, where their libraries do not go "
+        "with Refrain's. None: this one.",
+    )

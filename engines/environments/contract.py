@@ -1,0 +1,104 @@
+"""What every kind of environment is to the process that holds it, and the check of what it gives.
+
+Runs in the process of the environments: only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol
+
+from engines.environments.protocol import Outcome, Ready, ToolCall
+from engines.processes.user_code import shortened, source_digests
+
+OBSERVATION_BYTES = 65536  # of UTF-8: the longest observation
+LARGEST_REWARD = 3e38  # what a float32 holds
+
+
+class NotAllowed(Exception):
+    """The environment gave what it may not give; the text is a sentence about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What an environment gave, before it is checked."""
+
+    observation: Any  # text; None: nothing to say
+    reward: Any = None  # a finite number; None: it has none to give
+    done: bool = False
+    results: tuple[Any, ...] = ()  # of each tool call, text
+
+
+class Adapter(Protocol):
+    """One environment that plays one episode."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Given:
+        """Begin the episode."""
+
+    def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        """Answer a turn."""
+
+    def finish(self) -> Given:
+        """The episode is over, by whoever's will: a reward for all of it, if there is one to give."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """An environment that was found to load."""
+
+    make: Callable[[], Adapter]
+    ready: Ready
+
+
+def checked(given: Given) -> Outcome:
+    """What an environment gave, as the owner gets it; NotAllowed where it may not give that."""
+    results = tuple(_text(result) for result in given.results)
+    observation = "\n".join(results) if results else _text(given.observation)
+    size = len(observation.encode())
+    if size > OBSERVATION_BYTES:
+        raise NotAllowed(
+            f"the environment gave an observation of {size} bytes; at most {OBSERVATION_BYTES} are "
+            "allowed"
+        )
+    return Outcome(
+        observation=observation, reward=_reward(given.reward), done=given.done, results=results
+    )
+
+
+def _text(observation: Any) -> str:
+    if observation is None:
+        return ""
+    if not isinstance(observation, str):
+        raise NotAllowed(f"the environment gave {_shown(observation)} as an observation, no text")
+    # A model may write half of a surrogate pair as JSON, and a tool give it back.
+    return observation.encode(errors="replace").decode()
+
+
+def _reward(reward: Any) -> float | None:
+    if reward is None:
+        return None
+    if isinstance(reward, bool) or not isinstance(reward, Real):
+        raise NotAllowed(f"the environment gave {_shown(reward)} as a reward, no number")
+    number = float(reward)
+    if not math.isfinite(number) or abs(number) > LARGEST_REWARD:
+        raise NotAllowed(f"the environment gave the reward {number}, which is no finite float32")
+    return number
+
+
+def _shown(value: Any) -> str:
+    return f"{shortened(repr(value), 60)} ({type(value).__name__})"
+
+
+def digest_of(code: Iterable[Callable[..., Any]]) -> str:
+    """sha256 of the lines of functions or classes, and of the files that they are in."""
+    total = hashlib.sha256()
+    for one in code:
+        total.update("".join(source_digests(one)).encode())
+    return f"sha256:{total.hexdigest()}"

@@ -1,0 +1,220 @@
+"""Environments of gymnasium and games of TextArena; both libraries are optional.
+
+Signatures as of gymnasium 1.4 and TextArena 0.7. Runs in the process of the environments: of ours
+only what needs the standard library alone is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from engines.environments.contract import Given, Loaded, digest_of
+from engines.environments.protocol import Ready, Start, ToolCall
+from engines.processes.user_code import installed
+
+# What gymnasium's text games call their actions, which their spaces do not say, by the class's name.
+ACTIONS = {
+    "FrozenLakeEnv": ("left", "down", "right", "up"),
+    "CliffWalkingEnv": ("up", "right", "down", "left"),
+    "TaxiEnv": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "BlackjackEnv": ("stick", "hit"),
+}
+_WORD = re.compile(r"[a-z_]\w*|-?\d+", re.IGNORECASE)
+_PLAYER = 0
+
+
+def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
+    """An environment of gymnasium's registry, of which one is made to see what it is."""
+    gymnasium = _library("gymnasium", start)
+
+    def make() -> GymnasiumAdapter:
+        environment = gymnasium.make(start.id, **start.params)
+        if codec is not None:
+            return GymnasiumAdapter(environment, codec())
+        if not isinstance(environment.action_space, gymnasium.spaces.Discrete):
+            raise ValueError(
+                f"its actions are {environment.action_space}, which take a codec. Set "
+                "episodes.environment.codec"
+            )
+        return GymnasiumAdapter(environment, DiscreteCodec(environment))
+
+    first = make()
+    plain = type(first.environment.unwrapped)
+    first.close()
+    package = plain.__module__.partition(".")[0]
+    ready = Ready(
+        digest=digest_of([plain, *([codec] if codec else [])]),
+        packages=installed(dict.fromkeys(("gymnasium", "numpy", package))),
+        tools=[],
+    )
+    return Loaded(make=make, ready=ready)
+
+
+def load_textarena(start: Start, codec: Callable[..., Any] | None) -> Loaded:
+    """A game of TextArena, of which one is begun to see that one player can play it."""
+    textarena = _library("textarena", start)
+    first = TextArenaAdapter(textarena.make(start.id, **start.params))
+    first.reset({}, 0)
+    ready = Ready(
+        digest=digest_of(type(layer) for layer in _layers(first.game)),
+        packages=installed(["textarena"]),
+        tools=[],
+    )
+    return Loaded(
+        make=lambda: TextArenaAdapter(textarena.make(start.id, **start.params)), ready=ready
+    )
+
+
+def _library(name: str, start: Start) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ValueError(
+            f"{name} is not installed where it runs. Use `pip install {name}` there, or set "
+            "episodes.python to an interpreter that has it"
+        ) from error
+
+
+class GymnasiumAdapter:
+    """One environment of gymnasium, whose turns a codec makes actions of."""
+
+    def __init__(self, environment: Any, codec: Any) -> None:
+        self.environment = environment
+        self._codec = codec
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Given:
+        observation, info = self.environment.reset(seed=seed)
+        return Given(observation=self._codec.describe(observation, info))
+
+    def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        try:
+            action = self._codec.action(text)
+        except ValueError as error:
+            return Given(observation=f"That is no action: {error}")
+        observation, reward, terminated, truncated, info = self.environment.step(action)
+        return Given(
+            observation=self._codec.describe(observation, info),
+            reward=reward,
+            done=bool(terminated or truncated),
+        )
+
+    def finish(self) -> Given:
+        return Given(observation=None)
+
+    def close(self) -> None:
+        self.environment.close()
+
+
+class DiscreteCodec:
+    """Numbered actions, by number or by name; the last that a text names is meant.
+
+    An observation is what the environment renders where it was made with render_mode 'ansi', and
+    else its value. The first one also lists the actions.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        space = environment.action_space
+        self._numbers = range(int(space.start), int(space.start) + int(space.n))
+        names = _action_names(environment.unwrapped)
+        self._names = dict(zip((name.lower() for name in names), self._numbers, strict=False))
+        self._begun = False
+
+    def describe(self, observation: Any, info: Mapping[str, Any]) -> str:
+        ansi = self._environment.render_mode == "ansi"
+        text = self._environment.render() if ansi else str(_plain(observation))
+        if self._begun:
+            return text
+        self._begun = True
+        return f"{text}\n{self._listed()}"
+
+    def action(self, text: str) -> int:
+        for word in reversed(_WORD.findall(text.lower())):
+            if word in self._names:
+                return self._names[word]
+            if word.lstrip("-").isdecimal() and int(word) in self._numbers:
+                return int(word)
+        raise ValueError(f"name one. {self._listed()}")
+
+    def _listed(self) -> str:
+        named = [f"{number} {name}" for name, number in self._names.items()]
+        first, last = self._numbers[0], self._numbers[-1]
+        return f"Actions: {', '.join(named) if named else f'{first} to {last}'}."
+
+
+def _action_names(environment: Any) -> Iterable[str]:
+    """Names of the actions in their order: of a text game, or as Atari and MiniGrid tell them."""
+    if type(environment).__name__ in ACTIONS:
+        return ACTIONS[type(environment).__name__]
+    if callable(meanings := getattr(environment, "get_action_meanings", None)):
+        return list(meanings())
+    members = getattr(getattr(environment, "actions", None), "__members__", {})
+    return list(members)
+
+
+def _plain(value: Any) -> Any:
+    """An observation in numbers and lists of Python's own."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value)) if type(value) in (tuple, list) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+class TextArenaAdapter:
+    """One game of TextArena, played by one player.
+
+    Its observations repeat the game from its beginning; the model, who has seen that, is given what
+    is new, and not its own action again.
+    """
+
+    def __init__(self, game: Any) -> None:
+        self.game = game
+        self._seen = ""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Given:
+        self.game.reset(num_players=1, seed=seed)
+        return Given(observation=self._observation())
+
+    def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        done, _ = self.game.step(text)
+        if not done:
+            return Given(observation=self._observation(text))
+        rewards, told = self.game.close()
+        reason = told.get(_PLAYER, {}).get("reason")
+        return Given(observation=reason, reward=(rewards or {}).get(_PLAYER), done=True)
+
+    def finish(self) -> Given:
+        """A game that is cut off has no winner, and so no reward."""
+        return Given(observation=None)
+
+    def close(self) -> None:
+        """A game holds nothing; its own `close` gives the rewards."""
+
+    def _observation(self, action: str = "") -> Any:
+        _, told = self.game.get_observation()
+        if isinstance(told, list):  # of a game made without wrappers: (player, message, kind)
+            return "\n".join(message for player, message, _ in told if player != _PLAYER)
+        if not isinstance(told, str):
+            return told
+        new = told.removeprefix(self._seen)
+        if self._seen and new != told and action:
+            echo = re.match(rf"\n\[[^\]\n]*\] (?:{re.escape(action)}|\[{re.escape(action)}\])", new)
+            new = new[echo.end() :] if echo else new
+        self._seen = told
+        return new.strip("\n")
+
+
+def _layers(game: Any) -> Iterable[Any]:
+    """A game's wrappers, and last the game itself."""
+    while True:
+        yield game
+        if "env" not in vars(game):
+            return
+        game = game.env

@@ -1,0 +1,50 @@
+"""Environments in a process of their own (engines/processes/child_process.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from configs.episodes import ClassEnvironment, EpisodesConfig, GymnasiumEnvironment
+from engines.environments.protocol import Call, Ready, Reply, Start, unpacked
+from engines.processes.child_messages import packed
+from engines.processes.child_process import ChildProcess, Program
+
+GIB = 2**30
+
+
+class EnvironmentProcess(ChildProcess[Ready, Call, Reply]):
+    """A process that loads one environment, and holds sessions of it."""
+
+    def __init__(self, config: EpisodesConfig) -> None:
+        start = start_message(config)
+        program = Program(
+            main="engines.environments.child:main",
+            python=config.python,
+            # Else a set of texts has another order in each process, and an episode that is played
+            # again takes another course.
+            environ={"PYTHONHASHSEED": "0"},
+        )
+        super().__init__(f"environment {start.name}", program, packed(start), unpacked)
+
+
+def start_message(config: EpisodesConfig) -> Start:
+    """What such a process is told to load."""
+    environment = config.environment
+    path, id = "", ""
+    params: dict[str, Any] = dict(environment.params)
+    match environment:
+        case ClassEnvironment():
+            name = path = environment.path
+        case GymnasiumEnvironment():
+            name = id = environment.id
+            path = environment.codec or ""
+        case _:
+            name = id = environment.id
+    return Start(
+        name=name,
+        kind=environment.kind,
+        path=path,
+        id=id,
+        params=params,
+        memory=int(config.memory_gib * GIB),
+    )

@@ -1,0 +1,114 @@
+"""What a process of environments and its owner say to each other.
+
+One process holds many sessions; a session is one environment that plays one episode. All messages
+are packed (engines/processes/child_messages.py), the first too. Only the standard library is
+imported: the process may run under another interpreter than its owner, from Python 3.10 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from engines.processes import child_messages
+from engines.processes.child_messages import Broken, Packed, by_name
+
+ToolCall: TypeAlias = "Mapping[str, Any]"  # {"name": str, "arguments": dict}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The first message: which environment to hold sessions of."""
+
+    name: str  # what messages call the environment
+    kind: str  # class, gymnasium or textarena
+    path: str  # import path: of the class, or of a codec; empty for none
+    id: str  # name in the library's registry; empty for a class
+    params: Mapping[str, Any]  # keyword arguments of making one
+    memory: int  # bytes that the process may have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The environment is loaded, and what it is."""
+
+    digest: str  # sha256 of its code, as far as that can be read
+    packages: Mapping[str, str]  # versions of its packages that are installed
+    tools: Sequence[Mapping[str, Any]]  # JSON schemas; empty where it takes text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """Begin a session with a new environment, and reset it; answered by its Outcome."""
+
+    session: str
+    row: Mapping[str, Any]  # of the data set
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """One turn of the model; answered by an Outcome, or NoSession."""
+
+    session: str
+    text: str
+    calls: Sequence[ToolCall] | None  # for an environment with tools; None: no calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """The episode is over; answered by an Outcome with a last reward, or NoSession."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """End sessions; answered by Closed. Those that are not there are left out."""
+
+    sessions: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """The sessions have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoSession:
+    """The process has no such session: it was started anew since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the environment answered. Where `failed` is set nothing else counts.
+
+    A turn with two tool calls: observation "4\\nError: KeyError: 'x'", results ("4", "Error: …").
+    """
+
+    observation: str = ""
+    reward: float | None = None  # None: it gave none
+    done: bool = False  # whether the episode has ended
+    failed: str | None = (
+        None  # one sentence, and after it the lines of a traceback where there is one
+    )
+    results: tuple[str, ...] = ()  # of each tool call; the observation is these, joined by newlines
+    died: bool = False  # whether it failed because the process ended by itself
+    # That it took, an episode that was played again with it.
+    seconds: float = field(default=0.0, compare=False)
+    out_of_memory: bool = False  # whether it failed because the process has all its memory
+
+
+Message: TypeAlias = (
+    "Start | Ready | Broken | Open | Act | Finish | Close | Closed | NoSession | Outcome"
+)
+Call: TypeAlias = "Open | Act | Finish | Close"
+Reply: TypeAlias = "Outcome | Closed | NoSession"
+
+_MESSAGES = by_name(Start, Ready, Broken, Open, Act, Finish, Close, Closed, NoSession, Outcome)
+
+
+def unpacked(message: Packed) -> Message:
+    """The message that `packed` took apart."""
+    return child_messages.unpacked(message, _MESSAGES)
