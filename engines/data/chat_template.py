@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from configs.data import DataConfig
 from storage.objects.json_values import Row
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, str]  # role, content
 Prompt: TypeAlias = "str | list[Message]"
+Tool: TypeAlias = dict[str, Any]  # JSON schema, as transformers.utils.get_json_schema gives it
 
 TOO_LONG = "prompt_too_long"
 EMPTY = "prompt_empty"
@@ -34,21 +35,28 @@ class TokenizedPrompts:
     dropped: list[tuple[int, str]]  # position and reason (TOO_LONG or EMPTY) of each other row
 
 
-def prompt_of(row: Row, config: DataConfig) -> Prompt:
+def prompt_of(row: Row, config: DataConfig, observation: str | None = None) -> Prompt:
     """What the model is asked, before any template: a string, or a list of chat messages.
 
-    The suffix is appended to the string, or to the last user message. A system prompt is put before
-    messages that bring none; a string has no place for it. ValueError for another kind of value.
+    An observation, what an environment shows first, comes after the string or the last user message
+    and a blank line; it is the whole string where the row has no value in the prompt column. The
+    suffix is appended last. A system prompt is put before messages that bring none; a string has no
+    place for it. ValueError for another kind of value.
     """
     value = row.get(config.prompt_column)
+    if value is None and observation:
+        value, observation = observation, None
+    shown = f"\n\n{observation}" if observation else ""
     if isinstance(value, str):
-        return value + config.prompt_suffix
+        return value + shown + config.prompt_suffix
     messages = _messages(value, config.prompt_column)
-    if config.prompt_suffix:
+    if added := shown + config.prompt_suffix:
         asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
         if asked:
             last = messages[asked[-1]]
-            messages[asked[-1]] = {**last, "content": last["content"] + config.prompt_suffix}
+            messages[asked[-1]] = {**last, "content": last["content"] + added}
+        elif observation:
+            messages.append({"role": "user", "content": observation + config.prompt_suffix})
     return _with_system_prompt(messages, config)
 
 
@@ -74,30 +82,41 @@ def _with_system_prompt(messages: list[Message], config: DataConfig) -> list[Mes
     return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
-def prompts_of(rows: Sequence[Row], config: DataConfig) -> list[Prompt]:
+def prompts_of(
+    rows: Sequence[Row], config: DataConfig, observations: Sequence[str | None] | None = None
+) -> list[Prompt]:
     """`prompt_of` each row; ValueError naming the position of a row that holds no prompt."""
     prompts = []
-    for position, row in enumerate(rows):
+    shown = [None] * len(rows) if observations is None else observations
+    for position, (row, observation) in enumerate(zip(rows, shown, strict=True)):
         try:
-            prompts.append(prompt_of(row, config))
+            prompts.append(prompt_of(row, config, observation))
         except ValueError as error:
             raise ValueError(f"Prompt {position} of the batch: {error}") from None
     return prompts
 
 
 def tokenize(
-    rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Row],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Tool] = (),
+    observations: Sequence[str | None] | None = None,
 ) -> TokenizedPrompts:
     """Token ids of each row's prompt under the template of the settings.
+
+    tools: what the model may call; given to a template that knows of tools, else put into words
+    (`tools_in_words`): at the end of the system message, or, where the template is plain, before the
+    prompt. observations: what the environment of each row shows first (see `prompt_of`).
 
     A prompt longer than data.max_prompt_tokens, or without any token, is dropped with its reason.
     ValueError when the prompts do not fit the template, or the tokenizer has none.
     """
-    prompts = prompts_of(rows, config)
+    prompts = prompts_of(rows, config, observations)
     if config.template == "chat":
-        encoded = _encode_chats(prompts, config, tokenizer)
+        encoded = _encode_chats(prompts, config, tokenizer, tools)
     else:
-        encoded = _encode_texts(prompts, config, tokenizer)
+        encoded = _encode_texts(prompts, config, tokenizer, tools)
     kept, dropped, prompt_ids = [], [], []
     for position, ids in enumerate(encoded):
         if not ids:
@@ -110,23 +129,68 @@ def tokenize(
     return TokenizedPrompts(prompt_ids=prompt_ids, kept=kept, dropped=dropped)
 
 
-def _encode_chats(
-    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
+def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError for a tokenizer without a chat template."""
     if not tokenizer.chat_template:
         raise ValueError(
             "data.template is chat, and this model's tokenizer has no chat template. "
             "Set data.template = plain, or use a model with a chat template."
         )
+
+
+def takes_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> bool:
+    """Whether the tokenizer's chat template shows these tools to the model."""
+    from jinja2.exceptions import TemplateError
+
+    chat = [{"role": "user", "content": "question"}]
+    try:
+        shown = tokenizer.apply_chat_template(chat, tools=list(tools), tokenize=False)
+    except TemplateError:  # some say so by failing
+        return False
+    return shown != tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def tools_in_words(tools: Sequence[Tool]) -> str:
+    """What tells the model of its tools where its template does not: a schema a line, and the form
+    of a call, which is the one that engines/data/tool_calls.py reads first."""
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        f"You can call these tools, each described by a JSON schema:\n{schemas}\n"
+        "To call a tool, write a JSON object with its name and arguments between tags:\n"
+        '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+    )
+
+
+def first_chat(prompt: Prompt, config: DataConfig, words: str = "") -> list[Message]:
+    """The messages of a prompt, system prompt included; `words` end the system message."""
+    if isinstance(prompt, str):
+        chat = _with_system_prompt([{"role": "user", "content": prompt}], config)
+    else:
+        chat = list(prompt)
+    if not words:
+        return chat
+    if chat[0]["role"] != "system":
+        return [{"role": "system", "content": words}, *chat]
+    system = {**chat[0], "content": f"{chat[0]['content']}\n\n{words}"}
+    return [system, *chat[1:]]
+
+
+def _encode_chats(
+    prompts: Sequence[Prompt],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Tool],
+) -> list[list[int]]:
+    require_template(tokenizer)
+    taken = bool(tools) and takes_tools(tokenizer, tools)
+    words = tools_in_words(tools) if tools and not taken else ""
     encoded = []
     for prompt in prompts:
-        if isinstance(prompt, str):
-            chat = _with_system_prompt([{"role": "user", "content": prompt}], config)
-        else:
-            chat = prompt
+        chat = first_chat(prompt, config, words)
         answering = chat[-1]["role"] == "assistant"  # the model goes on with a message begun for it
         ids = tokenizer.apply_chat_template(
             chat,
+            tools=list(tools) if taken else None,
             tokenize=True,
             return_dict=False,
             add_generation_prompt=not answering,
@@ -146,11 +210,15 @@ def fits_template(prompt: Prompt, config: DataConfig) -> None:
 
 
 def _encode_texts(
-    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Tool],
 ) -> list[list[int]]:
     for prompt in prompts:
         fits_template(prompt, config)
-    return tokenizer(list(prompts))["input_ids"] if prompts else []
+    words = f"{tools_in_words(tools)}\n\n" if tools else ""
+    return tokenizer([f"{words}{prompt}" for prompt in prompts])["input_ids"] if prompts else []
 
 
 def state_number(value: object) -> int:

@@ -23,6 +23,15 @@ class SampleStatus(enum.IntEnum):
     UNFINISHED = 3  # to go on from its tokens: carried to a later step, or saved on the way
 
 
+class Author(enum.IntEnum):
+    """Who wrote a token of a conversation."""
+
+    POLICY = 1
+    ENVIRONMENT = 2  # what it answered
+    TEMPLATE = 3  # the chat template's words around a message
+
+
+UNFINISHED = "unfinished"  # finish reason of a sample that was cut and can go on
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
 
@@ -45,6 +54,15 @@ COLUMNS: dict[str, Declared] = {
         "jagged", "I64", "flat triples policy version, start, stop over the response tokens"
     ),
     "response_mask": Declared("jagged", "U8", "1 where the policy wrote the response token"),
+    "author": Declared("jagged", "U8", "Author of each response token (episodes)"),
+    "env_seed": Declared("dense", "I64", "seed of the episode's environment, [N]"),
+    "opening": Declared("str", "U8", "digest of what the episode's environment said first"),
+    "env_code": Declared("str", "U8", "digest of the environment's code (prompts only)"),
+    "observations": Declared("json", "U8", "digests of what the environment answered, by turn"),
+    "turn_rewards": Declared("jagged", "F32", "the environment's reward of each turn; NaN: none"),
+    "env_seconds": Declared("dense", "F64", "seconds in the episode's environment, [N]"),
+    "episode": Declared("str", "U8", "why the episode ended; empty while it goes on"),
+    "episode_error": Declared("str", "U8", "why the episode failed; empty where it did not"),
     "reward": Declared("dense", "F32", "score of the completion, [N]"),
     "reward_code": Declared("str", "U8", "digest of the functions that scored; see the commit"),
     "token_rewards": Declared("jagged", "F32", "reward of each response token"),
@@ -78,6 +96,9 @@ COLUMNS: dict[str, Declared] = {
 
 # Integers that are stored in fewer bytes than they are handed over in, or than older objects hold.
 WIDER = {"I32": "I64"}
+
+# What is kept of an episode from turn to turn, beside its tokens.
+EPISODE = ("observations", "turn_rewards", "env_seconds", "episode", "episode_error")
 
 # Columns that are named after reward functions, and what the names begin with.
 SCORE = "score/"  # score/<function>: F32 [N], what the function gave; NaN where nothing

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -10,10 +13,13 @@ from engines.data.chat_template import (
     EMPTY,
     TOO_LONG,
     decode,
+    first_chat,
     prompt_of,
     prompts_of,
     state_number,
+    takes_tools,
     tokenize,
+    tools_in_words,
 )
 from storage.objects.json_values import JsonValue, Row
 
@@ -128,6 +134,70 @@ def test_templates_that_do_not_fit(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r"no chat template. Set data.template = plain"):
         tokenize([{"question": "a"}], config(), bare)
+
+
+def test_what_an_environment_shows_first(tokenizer: PreTrainedTokenizerFast) -> None:
+    settings = config(prompt_suffix="!", system_prompt="Be brief.")
+    answer: JsonValue = {"role": "assistant", "content": "b"}
+    rows: list[Row] = [
+        {"question": "a"},
+        {"question": [user("a"), answer]},
+        {"question": [SYSTEM]},
+        {"other": 1},
+        {"question": None},
+        {"question": "a"},
+        {"question": "a"},
+    ]
+    shown = ["dark", "dark", "dark", "dark", "dark", "", None]
+    assert prompts_of(rows, settings, shown) == [
+        "a\n\ndark!",
+        [SYSTEM, user("a\n\ndark!"), answer],
+        [SYSTEM, user("dark!")],
+        "dark!",
+        "dark!",
+        "a!",
+        "a!",
+    ]
+    assert rows[1]["question"] == [user("a"), answer], "rows are not changed"
+    made = tokenize(rows[3:4], settings, tokenizer, observations=["dark"])
+    assert text_of(made.prompt_ids[0]) == "<system>Be brief.~<user>dark!~<assistant>"
+    for nothing in ("", None):
+        with pytest.raises(ValueError, match="Prompt 0 of the batch: Column 'question' holds"):
+            tokenize([{"other": 1}], settings, tokenizer, observations=[nothing])
+    with pytest.raises(ValueError, match="argument"):
+        tokenize(rows, settings, tokenizer, observations=["dark"])
+
+
+def test_tools_that_the_template_does_not_show_are_words(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert not takes_tools(tokenizer, [tool])
+    rows: list[Row] = [{"question": "a"}, {"question": [SYSTEM, user("a")]}]
+    words = tools_in_words([tool])
+    assert json.dumps(tool) in words.splitlines()
+    chats = [first_chat(prompt, config(), words) for prompt in prompts_of(rows, config())]
+    assert chats == [
+        [{"role": "system", "content": words}, user("a")],
+        [{"role": "system", "content": f"Be brief.\n\n{words}"}, user("a")],
+    ]
+    settings = config(max_prompt_tokens=2000)
+    made = tokenize(rows, settings, tokenizer, [tool])
+    for ids, chat in zip(made.prompt_ids, chats, strict=True):
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ids == tokenizer(rendered)["input_ids"]
+
+
+def test_tools_go_to_a_template_that_shows_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    showing = copy.deepcopy(tokenizer)
+    showing.chat_template = "{% if tools %}{{ tools[0].function.name }}~{% endif %}" + CHAT
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert takes_tools(showing, [tool])
+    made = tokenize([{"question": "a"}], config(), showing, [tool])
+    assert text_of(made.prompt_ids[0]) == "add~<user>a~<assistant>"
+    failing = copy.deepcopy(tokenizer)
+    failing.chat_template = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHAT
+    assert not takes_tools(failing, [tool])
 
 
 def test_equal_states_have_equal_numbers() -> None:

@@ -1,0 +1,321 @@
+"""What is added to a conversation's tokens between two turns of the model.
+
+Text that is decoded and encoded again need not give the tokens that were sampled, and a policy that
+is trained on other tokens than it wrote drifts until training diverges. So nothing that stands is
+encoded again: after each turn the template's words and the environment's observation alone are
+rendered, encoded and appended (`Conversation.delta`). That is right only for a template which writes
+earlier turns as they were, whatever follows them; `Conversation.check` refuses others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+from configs.data import DataConfig
+from engines.data.chat_template import (
+    Message,
+    TokenizedPrompts,
+    Tool,
+    first_chat,
+    require_template,
+    takes_tools,
+    tokenize,
+    tools_in_words,
+)
+from storage.batches.columns import Author
+from storage.objects.json_values import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Role: TypeAlias = Literal["user", "tool"]  # tool: the result of a tool
+
+_QUESTION, _ANSWER, _OBSERVED = "question41", "answer52", "result63"  # of dummy conversations
+_THOUGHT = "thought74\n</think>\n\n"
+_OPENERS = ("<think>\n", "<think>")
+_ANOTHER = "Set data.template = plain, or use a model with another chat template."
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens to append after a turn of the model, and who wrote each."""
+
+    ids: list[int]
+    authors: list[Author]  # of the same length; ENVIRONMENT or TEMPLATE
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What the template writes around an observation that follows a turn of the model."""
+
+    role: str  # of the message, as the template has it
+    before: str  # closing words of the turn, and the head of the message
+    after: str  # the end of the message, and the generation prompt
+    before_ids: list[int]
+    after_ids: list[int]
+    end: int  # place in before_ids of the token that ends a turn
+    special: bool  # whether that token is a special one, which no text of a turn holds
+
+    def written(self, ended: bool, last: int | None) -> int:
+        """How many of before_ids the model has written itself."""
+        ends = bool(self.before_ids) and self.before_ids[self.end] == last
+        return self.end + 1 if ends and (ended or self.special) else 0
+
+
+class Conversation:
+    """How conversations go on, under the template of the settings. It keeps no conversation.
+
+    Args:
+        tokenizer: of the model.
+        config: template (chat or plain) and system prompt.
+        tools: what the model may call, as JSON schemas; see `with_tools`.
+
+    Raises:
+        ValueError: the template is chat, and the tokenizer has none.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, tools: Sequence[Tool] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        self.tools = tuple(tools)
+        self._plain = config.template == "plain"
+        if not self._plain:
+            require_template(tokenizer)
+        taken = bool(tools) and not self._plain and takes_tools(tokenizer, tools)
+        self._given: list[Any] | None = list(tools) if taken else None  # to the template
+        self._words = tools_in_words(tools) if tools and not taken else ""
+        self._frames: dict[Role, _Frame] = {}
+        added = tokenizer.added_tokens_decoder
+        self._special_ids = {number for number, token in added.items() if token.special}
+        self._special_ids -= {tokenizer.unk_token_id}
+        cut = sorted({token.content for token in added.values() if token.special} - {""})
+        self._special = re.compile("(?=" + "|".join(map(re.escape, cut)) + ")") if cut else None
+
+    def with_tools(self, tools: Sequence[Tool]) -> Conversation:
+        """The same with these tools: given to a template that shows tools, else put into words.
+
+        The words (`tools_in_words`) are the end of the system message, or, where the template is
+        plain, stand before the prompt.
+        """
+        return Conversation(self._tokenizer, self._config, tools)
+
+    def prompts(
+        self, rows: Sequence[Row], observations: Sequence[str | None] | None = None
+    ) -> TokenizedPrompts:
+        """The first prompts of conversations with these tools (chat_template.tokenize)."""
+        return tokenize(rows, self._config, self._tokenizer, self.tools, observations)
+
+    def delta(
+        self, observation: str, *, ended: bool, last: int | None, role: Role = "user"
+    ) -> Delta:
+        """The tokens that follow a turn of the model: the observation in the template's words.
+
+        Under the plain template they are the observation's own. Under a chat template they are the
+        closing words of the turn, a message with the observation, and the generation prompt. The
+        closing words are left out up to the token that ends a turn there if the model has written
+        that one; a turn that ended with another token, such as an end token that the template does
+        not know, gets all of them after it.
+
+        The template's are the tokens at the beginning and the end that its words have alone; a token
+        of a bit of both is the environment's. Text of the observation that looks like a special
+        token is encoded as text, so that no observation ends its own message.
+
+        Args:
+            observation: what the environment answered.
+            ended: whether the model ended its turn; False where a limit cut it.
+            last: the turn's last token id; None for a turn without tokens.
+            role: `tool` for the result of a tool; a template that does not know it gets `user`.
+
+        Raises:
+            ValueError: the template fails on this message, or does not show it.
+        """
+        if self._plain:
+            ids = self._encode(observation, 0, len(observation))
+            return Delta(ids, [Author.ENVIRONMENT] * len(ids))
+        frame = self._frame(role)
+        text = self._follows(frame.role, observation)
+        stop = len(text) - len(frame.after)
+        framed = text.startswith(frame.before) and text.endswith(frame.after)
+        if not framed or stop < len(frame.before):
+            raise ValueError(
+                f"The chat template writes other words around the observation {observation[:40]!r} "
+                f"than around others. {_ANOTHER}"
+            )
+        ids = self._encode(text, len(frame.before), stop)
+        head = _common(ids, frame.before_ids)
+        tail = min(_common(reversed(ids), reversed(frame.after_ids)), len(ids) - head)
+        if stop == len(frame.before):
+            head, tail = len(ids), 0  # an empty observation
+        authors = [Author.TEMPLATE] * head
+        authors += [Author.ENVIRONMENT] * (len(ids) - head - tail)
+        authors += [Author.TEMPLATE] * tail
+        written = frame.written(ended, last)
+        if written > head:  # it is one token with the observation
+            written = 0
+        return Delta(ids[written:], authors[written:])
+
+    def role_of(self, role: Role) -> str:
+        """The role that an observation's message gets: `user` where the template knows no `tool`.
+
+        A template knows the role if it writes it otherwise than any word in its place.
+        """
+        if role == "user":
+            return role
+        try:
+            shown = self._follows("tool", _OBSERVED)
+        except ValueError:
+            return "user"
+        if _OBSERVED not in shown:
+            return "user"
+        try:
+            other = self._follows("rolf", _OBSERVED)
+        except ValueError:
+            return "tool"
+        return "user" if other.replace("rolf", "tool") == shown else "tool"
+
+    def check(self, roles: Sequence[Role] = ("user", "tool")) -> None:
+        """ValueError, in one sentence and a remedy, unless deltas leave what stands as it is.
+
+        Seen on dummy conversations of one and two turns, with a system message and without, with a
+        thought and without, and with the tools: what stands when the model begins its turn, and then
+        what it wrote, is how the rendering of the longer conversation begins; and what follows there
+        is, token by token, what `delta` appends.
+
+        roles: of the observations that there will be. Some templates keep the thoughts of a turn
+        that is followed by results of tools, and remove them once a user has spoken.
+        """
+        if self._plain:
+            self._check_plain()
+            return
+        own = first_chat(_QUESTION, self._config, self._words)
+        chats = [own]
+        if own[0]["role"] != "system":
+            chats.append([{"role": "system", "content": "Be brief."}, *own])
+        for chat, role in itertools.product(chats, roles):
+            try:
+                self._render(chat)
+            except ValueError:
+                if chat is own:
+                    raise
+                continue  # it knows no system message, and only a row could bring one
+            for thinking in (False, True):
+                self._check_chat(chat, role, thinking)
+
+    def _check_plain(self) -> None:
+        """ValueError where the tokenizer changes what is encoded apart from the text before it."""
+        ids = [*self._encode(_ANSWER), *self.delta(f"\n{_OBSERVED}", ended=True, last=None).ids]
+        found = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if found != f"{_ANSWER}\n{_OBSERVED}":
+            raise ValueError(
+                f"This model's tokenizer makes {found!r} of {_ANSWER!r} and an observation after it, "
+                f"{_OBSERVED!r} on a line of its own. Set data.template = chat, or use a model with "
+                "another tokenizer."
+            )
+
+    def _check_chat(self, chat: list[Message], role: Role, thinking: bool) -> None:
+        """ValueError unless two turns with observations of this role leave all as it stands."""
+        begins = self._render(chat)
+        for turn in ("one turn", "two turns"):
+            opened = next((opener for opener in _OPENERS if begins.endswith(opener)), "")
+            if opened and not thinking:
+                return  # the model cannot but think
+            thought = (opened or _OPENERS[0]) + _THOUGHT if thinking else ""
+            content = thought + _ANSWER
+            answered: list[Message] = [*chat, {"role": "assistant", "content": content}]
+            chat = [*answered, {"role": self.role_of(role), "content": _OBSERVED}]
+            before, begins = begins, self._render(chat)
+            gap = begins[len(before) :]  # blanks there stand for those that a model writes itself
+            blanks = gap[: len(gap) - len(gap.lstrip(" "))]
+            stands = before + blanks + content.removeprefix(opened)
+            if not begins.startswith(stands):
+                place = _common(begins, stands)
+                what = "removes or rewrites thoughts" if thinking else "rewrites what was said"
+                raise ValueError(
+                    f"The chat template {what} of earlier turns: after {turn} and an observation "
+                    f"of the role {self.role_of(role)}, {begins[place : place + 30]!r} stands where "
+                    f"the model had {stands[place : place + 30]!r}. {_ANOTHER}"
+                )
+            delta = self.delta(_OBSERVED, ended=False, last=None, role=role)
+            if self._encode(begins) != [*self._encode(stands), *delta.ids]:
+                raise ValueError(
+                    f"The chat template's words after {turn} are not the same, as tokens, as in a "
+                    f"dummy conversation: {begins[len(stands) :]!r} there, "
+                    f"{self._tokenizer.decode(delta.ids)!r} here. {_ANOTHER}"
+                )
+
+    def _frame(self, role: Role) -> _Frame:
+        """The template's words around an observation of this role, from a dummy conversation."""
+        if role not in self._frames:
+            named = self.role_of(role)
+            before, shown, after = self._follows(named, _OBSERVED).partition(_OBSERVED)
+            if not shown:
+                raise ValueError(
+                    f"The chat template leaves out a message of the role {named} after a turn of "
+                    f"the model. {_ANOTHER}"
+                )
+            ids = self._encode(before)
+            special = next((i for i, number in enumerate(ids) if number in self._special_ids), None)
+            self._frames[role] = _Frame(
+                role=named,
+                before=before,
+                after=after,
+                before_ids=ids,
+                after_ids=self._encode(after),
+                end=special or 0,
+                special=special is not None,
+            )
+        return self._frames[role]
+
+    def _follows(self, role: str, observation: str) -> str:
+        """What the template writes after a turn of the model that this message follows."""
+        asked = first_chat(_QUESTION, self._config, self._words)
+        turns = [{"role": "assistant", "content": _ANSWER}, {"role": role, "content": observation}]
+        _, answer, follows = self._render([*asked, *turns]).partition(_ANSWER)
+        if not answer:
+            raise ValueError(f"The chat template leaves out what the model said. {_ANOTHER}")
+        return follows
+
+    def _render(self, chat: list[Message]) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return cast(
+                str,
+                self._tokenizer.apply_chat_template(
+                    chat, tools=self._given, tokenize=False, add_generation_prompt=True
+                ),
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"The chat template fails on messages of the roles "
+                f"{', '.join(message['role'] for message in chat)}: {error}. {_ANOTHER}"
+            ) from None
+
+    def _encode(self, text: str, start: int = 0, stop: int = 0) -> list[int]:
+        """Token ids of a text. Special tokens between start and stop are cut, so they are text.
+
+        A special token of one character cannot be cut and stays one.
+        """
+        cuts = [0, *self._cuts(text, start, stop), len(text)]
+        parts = [text[a:b] for a, b in itertools.pairwise(cuts) if a < b]
+        if not parts:
+            return []
+        encoded = self._tokenizer(parts, add_special_tokens=False)["input_ids"]
+        return [number for ids in encoded for number in ids]
+
+    def _cuts(self, text: str, start: int, stop: int) -> Iterator[int]:
+        if self._special is not None:
+            for found in self._special.finditer(text, start, stop):
+                yield found.start() + 1
+
+
+def _common(one: Iterable[object], other: Iterable[object]) -> int:
+    """With how many equal items two sequences begin."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
