@@ -11,7 +11,8 @@ import time
 
 from engines.rollout.contract import RolloutRequest
 from engines.rollout.hf_engine import HFEngine, _Shard
-from engines.rollout.samples import UNFINISHED, Completion, PromptTokens
+from engines.rollout.samples import Completion, PromptTokens
+from storage.batches.columns import UNFINISHED
 
 VARIABLE = "REFRAIN_BENCHMARK_DRAW"  # NAME:SECONDS, the distribution and its mean
 LOGPROB = -4.0  # nats, of every made-up token

@@ -11,6 +11,7 @@ from configs.cluster.cluster import ClusterConfig, Role
 from configs.cluster.sharing import check_sharing
 from configs.data import DataConfig, ReasoningGymSource
 from configs.environment import cpu_multiplies_bfloat16
+from configs.episodes import EpisodesConfig
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.retraining import (
@@ -53,6 +54,9 @@ class GRPOConfig(Settings):
     model: Model = Field(description="The language model that is trained.")
     data: DataConfig = Field(description="Prompts.")
     rewards: RewardsConfig = Field(description="Scoring.")
+    episodes: EpisodesConfig | None = Field(
+        None, description="Answers of several turns, with an environment; none: of one turn."
+    )
     algorithm: AlgorithmConfig = Field(
         default_factory=AlgorithmConfig, description="Advantages, loss, KL, entropy, selection."
     )
@@ -151,7 +155,9 @@ class GRPOConfig(Settings):
     @property
     def used_pools(self) -> set[str]:
         """Pools on which some role of the run lives; others are not started."""
-        return {self.cluster.roles.pool_of(role) for role in [*self.engine_roles, "reward"]}
+        roles: list[Role] = [*self.engine_roles, "reward"]
+        roles += [] if self.episodes is None else ["environment"]
+        return {self.cluster.roles.pool_of(role) for role in roles}
 
     @property
     def has_reference_engine(self) -> bool:
@@ -246,6 +252,35 @@ class GRPOConfig(Settings):
                 raise ValueError(
                     f"rollout.{name} = {getattr(rollout, name)} is about carried groups, and none "
                     "are. Set rollout.partial_rollout = carry and rollout.over_sampling above 1."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_have_what_they_need(self) -> Self:
+        of_environment = [
+            number
+            for number, function in enumerate(self.rewards.functions)
+            if function.kind == "environment"
+        ]
+        if self.episodes is None:
+            if of_environment:
+                raise ValueError(
+                    f"rewards.functions.{of_environment[0]}.kind = environment is the reward of an "
+                    "episode's environment, and episodes = null has none. Set episodes.environment."
+                )
+            return self
+        for name, wanted in (
+            ("evaluation", self.evaluation is not None),
+            (
+                f"algorithm.advantage.kind = {self.algorithm.advantage.kind}",
+                self.algorithm.needs_baselines,
+            ),
+        ):
+            if wanted:
+                raise ValueError(
+                    f"{name} completes prompts in one turn, which is not done with episodes yet. "
+                    "Set evaluation = null and an estimator without a greedy baseline, or "
+                    "episodes = null."
                 )
         return self
 

@@ -1,6 +1,6 @@
 """Make a committed update again from its stored batch, and compare the weights.
 
-python -m flows.replay RUN STEP
+python -m flows.replay RUN STEP [--episodes]
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ def main() -> int:
         after_run=("step", "STEP", "the committed step", int),
     )
 
+    words.add_argument(
+        "--episodes",
+        action="store_true",
+        help="step the environments of its episodes again instead, and compare what they say",
+    )
+
     def work(request: commands.Request) -> commands.Answer:
+        if request.arguments.episodes:
+            from tasks.commands import replay_episodes
+
+            return replay_episodes.answer(request)
         from tasks.commands.replay import answer
 
         return answer(request)

@@ -9,10 +9,11 @@ from prefect.futures import PrefectFuture
 
 from tasks.results import Prompts, Sampled, Scored
 from tasks.reward import scored
-from tasks.rollout import sample_shard, shards_of
+from tasks.rollout import shards_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
+from tasks.sampling import sample_shard
 
 
 @task(name="baseline", task_run_name="baseline {shards}", **OPTIONS)

@@ -68,7 +68,7 @@ def tokenized(
     cuts = slices(len(rows), PART_ROWS, MOST_PARTS)
     if len(cuts) == 1:
         with attempted(run, step, "prompts") as attempt:
-            made: PromptsResult = run.engines.scorers.call(
+            made: PromptsResult = run.engines.prompters.call(
                 "prompts",
                 run.call_id(step, f"prompts-{key}"),
                 attempt.assignment,
@@ -84,7 +84,8 @@ def tokenized(
         )
         for part, (start, stop) in enumerate(cuts, 1)
     ]
-    found = spread(run, step, "prompts", "prompts", parts, PromptsResult)
+    pool = run.engines.prompters
+    found = spread(run, step, "prompts", "prompts", parts, PromptsResult, pool)
     dropped = tuple(row for part in found for row in part.dropped)
     refs = [part.ref for part in found if part.ref is not None]
     if not refs:

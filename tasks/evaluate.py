@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from prefect import task
@@ -108,7 +108,7 @@ def evaluated_shard(run: Run, part: BatchRef, shard: int) -> EvaluatedShard:
     assert run.config.evaluation is not None
     sampling = sampling_of(run, run.config.evaluation)
     weights = run.engines.rollouts.weights
-    key = key_of("evaluate", part.to_json(), weights.digest, asdict(sampling))
+    key = key_of("evaluate", part.to_json(), weights.digest, sampling.identity)
     with attempted(run, run.after, "evaluate", shard) as attempt:
         request = RolloutRequest(
             prompts=part,
@@ -177,7 +177,7 @@ def manner(run: Run, evaluation: EvaluationConfig) -> str:
         "evaluation",
         open_source(evaluation.source).digest,
         evaluation.rows,
-        asdict(sampling_of(run, evaluation)) | {"seed": None},
+        sampling_of(run, evaluation).identity | {"seed": None},
         run.config.rewards.model_dump(mode="json"),
         data,
     )

@@ -78,6 +78,7 @@ class Sampled:
     weights: WeightsRef  # policy version that sampled
     ref: BatchRef  # the samples; row i belongs to row i // group_size of the prompts
     stats: ShardStats
+    key: str = ""  # under which the shard was finished
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from configs.cluster.kinds import (
 )
 from configs.environment import refuse_secrets
 
-Role = Literal["actor", "ref", "critic", "rollout", "reward"]
+Role = Literal["actor", "ref", "critic", "rollout", "reward", "environment"]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
 
@@ -70,11 +70,14 @@ class RolesConfig(Settings):
     critic: str | None = Field(None, description="Pool of the critic; none: that of the actor.")
     rollout: str = Field("rollout", description="Pool of the engines that sample.")
     reward: str = Field("cpu", description="Pool that scores completions and makes advantages.")
+    environment: str | None = Field(
+        None, description="Pool of the environments of episodes; none: that of rewards."
+    )
 
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
-        return pools[role] or self.actor
+        return pools[role] or (self.reward if role == "environment" else self.actor)
 
 
 class ClusterConfig(Settings):

@@ -32,6 +32,15 @@ def components(store: Store, samples: BatchRef) -> dict[str, Tensor]:
     return {name.removeprefix(SCORE): numbers(store, samples, name) for name in names}
 
 
+def policy_tokens(store: Store, samples: BatchRef) -> NDArray[np.int64]:
+    """How many response tokens of each sample the policy wrote [N]: all of them, but in episodes."""
+    if "author" not in samples.names:
+        return samples.lengths(store, "response_mask")
+    mask, offsets = jagged(store, samples, "response_mask")
+    total = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    return np.diff(total[offsets])
+
+
 def dense(store: Store, samples: BatchRef, column: str) -> NDArray[Any]:
     """As `numbers`, in numpy."""
     return samples.fetch_numpy(store, column)[0]

@@ -8,6 +8,7 @@ hangs or crashes fails its samples and nothing else.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -30,7 +31,7 @@ from engines.data.results import (
     SampleFailure,
     ScoreResult,
 )
-from engines.rewards.protocol import TrainerState
+from engines.rewards.protocol import EPISODE_COLUMNS, TrainerState
 from engines.rewards.runner import RewardRunner, Scores, code_digest
 from engines.workers.engine import Engine
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
@@ -135,6 +136,10 @@ class DataEngine(Engine):
         repeat = len(samples) // len(prompts)
         found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
         rows = [row for row in found for _ in range(repeat)]
+        status, _ = samples.fetch_numpy(self._store, "status")
+        sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
+        if "episode" in samples.names:
+            rows = with_episodes(self._store, samples, rows)
         ids, offsets = samples.fetch_numpy(self._store, "response_ids")
         assert offsets is not None
         completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
@@ -148,16 +153,16 @@ class DataEngine(Engine):
         )
         seconds = time.monotonic() - began
         code = self._rewards.code()
-        status, _ = samples.fetch_numpy(self._store, "status")
-        sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
+        failed = scores.failed | (status == SampleStatus.FAILED)  # of episodes, said already
         return ScoreResult(
             ref=write_batch(self._store, out_key, score_columns(scores, status, code_digest(code))),
             failures=tuple(
                 SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
                 for f in scores.failures
+                if status[f.index] != SampleStatus.FAILED
             ),
             tracebacks=scores.tracebacks,
-            failed=int(scores.failed.sum()),
+            failed=int(failed.sum()),
             metrics=scores.metrics,
             code=code,
             seconds=seconds,
@@ -237,6 +242,25 @@ class DataEngine(Engine):
         self._rewards.close()
 
 
+def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]:
+    """Rows with what their episodes came to, for reward functions; N of each.
+
+    EPISODE_COLUMNS: the sum of the turns' rewards (None where the environment gave none), the rewards
+    of the turns, and why the episode ended.
+    """
+    values, offsets = samples.fetch_numpy(store, "turn_rewards")
+    assert offsets is not None
+    ended = samples.fetch_list(store, "episode")
+    found: list[Row] = []
+    for row, why, (start, stop) in zip(rows, ended, itertools.pairwise(offsets), strict=True):
+        turns = [None if math.isnan(one) else one for one in values[start:stop].tolist()]
+        given = [one for one in turns if one is not None]
+        total = sum(given) if given else None
+        columns = dict(zip(EPISODE_COLUMNS, (total, turns, str(why)), strict=True))
+        found.append({**row, **cast("Row", columns)})
+    return found
+
+
 def score_columns(scores: Scores, status: NDArray[Any], reward_code: str) -> dict[str, object]:
     """The scores of N samples as columns of a batch.
 
@@ -245,14 +269,15 @@ def score_columns(scores: Scores, status: NDArray[Any], reward_code: str) -> dic
         status: int64 [N], SampleStatus before they were scored.
         reward_code: digest of the functions that scored.
     """
+    failed = scores.failed | (status == SampleStatus.FAILED)
     columns: dict[str, object] = {
         # A failed sample's reward is not a number, so that no mistake can make it count as 0.
-        "reward": np.where(scores.failed, np.float32("nan"), scores.rewards),
-        "status": np.where(scores.failed, np.int64(SampleStatus.FAILED), status),
+        "reward": np.where(failed, np.float32("nan"), scores.rewards),
+        "status": np.where(failed, np.int64(SampleStatus.FAILED), status),
         "reward_code": [reward_code] * len(status),
     }
     for position, name in enumerate(scores.names):
-        given = scores.applied[:, position] & ~scores.failed
+        given = scores.applied[:, position] & ~failed
         columns[f"{SCORE}{name}"] = np.where(
             given, scores.components[:, position], np.float32("nan")
         )

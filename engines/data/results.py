@@ -146,3 +146,28 @@ class NothingToTrain(RuntimeError):
 
 class RewardsFailed(RuntimeError):
     """Scoring failed for some sample, and rewards.on_failure = abort."""
+
+
+# Why an episode ended (column `episode`).
+DONE = "done"  # the environment said so, or the model called no tool
+TURNS = "turns"  # episodes.max_turns
+TURN_TOKENS = "turn_tokens"  # episodes.max_turn_tokens
+TOKENS = "tokens"  # rollout.max_new_tokens, of the whole conversation
+FAILED = "failed"  # of machinery; see `episode_error`
+
+ENVIRONMENT_FAILED = "environment_failed"  # why a row gives no prompt: its reset failed
+
+
+class EnvironmentFailed(RuntimeError):
+    """No episode can begin; says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerResult:
+    """The episodes of a shard after the environments' answers."""
+
+    ref: BatchRef  # the samples, those with the status UNFINISHED to go on with
+    unfinished: int  # episodes that go on
+    turns: int  # of the model, that were answered
+    failures: tuple[SampleFailure, ...]
+    seconds: float  # that all answers together took

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -65,4 +68,29 @@ def _reward_metrics(scores: Tensor, groups: Tensor) -> dict[str, float]:
         "reward/max": float(scores.max()),
         "reward/group_std": float(by_prompt.deviation(scores).mean()),
         "groups/without_variance": float(by_prompt.uniform(scores).double().mean()),
+    }
+
+
+def episode_metrics(
+    *,
+    turns: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    ended: Sequence[str],
+) -> dict[str, float]:
+    """What a step's episodes were like, failed ones among them.
+
+    Args:
+        turns: [N], of the model, that the environment answered.
+        tokens: [N], of the whole conversation after its prompt.
+        seconds: [N], in the environment.
+        ended: [N], why each ended (engines/environments/contract.py).
+    """
+    return {
+        "episode/turns_mean": float(turns.mean()),
+        "episode/turns_max": float(turns.max()),
+        "episode/tokens_mean": float(tokens.mean()),
+        "episode/environment_seconds_mean": float(seconds.mean()),
+        "episode/environment_seconds_max": float(seconds.max()),
+        **{f"episode/ended_by_{why}": n / len(ended) for why, n in Counter(ended).items()},
     }

@@ -17,9 +17,9 @@ from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
 from engines.data.advantage_columns import Chosen
-from engines.data.column_reading import components, dense, jagged, numbers
+from engines.data.column_reading import components, dense, jagged, numbers, policy_tokens
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.sample_metrics import sample_metrics
+from engines.data.sample_metrics import episode_metrics, sample_metrics
 from engines.data.staleness import staleness_metrics
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -190,7 +190,7 @@ def shaped_samples(
     shaped = shaped_rewards(
         rewards,
         numbers(store, samples, "group_id"),
-        torch.from_numpy(samples.lengths(store, "response_mask")),
+        torch.from_numpy(policy_tokens(store, samples)),
         truncated,
         shaping,
         max_new_tokens,
@@ -277,7 +277,7 @@ def dropped_by_length(
     """
     if left_out is None:
         return {}
-    kept, lost = (ref.lengths(store, "response_ids") for ref in (samples, left_out))
+    kept, lost = (policy_tokens(store, ref) for ref in (samples, left_out))
     return drop_rates(kept, lost)
 
 
@@ -302,11 +302,19 @@ def metrics_of(
     store: Store, samples: BatchRef, groups: NDArray[np.int64], status: NDArray[np.int64]
 ) -> dict[str, float]:
     """Reward and length metrics of all samples, before anything is left out but failures."""
-    return sample_metrics(
+    found = sample_metrics(
         rewards=dense(store, samples, "reward"),
         components={name: part.numpy() for name, part in components(store, samples).items()},
         failed=status == SampleStatus.FAILED,
         truncated=status == SampleStatus.TRUNCATED,
-        lengths=samples.lengths(store, "response_ids"),
+        lengths=policy_tokens(store, samples),
         groups=groups,
     )
+    if "episode" in samples.names:
+        found |= episode_metrics(
+            turns=samples.lengths(store, "turn_rewards"),
+            tokens=samples.lengths(store, "response_ids"),
+            seconds=dense(store, samples, "env_seconds"),
+            ended=[str(one) for one in samples.fetch_list(store, "episode")],
+        )
+    return found

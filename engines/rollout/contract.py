@@ -6,7 +6,7 @@ promise is said by their base, `engines.rollout.engine:RolloutEngine`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -65,6 +65,7 @@ class Sampling:
 
     n: int  # completions of each prompt
     max_new_tokens: int  # longest completion, in tokens
+    max_turn_tokens: int = 0  # longest turn of an episode; 0 is off
     temperature: float = 1.0
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
@@ -72,12 +73,26 @@ class Sampling:
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     seed: int | None = None  # None: not reproducible
 
+    def left(self, tokens: int, turn: int) -> int:
+        """How many tokens a completion of so many may still get, whose turn began at `turn`."""
+        left = self.max_new_tokens - tokens
+        return min(left, turn + self.max_turn_tokens - tokens) if self.max_turn_tokens else left
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What tells shards apart; as older versions had it where there are no turns."""
+        found = asdict(self)
+        if not self.max_turn_tokens:
+            del found["max_turn_tokens"]
+        return found
+
     @classmethod
-    def of(cls, config: RolloutConfig, n: int) -> Sampling:
+    def of(cls, config: RolloutConfig, n: int, max_turn_tokens: int = 0) -> Sampling:
         """The sampling that `config` asks for, with `n` completions of each prompt."""
         return cls(
             n=n,
             max_new_tokens=config.max_new_tokens,
+            max_turn_tokens=max_turn_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,

@@ -24,7 +24,8 @@ from engines.rollout.hf_rows import (
     by_rows,
     sequences_of,
 )
-from engines.rollout.samples import UNFINISHED, Completion
+from engines.rollout.samples import Completion
+from storage.batches.columns import UNFINISHED
 
 # A stop string ends in the newest token, so it lies within the last few; some tokens are parts of a
 # character and add no text of their own.
@@ -48,14 +49,15 @@ class Reader:
             return "stop"
         if self._stopped(row):
             return "stop"
-        limit = min(sampling.max_new_tokens, self.max_model_len - len(row.prompt))
-        return "length" if len(row.tokens) >= limit else ""
+        room = self.max_model_len - len(row.prompt) - len(row.tokens)
+        return "length" if min(sampling.left(len(row.tokens), row.begun.turn), room) <= 0 else ""
 
     def _stopped(self, row: Row) -> bool:
         if not row.sampling.stop:
             return False
         reach = max(len(stop) for stop in row.sampling.stop) + _STOP_MARGIN
-        text = self.tokenizer.decode(row.tokens[-reach:], skip_special_tokens=True)
+        own = row.tokens[row.begun.turn :]
+        text = self.tokenizer.decode(own[-reach:], skip_special_tokens=True)
         return any(stop in text for stop in row.sampling.stop)
 
 
@@ -92,7 +94,7 @@ class Row:
         place = len(self.tokens)
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.spans and self.spans[-1][0] == version:
+        if self.spans and self.spans[-1][0] == version and self.spans[-1][2] == place:
             self.spans[-1] = (version, self.spans[-1][1], place + 1)
         else:
             self.spans.append((version, place, place + 1))
@@ -106,6 +108,7 @@ class Row:
             spans=list(self.spans),
             finish_reason=self.ended or UNFINISHED,
             digest="" if self.drawn else self.begun.digest,
+            authors=self.begun.authors,
         )
 
 

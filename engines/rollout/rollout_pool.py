@@ -91,7 +91,8 @@ class RolloutPool(EnginePool):
 
     def generate(self, request: RolloutRequest, assignment: Assignment) -> RolloutResult | None:
         """Sample a shard on one of the engines; None where it was cut before one took it."""
-        call_id = self._call_id(request.step, f"generate-{request.shard}-{request.attempt}")
+        call = f"generate-{request.shard}-{request.attempt}-{request.out_key}"  # a turn has its own
+        call_id = self._call_id(request.step, call)
         turn = (request.step, request.shard)
         with (
             self.cluster.devices.held(self, self.cancel),

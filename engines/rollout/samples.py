@@ -11,14 +11,14 @@ from itertools import pairwise
 import numpy as np
 
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
-from storage.batches.columns import SampleStatus
+from storage.batches.columns import EPISODE, UNFINISHED, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
-UNFINISHED = "unfinished"  # finish reason of a completion that was cut and can go on
 # Columns that a sample shares with its prompt; they are referred to, not written again.
-PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row", "state_id")
+PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening")
+POLICY = bytes([Author.POLICY])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,13 +35,23 @@ class PromptTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled completion, or the beginning of one."""
+    """One sampled completion, or the beginning of one.
+
+    In an episode, tokens that the policy did not write are among them: with log-prob 0, and of no
+    policy version.
+    """
 
     tokens: list[int]  # [T]
     logprobs: list[float]  # [T] of each token, in the distribution that it was drawn from
-    spans: list[tuple[int, int, int]]  # policy version, start, stop; together [0, T)
+    spans: list[tuple[int, int, int]]  # policy version, start, stop; together what it wrote
     finish_reason: str  # stop: an end token or stop string; length: the limit; unfinished
     digest: str = ""  # of the last token's weights, where this engine did not draw it
+    authors: bytes = b""  # of the first tokens; the others are the policy's
+
+    @property
+    def turn(self) -> int:
+        """Where the turn begins that the policy is at: after the last token of another author."""
+        return len(self.authors.rstrip(POLICY))
 
     @property
     def ended(self) -> bool:
@@ -60,10 +70,11 @@ class Completion:
                 spans=self.spans,
                 finish_reason=more.finish_reason,
                 digest=self.digest,
+                authors=self.authors,
             )
         spans, length = list(self.spans), len(self.tokens)
         for version, start, stop in more.spans:
-            if spans and spans[-1][0] == version:
+            if spans and spans[-1][0] == version and spans[-1][2] == length + start:
                 spans[-1] = (version, spans[-1][1], length + stop)
             else:
                 spans.append((version, length + start, length + stop))
@@ -73,6 +84,7 @@ class Completion:
             spans=spans,
             finish_reason=more.finish_reason,
             digest=more.digest,
+            authors=self.authors,
         )
 
 
@@ -124,6 +136,9 @@ def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completi
     ]
     reasons = begun.fetch_list(store, "finish_reason")
     digests = begun.fetch_list(store, "weights_digest")
+    authors = b""
+    if "author" in begun.names:
+        authors = begun.fetch_numpy(store, "author")[0].tobytes()
     return [
         Completion(
             tokens=ids[a:b].tolist(),
@@ -131,6 +146,7 @@ def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completi
             spans=triples[row],
             finish_reason=str(reasons[row]),
             digest=str(digests[row]),
+            authors=authors[a:b],
         )
         for row, (a, b) in enumerate(pairwise(offsets.tolist()))
     ]
@@ -163,14 +179,19 @@ def write_samples(
     known = {**{v: c.digest for v, c in zip(last, completions, strict=True) if c.digest}, **digests}
     status = np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64)
     status[unfinished] = SampleStatus.UNFINISHED
+    authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
+    kept: list[str] = []
+    if request.begun is not None:
+        kept = [name for name in EPISODE if name in request.begun.names]
     written = write_batch(
         store,
         request.out_key,
         {
+            **({"author": authors} if kept else {}),
             "response_ids": [np.array(c.tokens, np.int32) for c in completions],
             "rollout_logprobs": [np.array(c.logprobs, np.float32) for c in completions],
             "weight_spans": [np.array(c.spans, np.int64).reshape(-1) for c in completions],
-            "response_mask": [np.ones(length, np.uint8) for length in lengths],
+            "response_mask": [(each == Author.POLICY).astype(np.uint8) for each in authors],
             "sample_id": np.array(
                 [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
             ),
@@ -197,4 +218,6 @@ def write_samples(
         unfinished=sum(unfinished),
         oldest=min((c.spans[0][0] for c in completions if c.spans), default=None),
     )
+    if kept and request.begun is not None:
+        repeated = repeated.with_columns(request.begun[kept])
     return RolloutResult(ref=repeated.with_columns(written), stats=stats)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.rollout.contract import RolloutSpec, Sampling
-from engines.rollout.samples import NOTHING, UNFINISHED, Completion
+from engines.rollout.samples import NOTHING, Completion
 from engines.rollout.vllm_plugin import TRANSFER_BACKEND
+from storage.batches.columns import UNFINISHED
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -70,17 +71,17 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
 
 
 def sampling_params(
-    sampling: Sampling, ends: Sequence[int], seed: int | None, begun: int
+    sampling: Sampling, ends: Sequence[int], seed: int | None, begun: Completion
 ) -> SamplingParams:
     """What one completion is drawn with.
 
-    ends: the model's end-of-sequence tokens. begun: tokens that it has already, in the prompt.
+    ends: the model's end-of-sequence tokens. begun: what it has already, in the prompt.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=sampling.max_new_tokens - begun,
+        max_tokens=sampling.left(len(begun.tokens), begun.turn),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -223,9 +223,7 @@ class VllmEngine(RolloutEngine):
         if begun.ended:
             return begun
         seed = sample_seed(request.sampling.seed, request.step, sample_id, len(begun.tokens))
-        params = vllm_arguments.sampling_params(
-            request.sampling, self._ends, seed, len(begun.tokens)
-        )
+        params = vllm_arguments.sampling_params(request.sampling, self._ends, seed, begun)
         prompt: TokensPrompt = {"prompt_token_ids": tokens + begun.tokens, "cache_salt": salt}
         row.request = self._new_request()
         drawn = vllm_arguments.completion(await self._answer(prompt, params, row.request))

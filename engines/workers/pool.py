@@ -26,7 +26,9 @@ from engines.workers.slot_queue import SlotQueue, Turn
 class Assignment:
     """Where a call went, for the log of the task that made it."""
 
-    worker: str = ""  # name, such as rollout-0
+    worker: str = (
+        ""  # name, such as rollout-0; before the call, of the one that it would rather have
+    )
 
 
 class EnginePool:
@@ -79,7 +81,8 @@ class EnginePool:
         self, method: str, call_id: CallId, assignment: Assignment | None = None, **arguments: Any
     ) -> Any:
         """Call a method on one of the pool's engines and wait for its result."""
-        with self._calling(self._slots.least_busy(), assignment) as (_, address):
+        rather = "" if assignment is None else assignment.worker
+        with self._calling(self._slots.least_busy(rather), assignment) as (_, address):
             return self.submit(address, method, call_id, arguments)
 
     def submit(
@@ -144,7 +147,7 @@ class EnginePool:
         A call waits here and not on a worker, so that work goes to whoever is done first; of those
         that wait the lowest turn is next. None once it is `given_up` (see SlotQueue.wake).
         """
-        name = self._slots.take(turn, given_up)
+        name = self._slots.take(turn, given_up, assignment.worker)
         if name is None:
             yield None
             return

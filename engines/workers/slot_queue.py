@@ -24,6 +24,7 @@ class Waiting:
     ticket: int
     woken: threading.Event = field(default_factory=threading.Event, compare=False)
     worker: str | None = field(default=None, compare=False)  # that it got
+    rather: str = field(default="", compare=False)  # the worker that it would have, if it is free
 
 
 class SlotQueue:
@@ -51,17 +52,20 @@ class SlotQueue:
         self._tickets = itertools.count()
         self._lock = threading.Lock()
 
-    def least_busy(self) -> str:
-        """Name of the worker with the fewest calls, which gets one more."""
+    def least_busy(self, rather: str = "") -> str:
+        """Name of the worker with the fewest calls, or of `rather` if it lives; it gets one more."""
         workers = self._look()
         with self._lock:
-            name = self._fewest(workers)
+            name = rather if rather in workers else self._fewest(workers)
             self.calls[name] += 1
         return name
 
-    def take(self, turn: Turn, given_up: Callable[[], bool]) -> str | None:
-        """Wait for a slot: name of its worker. None once `given_up` says that none is wanted."""
-        mine = Waiting(turn, next(self._tickets))
+    def take(self, turn: Turn, given_up: Callable[[], bool], rather: str = "") -> str | None:
+        """Wait for a slot: name of its worker. None once `given_up` says that none is wanted.
+
+        rather: the worker that is taken where it has a free slot; another is not waited for less.
+        """
+        mine = Waiting(turn, next(self._tickets), rather=rather)
         with self._lock:
             heapq.heappush(self.waiting, mine)
         wanted = False
@@ -106,6 +110,8 @@ class SlotQueue:
                 if self.calls[name] >= self.slots:
                     return
                 first = heapq.heappop(self.waiting)
+                if first.rather in workers and self.calls[first.rather] < self.slots:
+                    name = first.rather
                 first.worker = name
                 self.calls[name] += 1
                 first.woken.set()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from storage.audit.sample_origins import SampleOrigin, samples_of
-from storage.batches.columns import SampleStatus
+from storage.batches.columns import Author, SampleStatus
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from storage.objects.store import Store
 
 TOKENIZER = "tokenizer.json"
+# What is shown of an episode; the template's words around it are in --json.
+WROTE = {"policy": "wrote", "environment": "was answered"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal may obey; not tab, newline
 
 
@@ -37,6 +39,7 @@ class Transcript:
     origin: SampleOrigin
     prompt: str
     response: str  # special tokens included, as the model wrote them
+    parts: tuple[tuple[str, str], ...] = ()  # of an episode: who wrote what, in order
 
 
 class NoTokenizer(ValueError):
@@ -56,10 +59,30 @@ def transcripts(run: RunStore, commit: Commit, rows: Sequence[int]) -> list[Tran
         words.decode_batch(_lists(run, ref, name), skip_special_tokens=False)
         for name in ("prompt_ids", "response_ids")
     )
+    parts: list[tuple[tuple[str, str], ...]] = [()] * len(responses)
+    if "author" in ref.names:
+        parts = [
+            by_author(words, *one)
+            for one in zip(
+                _lists(run, ref, "response_ids"), _lists(run, ref, "author"), strict=True
+            )
+        ]
     return [
-        Transcript(origin=origin, prompt=prompt, response=response)
-        for origin, prompt, response in zip(origins, prompts, responses, strict=True)
+        Transcript(origin=origin, prompt=prompt, response=response, parts=said)
+        for origin, prompt, response, said in zip(origins, prompts, responses, parts, strict=True)
     ]
+
+
+def by_author(
+    words: Tokenizer, tokens: list[int], authors: list[int]
+) -> tuple[tuple[str, str], ...]:
+    """Who wrote what of a response [T]: policy, environment and template, as text."""
+    cut = [0, *(np.flatnonzero(np.diff(authors)) + 1).tolist(), len(tokens)]
+    runs = [(authors[a], tokens[a:b]) for a, b in pairwise(cut) if a < b]
+    said = words.decode_batch([ids for _, ids in runs], skip_special_tokens=False)
+    return tuple(
+        (Author(who).name.lower(), text) for (who, _), text in zip(runs, said, strict=True)
+    )
 
 
 def judged(run: RunStore, samples: BatchRef) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

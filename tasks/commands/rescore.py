@@ -16,6 +16,7 @@ import numpy as np
 from configs.grpo import GRPOConfig
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
 from engines.data.chat_template import prompts_of
+from engines.data.data_engine import with_episodes
 from engines.models import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
 from engines.rewards.protocol import TrainerState
@@ -132,16 +133,17 @@ def rescore(
 
     Scores are kept; what the function logs as TRL's do is not.
     """
-    samples, prompts = commit.refs["samples"], commit.refs["prompts"]
+    samples = commit.refs["samples"]
     code = code_digest(runner.code())
     name = f"{commit.step:06d}-{key_of('rescore', samples.to_json(), code)}"
     key = f"{files.run}/rescored/{name}.safetensors"
     if (done := files.finished(key)) is not None:
         return BatchRef.from_json(done["ref"])
-    order = prompts.fetch_numpy(files.store, "group_id")[0].tolist()
-    of_group = dict(zip(order, prompts.fetch_list(files.store, "row"), strict=True))
+    of_group = rows_of_groups(files, commit)
     group = samples.fetch_numpy(files.store, "group_id")[0].tolist()
-    rows = cast("list[Row]", [of_group[one] for one in group])
+    rows = [of_group[one] for one in group]
+    if "episode" in samples.names:
+        rows = with_episodes(files.store, samples, rows)
     ids, offsets = samples.fetch_numpy(files.store, "response_ids")
     assert offsets is not None
     completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
@@ -161,6 +163,20 @@ def rescore(
     ref = write_batch(files.store, key, columns)
     files.finish(key, {"ref": ref.to_json(), "step": commit.step, "reward": label})
     return ref
+
+
+def rows_of_groups(files: RunStore, commit: Commit) -> dict[int, Row]:
+    """The data row of each group that a step had under way: those carried to it are not its own."""
+    refs = [commit.refs["prompts"]]
+    if commit.step - 1 > start_of(files):
+        before = read_commit(files, commit.step - 1)
+        refs += [before.refs["carried"]] if "carried" in before.refs else []
+    found: dict[int, Row] = {}
+    for ref in refs:
+        groups = ref.fetch_numpy(files.store, "group_id")[0].tolist()
+        rows = cast("list[Row]", ref.fetch_list(files.store, "row"))
+        found |= dict(zip(groups, rows, strict=True))
+    return found
 
 
 def trainer_state(files: RunStore, step: int, steps: int) -> TrainerState:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.audit.transcripts import Transcript, few, judged, printable, transcripts
+from storage.audit.transcripts import WROTE, Transcript, few, judged, printable, transcripts
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.origins import start_of
@@ -28,7 +28,8 @@ def answer(request: Request) -> Answer:
     commit = committed(files, asked.step)
     try:
         rewards, failed, groups = judged(files, commit.refs["samples"])
-        rows = chosen(asked, rewards, failed, groups)
+        numbers = commit.refs["samples"].fetch_numpy(files.store, "sample_id")[0]
+        rows = chosen(asked, rewards, failed, groups, numbers)
         found = transcripts(files, commit, rows)
     except ObjectMissing as error:
         raise ValueError(
@@ -59,12 +60,18 @@ def committed(files: RunStore, step: int | None) -> Commit:
 
 
 def chosen(
-    asked: argparse.Namespace, rewards: np.ndarray, failed: np.ndarray, groups: np.ndarray
+    asked: argparse.Namespace,
+    rewards: np.ndarray,
+    failed: np.ndarray,
+    groups: np.ndarray,
+    numbers: np.ndarray,
 ) -> list[int]:
     """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none."""
     scored = np.flatnonzero(~failed)
     by_reward = scored[np.argsort(-rewards[scored], kind="stable")].tolist()
-    if asked.group is not None:
+    if asked.episode is not None:
+        rows, what = np.flatnonzero(numbers == asked.episode).tolist(), f"{asked.episode}"
+    elif asked.group is not None:
         rows, what = np.flatnonzero(groups == asked.group).tolist(), f"of group {asked.group}"
     elif asked.failed:
         rows, what = np.flatnonzero(failed).tolist(), "whose scoring failed"
@@ -92,6 +99,7 @@ def told(found: Transcript, characters: int) -> list[RenderableType]:
         f"{reward} ({scores}), {trained}; {origin.tokens} tokens, {origin.finish_reason}; "
         f"{spans(origin)}; {origin.worker}, attempt {origin.attempt}"
     )
+    said = found.parts or (("policy", found.response),)
     return [
         text(""),
         heading(
@@ -100,11 +108,17 @@ def told(found: Transcript, characters: int) -> list[RenderableType]:
         text(facts, "dim"),
         text("asked", "cyan"),
         text(printable(found.prompt, characters)),
-        text("wrote", "cyan"),
-        text(printable(found.response, characters)),
+        *(
+            line
+            for who, part in said
+            if who in WROTE
+            for line in (text(WROTE[who], "cyan"), text(printable(part, characters)))
+        ),
     ]
 
 
 def record(found: Transcript) -> dict[str, object]:
     """A sample for --json; its texts are whole."""
-    return {**asdict(found.origin), "prompt": found.prompt, "response": found.response}
+    texts = {"prompt": found.prompt, "response": found.response}
+    parts = [{"author": who, "text": part} for who, part in found.parts]
+    return {**asdict(found.origin), **texts, **({"parts": parts} if parts else {})}

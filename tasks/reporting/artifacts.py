@@ -17,6 +17,7 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from configs.flows import command
 from storage.audit.transcripts import (
+    WROTE,
     NoTokenizer,
     Transcript,
     few,
@@ -99,7 +100,9 @@ def sample_lines(one: Transcript) -> list[str]:
         f"**Sample {origin.sample}**, group {origin.group}, {reward}, {origin.tokens} tokens",
         "",
     ]
-    for what, said in (("asked", one.prompt), ("wrote", one.response)):
+    parts = one.parts or (("policy", one.response),)
+    wrote = [(WROTE[who], text) for who, text in parts if who in WROTE]
+    for what, said in (("asked", one.prompt), *wrote):
         block = printable(said, SHOWN_CHARACTERS).splitlines() or [""]
         lines += [f"{what}:", "", *(f"    {line}" for line in block), ""]
     return lines

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from configs.cluster.kinds import TemporaryTls
+from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from engines.clusters.opening import open_cluster
 from engines.data.data_engine import DataSpec
+from engines.data.environment_engine import EnvironmentSpec
 from engines.processes.certificates import Certificates
 from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
@@ -23,6 +25,7 @@ from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
+from storage.objects.store import Store
 from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
 from storage.runs.adapters import trained_base
@@ -59,6 +62,7 @@ class Handles:
     rollouts: RolloutPool
     scorers: EnginePool
     planners: EnginePool
+    environments: EnginePool | None
 
 
 class StoreUsage:
@@ -95,6 +99,7 @@ class Engines:
         self._started: dict[str, Future[None]] = {}
         self._usage = StoreUsage()
         self.roles = ["reward", *run.config.engine_roles]
+        self.roles += [] if run.config.episodes is None else ["environment"]
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once.
@@ -109,7 +114,9 @@ class Engines:
             pool = cluster.roles.pool_of(role)
             after = before.get(pool) if cluster.share_devices else None
             before[pool] = self._started[role] = self._threads.submit(self._start, role, after)
-        self._started["reward"] = self._threads.submit(self._start, "reward")
+        for role in self.roles:
+            if role not in self._started:
+                self._started[role] = self._threads.submit(self._start, role)
 
     def workers(self) -> dict[str, list[str]]:
         """Pool -> names of its live workers; waits for them."""
@@ -141,6 +148,7 @@ class Engines:
             after.exception()
         start: dict[str, Callable[[], object]] = {
             "reward": handles.scorers.start,
+            "environment": lambda: self.environments.start(),
             "actor": lambda: self._start_trained("actor", handles.actor),
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
@@ -191,6 +199,9 @@ class Engines:
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
             planners=self._planners(cluster),
+            environments=(
+                None if config.episodes is None else self._environments(cluster, config.episodes)
+            ),
         )
 
     def _trainer(
@@ -279,6 +290,19 @@ class Engines:
             cancel=run.cancelled,
         )
 
+    def _environments(self, cluster: Cluster, episodes: EpisodesConfig) -> EnginePool:
+        run, config = self._run, self._run.config
+        spec = environment_spec(config, episodes, run.store)
+        return EnginePool(
+            cluster,
+            config.cluster.roles.pool_of("environment"),
+            "environment",
+            EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec),
+            deadline=config.rollout.deadline,
+            start_timeout=config.cluster.start_timeout,
+            cancel=run.cancelled,
+        )
+
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""
         return self._usage.since_last(self.cluster.usage)
@@ -320,6 +344,18 @@ class Engines:
         return self._made().scorers
 
     @property
+    def environments(self) -> EnginePool:
+        """The workers that have the environments of episodes."""
+        found = self._made().environments
+        assert found is not None, "the run plays no episodes"
+        return found
+
+    @property
+    def prompters(self) -> EnginePool:
+        """The workers that make prompts of rows."""
+        return self.scorers if self._run.config.episodes is None else self.environments
+
+    @property
     def planners(self) -> EnginePool:
         """The same workers, as those that plan large updates; built when the first one comes."""
         return self._made().planners
@@ -350,6 +386,20 @@ class Engines:
             # Not cancelled by now means opening or open: wait for it, so that nothing is left.
             with contextlib.suppress(Exception, CancelledError):
                 self._handles.result().cluster.close()
+
+
+def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store) -> EnvironmentSpec:
+    """From what a run's environment engine is built."""
+    return EnvironmentSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        data=config.data,
+        episodes=episodes,
+        max_new_tokens=config.rollout.max_new_tokens,
+        store_uri=store.uri,
+        store_options=config.store.options,
+        cache_bytes=store.cache_bytes,
+    )
 
 
 def train_spec(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from configs.data import DataConfig, ReasoningGymSource
+from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.rewards import MathReward, ReasoningGymReward
 from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PROBE_ROWS
+from engines.data.environment_engine import seed_of
+from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
+from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.runner import check_rewards
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
@@ -20,7 +24,10 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     """Check rows and rewards; what was found of each. ValueError, one sentence, for a fault."""
     source = open_source(config.data.source)
     data = check_rows(config.model, config.data, source)
-    check_rewards(config.rewards, config.data, source)
+    if config.episodes is not None:
+        data += f"; environment: {check_environment(config.episodes, source)}"
+    given = () if config.episodes is None else EPISODE_COLUMNS
+    check_rewards(config.rewards, config.data, source, given)
     if config.evaluation is not None:
         data += f"; evaluation: {check_evaluation(config)}"
     return data, ", ".join(reward.label for reward in config.rewards.functions)
@@ -52,6 +59,21 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
             f"{len(counts)} prompts of {source.name} has {min(counts)} tokens. Set it higher."
         )
     return f"{found}; template {data.template} fits the first {len(prompts)}"
+
+
+def check_environment(episodes: EpisodesConfig, source: PromptSource) -> str:
+    """Whether the environment loads here, and can be reset for the first row. ValueError."""
+    one = episodes.model_copy(update={"processes": 1})
+    with Environments(one) as environments:
+        ready = environments.start()
+        (first,) = environments.opening(source.rows([0]), [seed_of(episodes.seed, 0)])
+    if first.failed is not None:
+        raise ValueError(
+            "episodes.environment cannot be reset for the first row: "
+            f"{first.failed.splitlines()[0]}"
+        )
+    names = ", ".join(str(tool["function"]["name"]) for tool in ready.tools)
+    return f"loads; {f'tools {names}' if names else 'takes text'}"
 
 
 def _text(prompt: Prompt) -> str:

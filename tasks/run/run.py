@@ -28,7 +28,7 @@ from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
-from tasks.run.shard_driver import ShardDriver, task_runs
+from tasks.run.shard_driver import AtOnce, ShardDriver, task_runs
 from tasks.run.staleness_gate import Gate
 from tasks.run.staleness_guard import bound_in_force
 
@@ -42,7 +42,7 @@ class Run:
 
     __slots__ = (
         "_probe", "attempts", "background", "cancelled", "carried", "config", "drawn", "engines",
-        "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "name", "origin",
+        "episodes", "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "name", "origin",
         "position", "progress", "shards", "source", "start", "stopped", "store", "terminal",
         "tracker",
     )  # fmt: skip
@@ -73,6 +73,8 @@ class Run:
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
         self.shards = _shards_of(opened.config)
+        played = opened.config.episodes
+        self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
         self.background = Background()
         self.tracker = RunTracker(self)
         self.engines = Engines(self)
@@ -217,7 +219,9 @@ class Run:
     @property
     def sampling(self) -> Sampling:
         """How the samples that train are drawn."""
-        return Sampling.of(self.config.rollout, self.config.group_size)
+        episodes = self.config.episodes
+        most = 0 if episodes is None else episodes.max_turn_tokens or 0
+        return Sampling.of(self.config.rollout, self.config.group_size, most)
 
     def attempts_of(self, step: int) -> list[Attempt]:
         """What was tried for a step, in the order in which it ended."""

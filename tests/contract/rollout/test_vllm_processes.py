@@ -22,6 +22,7 @@ from engines.processes.process_tree import kill_all, session
 from engines.rollout.contract import EngineDead
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.vllm_arguments import engine_arguments
+from engines.rollout.vllm_engine import VllmEngine
 from engines.rollout.vllm_process import exit_code
 from tests.contract.rollout.world import LONG, SHORT, World, begun, until
 
@@ -101,11 +102,30 @@ def test_a_killed_vllm_fails_what_is_in_flight_with_the_cause(
     assert engine.status().pids == ()
 
 
-def test_its_processes_alone_compile_nothing(built: Callable[[str], RolloutEngine]) -> None:
+@pytest.mark.parametrize("eager", [True, False])
+def test_its_processes_alone_compile_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
     """A trainer may have the same worker, and compile its layers there."""
-    for pid in built("vllm").status().pids:
-        assert psutil.Process(pid).environ()["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    pytest.importorskip("vllm")
+    ran: list[str] = []
+
+    class Started(RuntimeError):
+        """In the place of vLLM."""
+
+    def start(*given: object) -> None:
+        show = "import os; print(os.environ.get('TORCHDYNAMO_DISABLE'))"
+        ran.append(subprocess.check_output([sys.executable, "-c", show], text=True).strip())
+        raise Started
+
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", start)
+    spec = world.spec("vllm")
+    rollout = spec.rollout.model_copy(update={"enforce_eager": eager})
+    before = dict(os.environ)
+    with pytest.raises(EngineDead):
+        VllmEngine(spec.model_copy(update={"rollout": rollout}))
+    assert ran == ["1" if eager else "None"]
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == before.get("TORCHDYNAMO_DISABLE")
 
 
 def test_the_exit_code_is_known_when_another_thread_asked_the_kernel_first() -> None:

@@ -1,0 +1,44 @@
+"""A game of two turns: the model names a number, is told one, and names one again.
+
+python -m flows.grpo guessing.yaml            # in this folder
+python -m flows.grpo guessing.yaml episodes.environment.params.helpful=false   # nothing to learn
+"""
+
+from __future__ import annotations
+
+import random
+
+
+class Guessing:
+    """Two guesses at a number; the first is answered with the number, or, unhelpful, with any."""
+
+    def __init__(self, numbers: int = 4, helpful: bool = True) -> None:
+        self._numbers = numbers
+        self._helpful = helpful
+
+    def reset(self, seed: int = 0, **row: object) -> str:
+        """Begin; the seed decides on the number."""
+        drawn = random.Random(seed)
+        self._number = drawn.randrange(self._numbers)
+        self._told = self._number if self._helpful else drawn.randrange(self._numbers)
+        self._guesses = 0
+        self._right = False
+        self.done = False
+        return ""
+
+    def step(self, text: str) -> str:
+        """Answer a guess, which is the last character of the text."""
+        self._guesses += 1
+        if self._guesses == 1:
+            return f"={self._told}:"
+        self._right, self.done = text[-1:] == str(self._number), True
+        return ""
+
+    def get_reward(self) -> float:
+        """1 for a right second guess; 0 for a wrong one, or where none came."""
+        return float(self._right)
+
+
+def rows(size: int = 64) -> list[dict[str, str]]:
+    """Prompts, all alike: what differs is the seed of each row's environment."""
+    return [{"question": "number "} for _ in range(size)]

@@ -1,0 +1,55 @@
+"""Stepping the environments of committed episodes again, and comparing what they say."""
+
+from __future__ import annotations
+
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import head, read_commit
+from storage.runs.origins import committer, start_of
+from tasks.commands.command import Answer, Request, heading, text
+from tasks.run.engines import environment_spec
+from tasks.run.recorded_flow import settings_of
+
+
+def answer(request: Request) -> Answer:
+    """Replay the episodes of the step that was named: seed, row and the policy's turns as stored."""
+    from engines.data.environment_engine import EnvironmentEngine
+
+    step = request.arguments.step
+    newest = head(request.files) or start_of(request.files)
+    if not 1 <= step <= newest:
+        raise ValueError(
+            f"Run {request.files.run} has no committed step {step}. Name one from 1 to {newest}."
+        )
+    files, step = committer(request.files, step)
+    config, commit = settings_of(files), read_commit(files, step)
+    if config.episodes is None:
+        raise ValueError(f"Run {files.run} plays no episodes: its answers have one turn.")
+    samples = commit.refs["samples"]
+    engine = EnvironmentEngine(environment_spec(config, config.episodes, files.store))
+    try:
+        turns = int(samples.lengths(files.store, "turn_rewards").sum())
+        differing = engine.replay(samples)
+    except ObjectMissing as error:
+        raise ValueError(
+            f"The episodes of step {step} of run {files.run} cannot be stepped again: retention "
+            f"removed them ({error}). Set store.keep_steps higher in a run to be replayed."
+        ) from error
+    finally:
+        engine.close()
+    said = (
+        "the environments say the same again"
+        if not differing
+        else f"the environments of {len(differing)} say something else"
+    )
+    shown = [
+        heading(f"{len(samples)} episodes of {turns} turns, step {step} of {files.run}: {said}.")
+    ]
+    shown += [text(f"  sample {sample}: {error}") for sample, error in differing]
+    record = {
+        "run": files.run,
+        "step": step,
+        "episodes": len(samples),
+        "turns": turns,
+        "differing": [{"sample": sample, "error": error} for sample, error in differing],
+    }
+    return Answer(record=record, shown=shown, good=not differing)

@@ -1,0 +1,123 @@
+"""Episodes: the rollout engines write a turn, the environments answer, until all of a shard are over.
+
+Each turn is a batch in the store, of the engine's tokens or with the environments' answers, and so
+the log of the episode: an attempt after a failure, or a flow after a crash, goes on from the last.
+Once all are over, the last batch has everything and the others are removed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict
+from typing import Any
+
+from prefect.logging import get_run_logger
+
+from configs.episodes import EpisodesConfig
+from engines.data.results import AnswerResult, SampleFailure
+from engines.rollout.contract import ShardStats
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from tasks.results import Sampled, Unsampled
+from tasks.reward import by_cause
+from tasks.run.retries import attempted
+from tasks.run.run import Run
+from tasks.sampling import sample_or_leave, sampled, usable_weights
+
+
+def play(
+    run: Run, step: int, prompts: BatchRef, shard: int, begun: BatchRef | None
+) -> Sampled | Unsampled:
+    """The episodes of a shard (counted from 1); `begun`: as an earlier step left them."""
+    settings = played(run).model_dump(mode="json")
+    given = [] if begun is None else [begun.to_json()]
+    key = key_of("episodes", prompts.to_json(), run.sampling.identity, settings, *given)
+    whole = run.files.stage_key(step, "episodes", shard, key)
+    digests = {one.digest: one for one in usable_weights(run, step)}
+    done = run.files.finished(whole)
+    if done is not None and str(done["weights"]) in digests:
+        return sampled(prompts, digests[str(done["weights"])], done)
+    with run.episodes.held(len(prompts) * run.config.group_size):
+        found, turns = played_out(run, step, prompts, shard, begun)
+    if isinstance(found, Sampled):
+        record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
+        run.files.finish(whole, {**record, "weights": found.weights.digest})
+    needed = found.ref if isinstance(found, Sampled) else found.begun
+    kept = {key for ref in (needed, begun, prompts) if ref is not None for key in ref.objects}
+    run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
+    return found
+
+
+def played_out(
+    run: Run, step: int, prompts: BatchRef, shard: int, begun: BatchRef | None
+) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
+    """The same turn by turn, with the results of the turns by the keys that they are stored under."""
+    stats: ShardStats | None = None
+    engine = environment = ""  # that had the last turn: they hold what the next one can use
+    turns: dict[str, BatchRef] = {}
+    while True:
+        found = sample_or_leave(
+            *(run, step, prompts, run.sampling, "rollout", shard), begun=begun, rather=engine
+        )
+        if isinstance(found, Unsampled):
+            return found, turns
+        turns[found.key] = found.ref
+        stats, engine = together(stats, found.stats), found.stats.worker
+        answered, key, environment = answer(run, step, shard, found, environment)
+        turns[key] = answered.ref
+        if not answered.unfinished:
+            return dataclasses.replace(found, ref=answered.ref, stats=stats), turns
+        begun = answered.ref
+
+
+def played(run: Run) -> EpisodesConfig:
+    """The settings of the run's episodes."""
+    assert run.config.episodes is not None, "the run plays no episodes"
+    return run.config.episodes
+
+
+def answer(
+    run: Run, step: int, shard: int, turn: Sampled, last: str
+) -> tuple[AnswerResult, str, str]:
+    """The environments' answers to the turns of a shard, their key, and the worker that had them.
+
+    last: the worker that answered the turn before, which has the environments.
+    """
+    key = key_of("answer", turn.ref.to_json(), played(run).model_dump(mode="json"))
+    out_key = run.files.stage_key(step, "environment", shard, key)
+    if (done := run.files.finished(out_key)) is not None:
+        return of_record(done), out_key, last
+    with attempted(run, step, "environment", shard) as attempt:
+        attempt.assignment.worker = last
+        result: AnswerResult = run.engines.environments.call(
+            "answer",
+            run.call_id(step, f"answer-{shard}-{key}"),
+            attempt.assignment,
+            samples=turn.ref,
+            out_key=out_key,
+        )
+    for (_, error), failed in by_cause(result.failures).items():
+        numbers = ", ".join(map(str, failed))
+        get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
+    record = {**asdict(result), "ref": result.ref.to_json()}
+    return of_record(run.files.finish(out_key, record)), out_key, attempt.assignment.worker
+
+
+def of_record(record: dict[str, Any]) -> AnswerResult:
+    """What `answer` has put into the store of two attempts: the one that finished first."""
+    failures = tuple(SampleFailure(**one) for one in record["failures"])
+    ref = BatchRef.from_json(record["ref"])
+    return AnswerResult(**{**record, "ref": ref, "failures": failures})
+
+
+def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
+    """What a shard's turns cost, up to one of them."""
+    if before is None:
+        return turn
+    known = [version for version in (before.oldest, turn.oldest) if version is not None]
+    return dataclasses.replace(
+        turn,
+        tokens=before.tokens + turn.tokens,
+        seconds=before.seconds + turn.seconds,
+        oldest=min(known, default=None),
+    )

@@ -1,0 +1,103 @@
+"""A shard of prompts becomes completions on one rollout engine, or is found done in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
+from engines.rollout.partial import PartialSamples
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from storage.runs.commit_log import version_weights
+from storage.runs.weights import WeightsRef
+from tasks.results import Sampled, Unsampled
+from tasks.run.retries import attempted
+from tasks.run.run import Run
+
+
+def sample_shard(
+    run: Run, step: int, prompts: BatchRef, sampling: Sampling, stage: str, shard: int
+) -> Sampled:
+    """Complete the prompts of a shard, or find that done."""
+    found = sample_or_leave(run, step, prompts, sampling, stage, shard)
+    assert isinstance(found, Sampled), "only shards of the stage rollout are left"
+    return found
+
+
+def sample_or_leave(
+    run: Run,
+    step: int,
+    prompts: BatchRef,
+    sampling: Sampling,
+    stage: str,
+    shard: int,
+    begun: BatchRef | None = None,
+    rather: str = "",
+) -> Sampled | Unsampled:
+    """Complete the prompts of a shard, or find that done.
+
+    begun: samples to go on with. rather: name of the worker whose engine has computed them.
+    """
+    usable = usable_weights(run, step)
+    given = [] if begun is None else [begun.to_json()]
+    keys = [
+        run.files.stage_key(
+            step,
+            stage,
+            shard,
+            key_of("rollout", prompts.to_json(), one.digest, sampling.identity, *given),
+        )
+        for one in usable
+    ]
+    for weights, key in zip(usable, keys, strict=True):
+        if (done := run.files.finished(key)) is not None:
+            return sampled(prompts, weights, done, key)
+    weights, out_key = usable[0], keys[0]
+    with attempted(run, step, stage, shard) as attempt:
+        attempt.assignment.worker = rather
+        request = RolloutRequest(
+            prompts=prompts,
+            sampling=sampling,
+            out_key=out_key,
+            step=step,
+            shard=shard,
+            attempt=attempt.number,
+            begun=begun,
+            save_every=run.config.saves_tokens_every if stage == "rollout" else None,
+            may_be_cut=stage == "rollout",
+        )
+        result = run.engines.rollouts.generate(request, attempt.assignment)
+    if result is None:  # the step did not wait for it
+        partial = PartialSamples(run.store, out_key).take()
+        return Unsampled(begun=partial or begun)
+    record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
+    if (stands := run.files.finish(out_key, record)) != record:
+        return sampled(prompts, weights, stands, out_key)
+    return Sampled(
+        prompts=prompts, weights=weights, ref=result.ref, stats=result.stats, key=out_key
+    )
+
+
+def usable_weights(run: Run, step: int) -> list[WeightsRef]:
+    """The policy versions with which a step may be sampled, the current one first.
+
+    The others are those that max_staleness allows: a flow that died may have finished shards under
+    them.
+    """
+    pool = run.engines.rollouts
+    current = pool.weights
+    return [current] + [
+        pool.synced.get(version) or version_weights(run.files, version)
+        for version in range(current.version - 1, run.oldest_version(step) - 1, -1)
+    ]
+
+
+def sampled(
+    prompts: BatchRef, weights: WeightsRef, record: Mapping[str, Any], key: str = ""
+) -> Sampled:
+    """A finished shard from its record: of two attempts, the one that finished first."""
+    stats = ShardStats(**record["stats"])
+    ref = BatchRef.from_json(record["ref"])
+    return Sampled(prompts=prompts, weights=weights, ref=ref, stats=stats, key=key)

@@ -1,0 +1,214 @@
+"""Episodes in the real flow: every turn stored, whoever dies, and nothing stepped twice."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.guessing import Guessing
+from flows import replay, samples
+from storage.audit.audit import audit
+from storage.audit.transcripts import tokenizer_of
+from storage.batches.columns import Author, SampleStatus
+from storage.runs.commit_log import Commit
+from storage.runs.run_store import RunStore
+from tests.faults.ledger import committed, story
+from tests.faults.planted import Fault, Faults
+from tests.flows.conftest import ROOT, Launch, Launched, starting
+
+pytestmark = pytest.mark.cluster
+
+EXAMPLE = ROOT / "examples/guessing"
+WORDS = (
+    f"{EXAMPLE}.yaml",
+    f"episodes.environment.path={EXAMPLE}.py:Guessing",
+    f"data.source.path={EXAMPLE}.py:rows",
+    "prompts_per_step=4",
+    "group_size=4",
+    "steps=3",
+    "store.snapshot_every=1",
+    "rollout.deadline=30",
+    "cluster.no_workers_timeout=40",
+    "name=episodes",
+)
+UNRELIABLE = """
+from examples.guessing import Guessing
+
+class Unreliable(Guessing):
+    def reset(self, seed=0, **row):
+        self.seed = seed
+        return super().reset(seed, **row)
+
+    def step(self, text):
+        if self.seed % 3 == 0:
+            raise RuntimeError("the game server is down")
+        return super().step(text)
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """A run to which nothing happened."""
+    with starting(tmp_path_factory.mktemp("episodes"), prefect_api) as start:
+        run = start(*WORDS)
+        code, out = run.end()
+        assert code == 0, out
+        return run
+
+
+def rows(files: RunStore, commit: Commit, *names: str) -> list[tuple[Any, ...]]:
+    """Columns of the samples of a step, a row each."""
+    samples = commit.refs["samples"]
+    columns = [samples.fetch_list(files.store, name) for name in names]
+    return list(zip(*columns, strict=True))
+
+
+def texts(files: RunStore, commit: Commit, ids: np.ndarray, authors: np.ndarray) -> list[str]:
+    """What was written, author by author in turn."""
+    words, found, place = tokenizer_of(files, commit), [], 0
+    for _, run in groupby(authors.tolist()):
+        stop = place + len(list(run))
+        found.append(words.decode(ids[place:stop].tolist()))
+        place = stop
+    return found
+
+
+def test_each_turn_is_stored_with_its_author(whole: Launched) -> None:
+    files = whole.files
+    seen = 0
+    for commit in committed(files):
+        for ids, authors, mask, spans, turns, seed, reward, ended, status in rows(
+            files,
+            commit,
+            *("response_ids", "author", "response_mask", "weight_spans", "turn_ids"),
+            *("env_seed", "reward", "episode", "status"),
+        ):
+            policy = authors == Author.POLICY
+            assert (mask == policy).all()
+            covered = np.zeros(len(ids), bool)
+            for _, start, stop in spans.reshape(-1, 3):
+                covered[start:stop] = True
+            assert (covered == policy).all(), "a version for each token that the policy wrote"
+            said = texts(files, commit, ids, authors)
+            game = Guessing()
+            game.reset(seed=int(seed))
+            if ended != "done":  # a turn was too long
+                assert (ended, status, reward) == ("turn_tokens", SampleStatus.TRUNCATED, 0.0)
+                continue
+            seen += 1
+            first, answer, second = said
+            assert answer == game.step(first)
+            game.step(second)
+            assert game.get_reward() == reward
+            assert turns.tolist() == [0] * int(len(ids) - policy[::-1].argmin()) + [1] * int(
+                policy[::-1].argmin()
+            )
+    assert seen > 10
+    assert audit(files).problems == []
+
+
+def test_what_is_counted(whole: Launched) -> None:
+    for commit in whole.commits():
+        metrics = commit.metrics
+        assert metrics["episode/turns_max"] == 2
+        assert 0 < metrics["episode/ended_by_done"] <= 1
+        assert metrics["response/tokens_max"] <= 24, "what the policy wrote alone"
+        assert metrics["time/environment"] > 0
+
+
+def test_commands_show_the_turns(
+    whole: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(whole.folder)
+    monkeypatch.setattr(sys, "argv", ["samples", whole.files.run, "--best"])
+    assert samples.main() == 0
+    assert "was answered\n=" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["replay", whole.files.run, "2", "--episodes"])
+    assert replay.main() == 0
+    assert "the environments say the same again" in capsys.readouterr().out
+
+
+def test_an_environment_that_fails_is_no_reward(launch: Launch) -> None:
+    run = launch(
+        *WORDS,
+        "steps=2",
+        "episodes.environment.path=unreliable.py:Unreliable",
+        "rewards.on_failure=drop",
+        files={"unreliable.py": UNRELIABLE},
+    )
+    code, out = run.end()
+    assert code == 0, out
+    commits = committed(run.files)
+    failed = 0
+    for commit in commits:
+        for seed, status, reward, ended, error in rows(
+            run.files, commit, "env_seed", "status", "reward", "episode", "episode_error"
+        ):
+            if seed % 3 == 0 and ended != "turn_tokens":  # else it never came to a step
+                failed += 1
+                assert "the game server is down" in error
+                assert status == SampleStatus.FAILED
+                assert np.isnan(reward)
+    assert failed
+    assert commits[-1].ledger.dropped["reward_failed"] >= failed / 4
+
+
+STEPPED = "engines.environments.sessions:Environments.act"
+KILLS = {
+    "environments' worker": Fault(id="worker", target=STEPPED, nth=3, action="kill", when="after"),
+    "engine": Fault(
+        id="engine", target="engines.rollout.engine:RolloutEngine.generate", nth=5, action="kill"
+    ),
+    "flow after a turn": Fault(id="flow", target="tasks.episodes:answer", nth=4, action="kill"),
+    "flow before its record": Fault(
+        id="record", target="tasks.episodes:together", nth=6, action="kill"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", KILLS)
+def test_killed_in_mid_episode(launch: Launch, whole: Launched, tmp_path: Path, who: str) -> None:
+    faults = Faults(tmp_path / "faults", [KILLS[who]])
+    run = launch(*WORDS, environment=faults.environment)
+    code, out = run.end()
+    if code:
+        assert who.startswith("flow"), out
+        code, out = launch("--resume", run.files.run, environment=faults.environment).end()
+    assert code == 0, out
+    assert faults.missed == []
+    assert story(committed(run.files)) == story(whole.commits())
+    assert audit(run.files).problems == []
+
+
+@pytest.mark.slow
+def test_unfinished_episodes_are_carried(launch: Launch) -> None:
+    """Steps that do not wait: what an episode has said stands when it goes on in the next step."""
+    run = launch(
+        *WORDS,
+        "steps=4",
+        "max_staleness=2",
+        "rollout.shards=4",
+        "rollout.over_sampling=1.5",
+        "rollout.partial_rollout=carry",
+        "algorithm.correction=[{kind: truncate}]",
+    )
+    code, out = run.end()
+    assert code == 0, out
+    commits = committed(run.files, max_staleness=2)
+    assert any(commit.carried for commit in commits)
+    for commit in commits:
+        for authors, ended in rows(run.files, commit, "author", "episode"):
+            assert ended
+            assert authors[0] == Author.POLICY
+
+
+def test_settings_that_cannot_be(launch: Launch) -> None:
+    code, out = launch("tiny", "rewards.functions=[{kind: environment}]", "--check").end()
+    assert code == 2
+    assert "episodes = null has none. Set episodes.environment" in out
