@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.base import Settings
-from configs.data import DataConfig, Source
-from configs.model import Model
+from configs.data import Source
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import prompts_of, state_number, tokenize
 from engines.data.results import (
@@ -28,6 +26,7 @@ from engines.data.results import (
     AdvantagesResult,
     PartResult,
     PromptsResult,
+    RowsSpec,
     SampleFailure,
     ScoreResult,
 )
@@ -45,17 +44,10 @@ PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
 
 
-class DataSpec(Settings):
+class DataSpec(RowsSpec):
     """From what the engine is built."""
 
-    model: Model = Field(description="The model, for its tokenizer.")
-    model_cache: str = Field(description="Directory for models that are converted or drawn.")
-    data: DataConfig = Field(description="Rows and their template.")
     rewards: RewardsConfig = Field(description="Reward functions.")
-    max_new_tokens: int = Field(description="Longest completion, in tokens.")
-    store_uri: str = Field(description="Store of batches.")
-    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
-    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
 class DataEngine(Engine):

@@ -9,23 +9,18 @@ turn that was answered once is never stepped again.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
 
-from configs.base import Settings
-from configs.data import DataConfig
 from configs.episodes import EpisodesConfig
-from configs.model import Model
 from engines.data.chat_template import state_number
 from engines.data.conversation import Conversation, Role
+from engines.data.episode_rows import Episode, episode_columns, read_episodes
 from engines.data.results import (
     DONE,
     ENVIRONMENT_FAILED,
@@ -36,76 +31,24 @@ from engines.data.results import (
     AnswerResult,
     EnvironmentFailed,
     PromptsResult,
+    RowsSpec,
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
 from engines.environments.protocol import Outcome, ToolCall
 from engines.environments.sessions import Environments, PastTurn, Turn, digest_of
 from engines.workers.engine import Engine
-from storage.batches.columns import UNFINISHED, Author, SampleStatus
+from storage.batches.columns import UNFINISHED, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 
-POLICY = bytes([Author.POLICY])
 
+class EnvironmentSpec(RowsSpec):
+    """From what the engine is built; max_new_tokens are those of a whole conversation."""
 
-class EnvironmentSpec(Settings):
-    """From what the engine is built."""
-
-    model: Model = Field(description="The model, for its tokenizer.")
-    model_cache: str = Field(description="Directory for models that are converted or drawn.")
-    data: DataConfig = Field(description="Rows and their template.")
     episodes: EpisodesConfig = Field(description="The environment, and the limits of an episode.")
-    max_new_tokens: int = Field(description="Longest conversation after its prompt, in tokens.")
-    store_uri: str = Field(description="Store of batches.")
-    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
-    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
-
-
-@dataclass(slots=True)
-class Episode:
-    """An episode as it stands: a row of samples."""
-
-    sample: int
-    row: Row
-    seed: int
-    opening: str  # digest of what the environment said first
-    tokens: list[int]  # [T] after the prompt
-    logprobs: list[float]  # [T]
-    authors: bytearray  # [T]
-    finish: str  # why the engine stopped, or that the episode goes on
-    status: int  # SampleStatus
-    observations: list[str]  # digests of the answers, by turn
-    rewards: list[float]  # of the turns; NaN where the environment gave none
-    seconds: float  # in the environment
-    ended: str = ""  # why
-    error: str = ""
-    texts: list[str] = field(default_factory=list)  # of the policy's turns
-
-    @property
-    def turns(self) -> list[tuple[int, int]]:
-        """Where each turn of the policy begins and ends."""
-        found, place = [], 0
-        for author, run in itertools.groupby(self.authors):
-            stop = place + len(list(run))
-            if author == Author.POLICY:
-                found.append((place, stop))
-            place = stop
-        return found
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is the environment's turn."""
-        return not self.ended and self.finish != UNFINISHED
-
-    def end(self, why: str, status: SampleStatus, error: str = "") -> None:
-        """There is no further turn."""
-        self.ended, self.status, self.error = why, status, error
-        if self.finish == UNFINISHED:
-            self.finish = why
 
 
 class EnvironmentEngine(Engine):
@@ -166,8 +109,7 @@ class EnvironmentEngine(Engine):
         samples: as the rollout engine wrote them. An environment that fails makes its sample FAILED;
         one that ends, or a limit, ends the episode.
         """
-        episodes = self._read(samples)
-        before = [len(one.tokens) for one in episodes]
+        episodes = read_episodes(self._store, samples, self._source)
         asked = [one for one in episodes if one.waits]
         for one in asked:
             one.texts = self._texts(one)
@@ -183,7 +125,7 @@ class EnvironmentEngine(Engine):
             for one in asked
             if one.error
         )
-        written = write_batch(self._store, out_key, _columns(episodes, before))
+        written = write_batch(self._store, out_key, episode_columns(episodes))
         kept = [name for name in samples.names if name not in written.names]
         return AnswerResult(
             ref=samples[kept].with_columns(written),
@@ -198,7 +140,11 @@ class EnvironmentEngine(Engine):
 
         Those that failed are left out: it is not known what their environments would have said.
         """
-        episodes = [one for one in self._read(samples) if one.ended and not one.error]
+        episodes = [
+            one
+            for one in read_episodes(self._store, samples, self._source)
+            if one.ended and not one.error
+        ]
         for one in episodes:
             one.texts = self._texts(one)
         turns = [self._turn(one, answered=len(one.observations)) for one in episodes]
@@ -301,92 +247,8 @@ class EnvironmentEngine(Engine):
         """Which limit of tokens ended the policy's turn."""
         return TOKENS if len(episode.tokens) >= self._spec.max_new_tokens else TURN_TOKENS
 
-    def _read(self, samples: BatchRef) -> list[Episode]:
-        store, count = self._store, len(samples)
-        rows = self._source.rows(samples.fetch_numpy(store, "prompt_row")[0].tolist())
-
-        def dense(name: str) -> list[Any]:
-            found: list[Any] = samples.fetch_numpy(store, name)[0].tolist()
-            return found
-
-        def lists(name: str) -> list[list[Any]]:
-            values, offsets = samples.fetch_numpy(store, name)
-            assert offsets is not None
-            return [values[a:b].tolist() for a, b in itertools.pairwise(offsets.tolist())]
-
-        begun = "episode" in samples.names  # at least one turn was answered
-        tokens = lists("response_ids")
-        columns: dict[str, list[Any]] = {
-            "sample": dense("sample_id"),
-            "seed": dense("env_seed"),
-            "opening": list(samples.fetch_list(store, "opening")),
-            "tokens": tokens,
-            "logprobs": lists("rollout_logprobs"),
-            "finish": list(samples.fetch_list(store, "finish_reason")),
-            "status": dense("status"),
-            "authors": [bytearray(POLICY) * len(one) for one in tokens],
-            "observations": [[] for _ in tokens],
-            "rewards": [[] for _ in tokens],
-            "seconds": [0.0] * count,
-            "ended": [""] * count,
-            "error": [""] * count,
-        }
-        if begun:
-            columns |= {
-                "authors": [bytearray(each) for each in lists("author")],
-                "observations": list(samples.fetch_list(store, "observations")),
-                "rewards": lists("turn_rewards"),
-                "seconds": dense("env_seconds"),
-                "ended": list(samples.fetch_list(store, "episode")),
-                "error": list(samples.fetch_list(store, "episode_error")),
-            }
-        return [
-            Episode(
-                row=rows[number],
-                **{name: values[number] for name, values in columns.items()},
-            )
-            for number in range(count)
-        ]
-
 
 def seed_of(seed: int, row: int) -> int:
     """Seed of a row's environments, in [0, 2**31): libraries take no larger ones."""
     digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 33
-
-
-def _columns(episodes: Sequence[Episode], before: Sequence[int]) -> dict[str, object]:
-    """The episodes as columns; `before`: tokens that each had before the environment answered."""
-    authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]
-    numbers = [_turn_numbers(each) for each in authors]
-    return {
-        "response_ids": [np.array(one.tokens, np.int32) for one in episodes],
-        "rollout_logprobs": [np.array(one.logprobs, np.float32) for one in episodes],
-        "author": authors,
-        "response_mask": [(each == Author.POLICY).astype(np.uint8) for each in authors],
-        "turn_ids": numbers,
-        "turn_states": [_states(one, turn) for one, turn in zip(episodes, numbers, strict=True)],
-        "finish_reason": [one.finish for one in episodes],
-        "status": np.array([one.status for one in episodes], np.int64),
-        "observations": [one.observations for one in episodes],
-        "turn_rewards": [np.array(one.rewards, np.float32) for one in episodes],
-        "env_seconds": np.array([one.seconds for one in episodes], np.float64),
-        "episode": [one.ended for one in episodes],
-        "episode_error": [one.error for one in episodes],
-    }
-
-
-def _turn_numbers(authors: np.ndarray) -> np.ndarray:
-    """Number of the turn of each token [T], from 0; what answers a turn belongs to it.
-
-    Authors 1 1 2 3 1: turns 0 0 0 0 1.
-    """
-    policy = authors == Author.POLICY
-    begins = policy & ~np.concatenate([[False], policy[:-1]])
-    return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int64)
-
-
-def _states(episode: Episode, turns: np.ndarray) -> np.ndarray:
-    """Number of the state in which each token's turn began [T]: of what was said last before it."""
-    said = [episode.opening, *episode.observations]
-    return np.array([state_number(said[min(t, len(said) - 1)]) for t in turns], dtype=np.int64)

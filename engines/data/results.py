@@ -1,4 +1,4 @@
-"""What the data engine's calls return, and their errors; made on a worker, read in the flow process.
+"""What the data engines are built from, what their calls return, and their errors.
 
 Free of torch, as all that the flow process imports. Each result names its columns by a ref.
 """
@@ -8,9 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pydantic import Field
+
+from configs.base import Settings
+from configs.data import DataConfig
+from configs.model import Model
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
 from storage.batches.refs import BatchRef
+
+
+class RowsSpec(Settings):
+    """What engines that make prompts of rows have in common."""
+
+    model: Model = Field(description="The model, for its tokenizer.")
+    model_cache: str = Field(description="Directory for models that are converted or drawn.")
+    data: DataConfig = Field(description="Rows and their template.")
+    max_new_tokens: int = Field(description="Longest completion, in tokens.")
+    store_uri: str = Field(description="Store of batches.")
+    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
+    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,13 +59,7 @@ class Replayed:
 
 def answer(request: Request) -> Answer:
     """Replay the update of the step that was named."""
-    step = request.arguments.step
-    newest = head(request.files) or start_of(request.files)
-    if not 1 <= step <= newest:
-        raise ValueError(
-            f"Run {request.files.run} has no committed step {step}. Name one from 1 to {newest}."
-        )
-    files, step = committer(request.files, step)  # it may be one of the run it was forked from
+    files, step = named_step(request)
     commit = read_commit(files, step)
     try:
         check_state(files, step - 1)
@@ -84,6 +78,17 @@ def answer(request: Request) -> Answer:
         shown=_shown(files, commit, done),
         good=done.equal or done.within,
     )
+
+
+def named_step(request: Request) -> tuple[RunStore, int]:
+    """The step that was asked for, and the run that made it. Raises ValueError for none."""
+    step = request.arguments.step
+    newest = head(request.files) or start_of(request.files)
+    if not 1 <= step <= newest:
+        raise ValueError(
+            f"Run {request.files.run} has no committed step {step}. Name one from 1 to {newest}."
+        )
+    return committer(request.files, step)  # it may be one of the run it was forked from
 
 
 def settings(files: RunStore, commit: Commit, cluster: Any) -> GRPOConfig:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from storage.objects.errors import ObjectMissing
-from storage.runs.commit_log import head, read_commit
-from storage.runs.origins import committer, start_of
+from storage.runs.commit_log import read_commit
 from tasks.commands.command import Answer, Request, heading, text
+from tasks.commands.replay import named_step
 from tasks.run.engines import environment_spec
 from tasks.run.recorded_flow import settings_of
 
@@ -14,13 +14,7 @@ def answer(request: Request) -> Answer:
     """Replay the episodes of the step that was named: seed, row and the policy's turns as stored."""
     from engines.data.environment_engine import EnvironmentEngine
 
-    step = request.arguments.step
-    newest = head(request.files) or start_of(request.files)
-    if not 1 <= step <= newest:
-        raise ValueError(
-            f"Run {request.files.run} has no committed step {step}. Name one from 1 to {newest}."
-        )
-    files, step = committer(request.files, step)
+    files, step = named_step(request)
     config, commit = settings_of(files), read_commit(files, step)
     if config.episodes is None:
         raise ValueError(f"Run {files.run} plays no episodes: its answers have one turn.")

@@ -37,6 +37,20 @@ def built(world: World) -> Iterator[Callable[[str], RolloutEngine]]:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(params=KINDS)
+def engine(
+    request: pytest.FixtureRequest, built: Callable[[str], RolloutEngine], world: World
+) -> RolloutEngine:
+    """An engine of each kind that holds version 0 and has nothing in flight."""
+    found = built(request.param)
+    if found.version != 0:
+        found.sync(world.weights[0])
+    return found
+
+
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:

@@ -19,19 +19,7 @@ from engines.rollout.partial import PartialSamples
 from engines.rollout.samples import Completion
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
-from tests.contract.rollout.test_rollout_engine import KINDS
 from tests.contract.rollout.world import LONG, World, begun, until
-
-
-@pytest.fixture(params=KINDS)
-def engine(
-    request: pytest.FixtureRequest, built: Callable[[str], RolloutEngine], world: World
-) -> RolloutEngine:
-    """An engine that holds version 0 and has nothing in flight."""
-    found = built(request.param)
-    if found.version != 0:
-        found.sync(world.weights[0])
-    return found
 
 
 def check_spans(world: World, result: RolloutResult, sampling: Sampling) -> None:

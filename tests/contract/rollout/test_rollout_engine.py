@@ -25,19 +25,6 @@ from storage.runs.weights import open_manifest
 from storage.runs.weights_writing import publish
 from tests.contract.rollout.world import LONG, MAX_MODEL_LEN, RUN, SHORT, World, begun, until
 
-KINDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
-
-
-@pytest.fixture(params=KINDS)
-def engine(
-    request: pytest.FixtureRequest, built: Callable[[str], RolloutEngine], world: World
-) -> RolloutEngine:
-    """An engine that holds version 0 and has nothing in flight."""
-    found = built(request.param)
-    if found.version != 0:
-        found.sync(world.weights[0])
-    return found
-
 
 def test_a_sample_is_complete(engine: RolloutEngine, world: World) -> None:
     prompts = world.prompts()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,24 +12,12 @@ from engines.rollout.engine import RolloutEngine
 from storage.batches.columns import EPISODE, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
-from tests.contract.rollout.test_rollout_engine import KINDS
 from tests.contract.rollout.world import World
 
 SAID = [20, 21, 22]  # by the environment, and one token of the template
 BY = [Author.ENVIRONMENT, Author.ENVIRONMENT, Author.TEMPLATE]
 TURN = 6
 SAMPLING = Sampling(n=2, max_new_tokens=40, max_turn_tokens=TURN, seed=5, ignore_eos=True)
-
-
-@pytest.fixture(params=KINDS)
-def engine(
-    request: pytest.FixtureRequest, built: Callable[[str], RolloutEngine], world: World
-) -> RolloutEngine:
-    """An engine that holds version 0."""
-    found = built(request.param)
-    if found.version != 0:
-        found.sync(world.weights[0])
-    return found
 
 
 def answered(world: World, result: RolloutResult, key: str) -> BatchRef:
