@@ -158,3 +158,16 @@ def test_a_long_queue_looks_at_the_workers_once_at_a_time(pool: Pool) -> None:
     # Whoever ended handed its slot on; only the first in the queue may have looked meanwhile.
     assert pool.looks - before <= len(waiters) + 2
     assert not any(pool.queue.calls.values())
+
+
+def test_a_call_gets_the_worker_that_it_would_rather_have_where_that_is_free(pool: Pool) -> None:
+    def go_on() -> bool:
+        return False
+
+    assert pool.queue.take((1,), go_on, "pair-1") == "pair-1"
+    assert pool.queue.take((2,), go_on, "pair-1") == "pair-0", "another is not waited for less"
+    for name in pool.workers:
+        pool.queue.free(name)
+    assert pool.queue.take((3,), go_on, "gone") == "pair-0"
+    assert pool.queue.least_busy("pair-0") == "pair-0", "busy, and it has what the call needs"
+    assert pool.queue.least_busy("gone") == "pair-1"
