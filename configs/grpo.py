@@ -262,26 +262,11 @@ class GRPOConfig(Settings):
             for number, function in enumerate(self.rewards.functions)
             if function.kind == "environment"
         ]
-        if self.episodes is None:
-            if of_environment:
-                raise ValueError(
-                    f"rewards.functions.{of_environment[0]}.kind = environment is the reward of an "
-                    "episode's environment, and episodes = null has none. Set episodes.environment."
-                )
-            return self
-        for name, wanted in (
-            ("evaluation", self.evaluation is not None),
-            (
-                f"algorithm.advantage.kind = {self.algorithm.advantage.kind}",
-                self.algorithm.needs_baselines,
-            ),
-        ):
-            if wanted:
-                raise ValueError(
-                    f"{name} completes prompts in one turn, which is not done with episodes yet. "
-                    "Set evaluation = null and an estimator without a greedy baseline, or "
-                    "episodes = null."
-                )
+        if self.episodes is None and of_environment:
+            raise ValueError(
+                f"rewards.functions.{of_environment[0]}.kind = environment is the reward of an "
+                "episode's environment, and episodes = null has none. Set episodes.environment."
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,7 @@
-"""The baseline task: the greedy completion of each prompt, sampled and scored (ReMax)."""
+"""The baseline task: the greedy completion of each prompt, sampled and scored (ReMax).
+
+With `episodes` a completion is an episode in which the likeliest token is always taken.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import dataclasses
 from prefect import task
 from prefect.futures import PrefectFuture
 
+from tasks.episodes import complete
 from tasks.results import Prompts, Sampled, Scored
 from tasks.reward import scored
 from tasks.rollout import shards_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
-from tasks.sampling import sample_shard
+from tasks.sampling import SamplingStage
 
 
 @task(name="baseline", task_run_name="baseline {shards}", **OPTIONS)
@@ -25,10 +29,14 @@ def baseline(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Score
     """
     greedy = dataclasses.replace(run.sampling, n=1, temperature=1.0, top_p=1.0, top_k=1)
 
+    stage = SamplingStage(name="baseline", sampling=greedy)
+
     def one(shard: int) -> Sampled:
         rows = prompts.ref.part(shard - 1, shards.of)
         # Numbered on from the samples' shards: a call of the same number would be the same call.
-        return sample_shard(run, step, rows, greedy, "baseline", shards.of + shard)
+        found = complete(run, step, rows, stage, shards.of + shard)
+        assert isinstance(found, Sampled), "only shards that train are left"
+        return found
 
     sampled = tuple(run.shards.drive(step, "baseline", shards, one))
     return scored(run, step, sampled, shards.of + shards.first)

@@ -22,23 +22,45 @@ from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.retries import attempted
 from tasks.run.run import Run
-from tasks.sampling import sample_or_leave, sampled, usable_weights
+from tasks.sampling import SamplingStage, sample_or_leave, sampled, usable_weights
+
+
+def complete(
+    run: Run,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef | None = None,
+) -> Sampled | Unsampled:
+    """Complete the prompts of a shard (counted from 1), in one turn or in episodes.
+
+    begun: samples, as an earlier step left them. Only shards that train are Unsampled.
+    """
+    if run.config.episodes is None:
+        return sample_or_leave(run, step, prompts, stage, shard, begun)
+    return play(run, step, prompts, stage, shard, begun)
 
 
 def play(
-    run: Run, step: int, prompts: BatchRef, shard: int, begun: BatchRef | None
+    run: Run,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef | None,
 ) -> Sampled | Unsampled:
-    """The episodes of a shard (counted from 1); `begun`: as an earlier step left them."""
+    """The episodes of a shard, or find them over."""
     settings = played(run).model_dump(mode="json")
     given = [] if begun is None else [begun.to_json()]
-    key = key_of("episodes", prompts.to_json(), run.sampling.identity, settings, *given)
-    whole = run.files.stage_key(step, "episodes", shard, key)
-    digests = {one.digest: one for one in usable_weights(run, step)}
+    key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
+    whole = stage.key(run, step, "episodes", shard, key)
+    digests = {one.digest: one for one in usable_weights(run, step, stage)}
     done = run.files.finished(whole)
     if done is not None and str(done["weights"]) in digests:
         return sampled(prompts, digests[str(done["weights"])], done)
-    with run.episodes.held(len(prompts) * run.config.group_size):
-        found, turns = played_out(run, step, prompts, shard, begun)
+    with run.episodes.held(len(prompts) * stage.sampling.n):
+        found, turns = played_out(run, step, prompts, stage, shard, begun)
     if isinstance(found, Sampled):
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
         run.files.finish(whole, {**record, "weights": found.weights.digest})
@@ -49,21 +71,24 @@ def play(
 
 
 def played_out(
-    run: Run, step: int, prompts: BatchRef, shard: int, begun: BatchRef | None
+    run: Run,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef | None,
 ) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
     """The same turn by turn, with the results of the turns by the keys that they are stored under."""
     stats: ShardStats | None = None
     engine = environment = ""  # that had the last turn: they hold what the next one can use
     turns: dict[str, BatchRef] = {}
     while True:
-        found = sample_or_leave(
-            *(run, step, prompts, run.sampling, "rollout", shard), begun=begun, rather=engine
-        )
+        found = sample_or_leave(run, step, prompts, stage, shard, begun, rather=engine)
         if isinstance(found, Unsampled):
             return found, turns
         turns[found.key] = found.ref
         stats, engine = together(stats, found.stats), found.stats.worker
-        answered, key, environment = answer(run, step, shard, found, environment)
+        answered, key, environment = answer(run, step, stage, shard, found, environment)
         turns[key] = answered.ref
         if not answered.unfinished:
             return dataclasses.replace(found, ref=answered.ref, stats=stats), turns
@@ -77,14 +102,14 @@ def played(run: Run) -> EpisodesConfig:
 
 
 def answer(
-    run: Run, step: int, shard: int, turn: Sampled, last: str
+    run: Run, step: int, stage: SamplingStage, shard: int, turn: Sampled, last: str
 ) -> tuple[AnswerResult, str, str]:
     """The environments' answers to the turns of a shard, their key, and the worker that had them.
 
     last: the worker that answered the turn before, which has the environments.
     """
     key = key_of("answer", turn.ref.to_json(), played(run).model_dump(mode="json"))
-    out_key = run.files.stage_key(step, "environment", shard, key)
+    out_key = stage.key(run, step, "environment", shard, key)
     if (done := run.files.finished(out_key)) is not None:
         return of_record(done), out_key, last
     with attempted(run, step, "environment", shard) as attempt:
@@ -95,6 +120,8 @@ def answer(
             attempt.assignment,
             samples=turn.ref,
             out_key=out_key,
+            stage=stage.name,
+            source=stage.source,
         )
     for (_, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))

@@ -14,18 +14,21 @@ from prefect import task
 
 from configs.retraining import EvaluationConfig
 from engines.rewards.failing_samples import LoggedMetric, pooled
-from engines.rollout.contract import RolloutRequest, Sampling
-from storage.batches.columns import TOKENS
+from engines.rollout.contract import Sampling
+from storage.batches.columns import TOKENS, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.prompts.datasets import open_source
-from tasks.results import Prompts
+from tasks.episodes import complete
+from tasks.results import Prompts, Sampled
 from tasks.reward import trainer_state
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
+from tasks.sampling import SamplingStage
 
+HOW_FAST = {"processes", "at_once", "python", "memory_gib"}  # episodes.…
 ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
 
 
@@ -72,7 +75,7 @@ def held_out(run: Run, evaluation: EvaluationConfig) -> Prompts:
     asked["source"] = evaluation.source.model_dump()
     key = key_of("held-out", TOKENS, source.digest, rows, asked)
     with attempted(run, run.after, "held-out") as attempt:
-        made = run.engines.scorers.call(
+        made = run.engines.prompters.call(
             "prompts",
             run.call_id(run.after, f"held-out-{key}"),
             attempt.assignment,
@@ -106,20 +109,16 @@ def evaluate_shards(run: Run, prompts: Prompts, shards: ShardRange) -> list[Eval
 def evaluated_shard(run: Run, part: BatchRef, shard: int) -> EvaluatedShard:
     """Sample and score a shard of the held-out prompts (counted from 1)."""
     assert run.config.evaluation is not None
-    sampling = sampling_of(run, run.config.evaluation)
-    weights = run.engines.rollouts.weights
-    key = key_of("evaluate", part.to_json(), weights.digest, sampling.identity)
-    with attempted(run, run.after, "evaluate", shard) as attempt:
-        request = RolloutRequest(
-            prompts=part,
-            sampling=sampling,
-            out_key=run.files.stage_key(run.head, "evaluate", shard, key),
-            step=run.after,
-            shard=shard,
-            attempt=attempt.number,
-        )
-        sampled = run.engines.rollouts.generate(request, attempt.assignment)
-        assert sampled is not None, "only shards of steps are cut"
+    stage = SamplingStage(
+        name="evaluate",
+        sampling=sampling_of(run, run.config.evaluation),
+        source=run.config.evaluation.source,
+        one_version=True,
+        kept_with=run.head,
+    )
+    sampled = complete(run, run.after, part, stage, shard)
+    assert isinstance(sampled, Sampled), "only shards that train are left"
+    key = key_of("evaluated", sampled.ref.to_json())
     with attempted(run, run.after, "score", shard) as attempt:
         scored = run.engines.scorers.call(
             "score",
@@ -141,9 +140,9 @@ def summarize(
     """The mean held-out reward; also to MLflow, with what the reward functions log as eval/NAME."""
     store = run.files.store
     shards = [shard for part in evaluated for shard in part]
-    samples = BatchRef.concat([shard.ref[["reward", "finish_reason"]] for shard in shards])
+    samples = BatchRef.concat([shard.ref[["reward", "status"]] for shard in shards])
     rewards, _ = samples.fetch_numpy(store, "reward")
-    finish = samples.fetch_list(store, "finish_reason")
+    status, _ = samples.fetch_numpy(store, "status")
     good = rewards[~np.isnan(rewards)].astype(np.float64)
     assert run.last is not None
     done = Evaluation(
@@ -152,7 +151,7 @@ def summarize(
         error=float(good.std() / math.sqrt(len(good))) if len(good) else math.nan,
         samples=len(rewards),
         failed=len(rewards) - len(good),
-        truncated=sum(str(reason) == "length" for reason in finish),
+        truncated=int((status == SampleStatus.TRUNCATED).sum()),
         on=manner(run, evaluation),
     )
     logged = pooled(shard.metrics for shard in shards)
@@ -173,6 +172,8 @@ def sampling_of(run: Run, evaluation: EvaluationConfig) -> Sampling:
 def manner(run: Run, evaluation: EvaluationConfig) -> str:
     """What two evaluations must have in common to be compared."""
     data = run.config.data.model_dump(mode="json", exclude=ORDER)
+    episodes = run.config.episodes
+    played = [] if episodes is None else [episodes.model_dump(mode="json", exclude=HOW_FAST)]
     return key_of(
         "evaluation",
         open_source(evaluation.source).digest,
@@ -180,4 +181,5 @@ def manner(run: Run, evaluation: EvaluationConfig) -> str:
         sampling_of(run, evaluation).identity | {"seed": None},
         run.config.rewards.model_dump(mode="json"),
         data,
+        *played,
     )

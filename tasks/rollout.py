@@ -8,13 +8,13 @@ from typing import Any
 from prefect import task
 from prefect.futures import PrefectFuture
 
-from tasks.episodes import play
+from tasks.episodes import complete
 from tasks.over_sampling import finished_groups
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
-from tasks.sampling import sample_or_leave
+from tasks.sampling import SamplingStage
 
 
 @task(name="rollout", task_run_name="rollout {shards}", **OPTIONS)
@@ -27,14 +27,12 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
     a completion has several turns, between which environments answer.
     """
 
+    stage = SamplingStage(name="rollout", sampling=run.sampling)
+
     def one(shard: int) -> Sampled | Unsampled:
         begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
         rows = prompts.ref.part(shard - 1, shards.of)
-        found: Sampled | Unsampled
-        if run.config.episodes is not None:
-            found = play(run, step, rows, shard, begun)
-        else:
-            found = sample_or_leave(run, step, rows, run.sampling, "rollout", shard, begun)
+        found = complete(run, step, rows, stage, shard, begun)
         run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
         run.shards.ended(step, shard)
         return found

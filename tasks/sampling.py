@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from configs.data import Source
 from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
 from engines.rollout.partial import PartialSamples
 from storage.batches.refs import BatchRef
@@ -17,35 +18,47 @@ from tasks.run.retries import attempted
 from tasks.run.run import Run
 
 
-def sample_shard(
-    run: Run, step: int, prompts: BatchRef, sampling: Sampling, stage: str, shard: int
-) -> Sampled:
-    """Complete the prompts of a shard, or find that done."""
-    found = sample_or_leave(run, step, prompts, sampling, stage, shard)
-    assert isinstance(found, Sampled), "only shards of the stage rollout are left"
-    return found
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingStage:
+    """What shards are sampled for, and how."""
+
+    name: str  # rollout, baseline or evaluate
+    sampling: Sampling
+    source: Source | None = None  # of the prompts' rows, where it is not data.source
+    one_version: bool = False  # whether it has to be the current one
+    kept_with: int | None = None  # the step whose results are kept with it; None: its own
+
+    @property
+    def trains(self) -> bool:
+        """Whether the samples are those that the step trains on."""
+        return self.name == "rollout"
+
+    def key(self, run: Run, step: int, name: str, shard: int, key: str) -> str:
+        """The data of a result of this stage, or of a part of it that has another name."""
+        return run.files.stage_key(self.kept_with or step, name, shard, key)
 
 
 def sample_or_leave(
     run: Run,
     step: int,
     prompts: BatchRef,
-    sampling: Sampling,
-    stage: str,
+    stage: SamplingStage,
     shard: int,
     begun: BatchRef | None = None,
     rather: str = "",
 ) -> Sampled | Unsampled:
     """Complete the prompts of a shard, or find that done.
 
-    begun: samples to go on with. rather: name of the worker whose engine has computed them.
+    begun: samples to go on with. rather: name of the worker whose engine has computed them. Only
+    shards that train are left, for a step that does not wait for them.
     """
-    usable = usable_weights(run, step)
+    sampling, usable = stage.sampling, usable_weights(run, step, stage)
     given = [] if begun is None else [begun.to_json()]
     keys = [
-        run.files.stage_key(
+        stage.key(
+            run,
             step,
-            stage,
+            stage.name,
             shard,
             key_of("rollout", prompts.to_json(), one.digest, sampling.identity, *given),
         )
@@ -55,7 +68,7 @@ def sample_or_leave(
         if (done := run.files.finished(key)) is not None:
             return sampled(prompts, weights, done, key)
     weights, out_key = usable[0], keys[0]
-    with attempted(run, step, stage, shard) as attempt:
+    with attempted(run, step, stage.name, shard) as attempt:
         attempt.assignment.worker = rather
         request = RolloutRequest(
             prompts=prompts,
@@ -65,8 +78,8 @@ def sample_or_leave(
             shard=shard,
             attempt=attempt.number,
             begun=begun,
-            save_every=run.config.saves_tokens_every if stage == "rollout" else None,
-            may_be_cut=stage == "rollout",
+            save_every=run.config.saves_tokens_every if stage.trains else None,
+            may_be_cut=stage.trains,
         )
         result = run.engines.rollouts.generate(request, attempt.assignment)
     if result is None:  # the step did not wait for it
@@ -80,7 +93,7 @@ def sample_or_leave(
     )
 
 
-def usable_weights(run: Run, step: int) -> list[WeightsRef]:
+def usable_weights(run: Run, step: int, stage: SamplingStage) -> list[WeightsRef]:
     """The policy versions with which a step may be sampled, the current one first.
 
     The others are those that max_staleness allows: a flow that died may have finished shards under
@@ -88,6 +101,8 @@ def usable_weights(run: Run, step: int) -> list[WeightsRef]:
     """
     pool = run.engines.rollouts
     current = pool.weights
+    if stage.one_version:
+        return [current]
     return [current] + [
         pool.synced.get(version) or version_weights(run.files, version)
         for version in range(current.version - 1, run.oldest_version(step) - 1, -1)

@@ -17,6 +17,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
+from configs.data import Source
 from configs.episodes import EpisodesConfig
 from engines.data.chat_template import state_number
 from engines.data.conversation import Conversation, Role
@@ -70,14 +71,19 @@ class EnvironmentEngine(Engine):
         self._conversation = Conversation(self._tokenizer, spec.data, tools)
         self._conversation.check([self._answers_as])
 
-    def prompts(self, rows: list[int], first_group: int | None, out_key: str) -> PromptsResult:
+    def prompts(
+        self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
+    ) -> PromptsResult:
         """Write the prompts of rows: each with what its environment says when it is reset.
 
-        All episodes of a group have one seed, and so one prompt. Raises EnvironmentFailed where no
+        source: of the rows, where it is not the data set. All episodes of a group have one seed, and
+        so one prompt; rows of another source have other seeds. Raises EnvironmentFailed where no
         row's environment can be reset.
         """
-        found = self._source.rows(rows)
-        seeds = [seed_of(self._spec.episodes.seed, row) for row in rows]
+        opened_source = self._source if source is None else open_source(source)
+        found = opened_source.rows(rows)
+        other = "" if source is None else opened_source.digest
+        seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
         opened = self._environments.opening(found, seeds)
         good = [number for number, one in enumerate(opened) if one.failed is None]
         if not good:
@@ -103,13 +109,17 @@ class EnvironmentEngine(Engine):
         }
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
 
-    def answer(self, samples: BatchRef, out_key: str) -> AnswerResult:
+    def answer(
+        self, samples: BatchRef, out_key: str, stage: str = "", source: Source | None = None
+    ) -> AnswerResult:
         """Step the environments of the episodes whose turn is over, and write what they said.
 
-        samples: as the rollout engine wrote them. An environment that fails makes its sample FAILED;
-        one that ends, or a limit, ends the episode.
+        samples: as the rollout engine wrote them. stage: what they are for; sample numbers are those
+        of a stage. source: of their rows, where it is not the data set. An environment that fails
+        makes its sample FAILED; one that ends, or a limit, ends the episode.
         """
-        episodes = read_episodes(self._store, samples, self._source)
+        opened = self._source if source is None else open_source(source)
+        episodes = read_episodes(self._store, samples, opened, stage)
         asked = [one for one in episodes if one.waits]
         for one in asked:
             one.texts = self._texts(one)
@@ -142,7 +152,7 @@ class EnvironmentEngine(Engine):
         """
         episodes = [
             one
-            for one in read_episodes(self._store, samples, self._source)
+            for one in read_episodes(self._store, samples, self._source, "replay")
             if one.ended and not one.error
         ]
         for one in episodes:
@@ -204,7 +214,7 @@ class EnvironmentEngine(Engine):
         text = "".join(episode.texts[answered : answered + 1])
         called = self._called(text)
         return Turn(
-            episode=str(episode.sample),
+            episode=episode.name,
             row=episode.row,
             seed=episode.seed,
             opening=episode.opening,
@@ -248,7 +258,10 @@ class EnvironmentEngine(Engine):
         return TOKENS if len(episode.tokens) >= self._spec.max_new_tokens else TURN_TOKENS
 
 
-def seed_of(seed: int, row: int) -> int:
-    """Seed of a row's environments, in [0, 2**31): libraries take no larger ones."""
-    digest = hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
+def seed_of(seed: int, row: int, source: str = "") -> int:
+    """Seed of a row's environments, in [0, 2**31): libraries take no larger ones.
+
+    source: digest of the rows' source, where it is not the data set.
+    """
+    digest = hashlib.blake2b(f"{seed}/{row}{source}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 33

@@ -24,6 +24,7 @@ class Episode:
     """An episode as it stands: a row of samples."""
 
     sample: int
+    name: str  # of the episode, which no other one of the run has
     row: Row
     seed: int
     opening: str  # digest of what the environment said first
@@ -62,8 +63,10 @@ class Episode:
             self.finish = why
 
 
-def read_episodes(store: Store, samples: BatchRef, source: PromptSource) -> list[Episode]:
-    """Samples as episodes; `source`: of their rows."""
+def read_episodes(
+    store: Store, samples: BatchRef, source: PromptSource, stage: str
+) -> list[Episode]:
+    """Samples as episodes; `source`: of their rows. `stage`: what they were sampled for."""
     count = len(samples)
     rows = source.rows(samples.fetch_numpy(store, "prompt_row")[0].tolist())
 
@@ -105,6 +108,7 @@ def read_episodes(store: Store, samples: BatchRef, source: PromptSource) -> list
     return [
         Episode(
             row=rows[number],
+            name=f"{stage}/{columns['sample'][number]}",
             **{name: values[number] for name, values in columns.items()},
         )
         for number in range(count)

@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlflow import MlflowClient
 
+from configs.data import FunctionSource
+from engines.data.environment_engine import seed_of
 from examples.guessing import Guessing
 from flows import replay, samples
 from storage.audit.audit import audit
 from storage.audit.transcripts import tokenizer_of
 from storage.batches.columns import Author, SampleStatus
+from storage.prompts.datasets import open_source
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
 from tests.faults.ledger import committed, story
@@ -48,6 +52,24 @@ class Unreliable(Guessing):
         if self.seed % 3 == 0:
             raise RuntimeError("the game server is down")
         return super().step(text)
+"""
+
+TELLING = """
+from examples.guessing import Guessing
+
+class Telling(Guessing):
+    def __init__(self, log, **params):
+        super().__init__(**params)
+        self.log = log
+
+    def reset(self, seed=0, **row):
+        self.seed = seed
+        return super().reset(seed, **row)
+
+    def get_reward(self):
+        with open(self.log, "a") as told:
+            print(self.seed, super().get_reward(), file=told)
+        return super().get_reward()
 """
 
 
@@ -131,6 +153,48 @@ def test_commands_show_the_turns(
     monkeypatch.setattr(sys, "argv", ["replay", whole.files.run, "2", "--episodes"])
     assert replay.main() == 0
     assert "the environments say the same again" in capsys.readouterr().out
+
+
+def test_greedy_baselines_and_the_evaluation_are_episodes_too(
+    launch: Launch, tmp_path: Path
+) -> None:
+    run = launch(
+        *WORDS,
+        "steps=1",
+        "episodes.environment.path=telling.py:Telling",
+        f"episodes.environment.params.log={tmp_path}/told",
+        "algorithm.advantage.kind=remax",
+        "evaluation.source.kind=function",
+        f"evaluation.source.path={EXAMPLE}.py:rows",
+        "evaluation.source.params.size=6",
+        "evaluation.rows=6",
+        "promotion.alias=champion",
+        files={"telling.py": TELLING},
+    )
+    code, out = run.end()
+    assert code == 0, out
+    files = run.files
+    (commit,) = committed(files)
+    store, greedy, trained = files.store, commit.refs["baselines"], commit.refs["batch"]
+    assert len(greedy) == 4, "one episode a prompt"
+    rewards = dict(
+        zip(*(greedy.fetch_list(store, name) for name in ("group_id", "reward")), strict=True)
+    )
+    for group, reward in zip(
+        *(trained.fetch_list(store, name) for name in ("group_id", "baseline_reward")), strict=True
+    ):
+        assert reward == rewards[group]
+    assert audit(files).problems == []
+
+    source = FunctionSource(path=f"{EXAMPLE}.py:rows", params={"size": 6})
+    seeds = {seed_of(0, row, open_source(source).digest) for row in range(6)}
+    told = dict(line.split() for line in (run.folder / "told").read_text().splitlines())
+    won = [float(reward) for seed, reward in told.items() if int(seed) in seeds]
+    assert len(won) == 6, "held-out rows have seeds of their own"
+    client = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
+    champion = client.get_model_version_by_alias("episodes", "champion")
+    measured = client.get_run(champion.run_id).data.metrics["eval/reward"]
+    assert measured == pytest.approx(sum(won) / 6)
 
 
 def test_an_environment_that_fails_is_no_reward(launch: Launch) -> None:
