@@ -42,8 +42,26 @@ class TextArenaEnvironment(Settings):
     params: Params = Field(default_factory=dict, description="Keyword arguments of textarena.make.")
 
 
+class OpenEnvEnvironment(Settings):
+    """An environment behind a server of OpenEnv, with a session for each episode."""
+
+    kind: Literal["openenv"] = "openenv"
+    url: str = Field(
+        pattern=r"^https?://[^\s/]+", description="Of the server, such as http://localhost:8000."
+    )
+    params: Params = Field(
+        default_factory=dict, description="Arguments of each reset, beside the row and the seed."
+    )
+    codec: FunctionPath | None = Field(
+        None,
+        description="A class with describe(observation) -> str and action(text) -> dict, which "
+        "raises ValueError for a text that is no action. None: by the server's schema.",
+    )
+
+
 Environment = Annotated[
-    ClassEnvironment | GymnasiumEnvironment | TextArenaEnvironment, Field(discriminator="kind")
+    ClassEnvironment | GymnasiumEnvironment | TextArenaEnvironment | OpenEnvEnvironment,
+    Field(discriminator="kind"),
 ]
 
 

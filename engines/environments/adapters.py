@@ -14,6 +14,7 @@ from typing import Any
 from configs.imports import imported, is_file
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
 from engines.environments.library_adapters import load_gymnasium, load_textarena
+from engines.environments.openenv_adapter import load_openenv
 from engines.environments.protocol import Ready, Start, ToolCall
 from engines.environments.tools import called, schema, tools_of
 from engines.processes.user_code import give_way, installed
@@ -24,8 +25,12 @@ def load(start: Start) -> Loaded:
     if start.kind == "class":
         return load_class(start)
     codec = user_code(start.path) if start.path else None
-    make = {"gymnasium": load_gymnasium, "textarena": load_textarena}[start.kind]
-    return make(start, codec)
+    make = {
+        "gymnasium": load_gymnasium,
+        "textarena": load_textarena,
+        "openenv": load_openenv,
+    }
+    return make[start.kind](start, codec)
 
 
 def user_code(path: str) -> Callable[..., Any]:

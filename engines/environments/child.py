@@ -21,9 +21,9 @@ from typing import Any
 
 from configs import imports
 from configs.imports import described
-from engines.environments import adapters, contract, library_adapters, tools
+from engines.environments import adapters, contract, library_adapters, openenv_adapter, tools
 from engines.environments.adapters import load
-from engines.environments.contract import Adapter, Given, NotAllowed, checked
+from engines.environments.contract import Adapter, Given, Lost, NotAllowed, checked
 from engines.environments.protocol import (
     Act,
     Call,
@@ -43,7 +43,10 @@ from engines.processes.user_code import begin, traceback_of
 # Files whose lines do not count in an error of the user's code.
 OURS = (
     __file__,
-    *(str(module.__file__) for module in (imports, adapters, contract, library_adapters, tools)),
+    *(
+        str(module.__file__)
+        for module in (imports, adapters, contract, library_adapters, openenv_adapter, tools)
+    ),
 )
 _NUMPY_SEEDS = 2**32  # numpy.random.seed takes numbers below
 
@@ -142,6 +145,8 @@ class Sessions:
             return checked(self._open_one(call) if isinstance(call, Open) else self._go_on(call))
         except NotAllowed as error:
             return Outcome(failed=str(error))
+        except Lost as error:
+            return Outcome(failed=str(error), died=True)
         except MemoryError as error:
             trace = traceback_of(error, OURS)
             del error

@@ -9,7 +9,9 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from numbers import Real
+from types import ModuleType
 from typing import Any, Protocol
 
 from engines.environments.protocol import Outcome, Ready, ToolCall
@@ -21,6 +23,10 @@ LARGEST_REWARD = 3e38  # what a float32 holds
 
 class NotAllowed(Exception):
     """The environment gave what it may not give; the text is a sentence about it."""
+
+
+class Lost(Exception):
+    """The environment is gone, by no fault of its own: the episode can be played again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,20 @@ class Loaded:
 
     make: Callable[[], Adapter]
     ready: Ready
+
+
+def library(name: str) -> ModuleType:
+    """An optional library; ValueError, which says what to do, where it is not installed."""
+    package = name.partition(".")[0]
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ValueError(
+            f"{package} is not installed where it runs. Use `pip install {package}` there, or set "
+            "episodes.python to an interpreter that has it"
+        ) from error
 
 
 def checked(given: Given) -> Outcome:

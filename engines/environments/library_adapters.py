@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-from engines.environments.contract import Given, Loaded, digest_of
+from engines.environments.contract import Given, Loaded, digest_of, library
 from engines.environments.protocol import Ready, Start, ToolCall
 from engines.processes.user_code import installed
 
@@ -29,7 +27,7 @@ _PLAYER = 0
 
 def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
     """An environment of gymnasium's registry, of which one is made to see what it is."""
-    gymnasium = _library("gymnasium", start)
+    gymnasium = library("gymnasium")
 
     def make() -> GymnasiumAdapter:
         environment = gymnasium.make(start.id, **start.params)
@@ -56,7 +54,7 @@ def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
 
 def load_textarena(start: Start, codec: Callable[..., Any] | None) -> Loaded:
     """A game of TextArena, of which one is begun to see that one player can play it."""
-    textarena = _library("textarena", start)
+    textarena = library("textarena")
     first = TextArenaAdapter(textarena.make(start.id, **start.params))
     first.reset({}, 0)
     ready = Ready(
@@ -67,18 +65,6 @@ def load_textarena(start: Start, codec: Callable[..., Any] | None) -> Loaded:
     return Loaded(
         make=lambda: TextArenaAdapter(textarena.make(start.id, **start.params)), ready=ready
     )
-
-
-def _library(name: str, start: Start) -> ModuleType:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ValueError(
-            f"{name} is not installed where it runs. Use `pip install {name}` there, or set "
-            "episodes.python to an interpreter that has it"
-        ) from error
 
 
 class GymnasiumAdapter:

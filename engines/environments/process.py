@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.episodes import ClassEnvironment, EpisodesConfig, GymnasiumEnvironment
+from configs.episodes import (
+    ClassEnvironment,
+    EpisodesConfig,
+    GymnasiumEnvironment,
+    OpenEnvEnvironment,
+)
 from engines.environments.protocol import Call, Ready, Reply, Start, unpacked
 from engines.processes.child_messages import packed
 from engines.processes.child_process import ChildProcess, Program
@@ -37,6 +42,9 @@ def start_message(config: EpisodesConfig) -> Start:
             name = path = environment.path
         case GymnasiumEnvironment():
             name = id = environment.id
+            path = environment.codec or ""
+        case OpenEnvEnvironment():
+            name = id = environment.url
             path = environment.codec or ""
         case _:
             name = id = environment.id

@@ -22,9 +22,9 @@ class Start:
     """The first message: which environment to hold sessions of."""
 
     name: str  # what messages call the environment
-    kind: str  # class, gymnasium or textarena
+    kind: str  # class, gymnasium, textarena or openenv
     path: str  # import path: of the class, or of a codec; empty for none
-    id: str  # name in the library's registry; empty for a class
+    id: str  # name in the library's registry, or a server's URL; empty for a class
     params: Mapping[str, Any]  # keyword arguments of making one
     memory: int  # bytes that the process may have
 
@@ -94,7 +94,7 @@ class Outcome:
         None  # one sentence, and after it the lines of a traceback where there is one
     )
     results: tuple[str, ...] = ()  # of each tool call; the observation is these, joined by newlines
-    died: bool = False  # whether it failed because the process ended by itself
+    died: bool = False  # whether it failed because the process or the server ended
     # That it took, an episode that was played again with it.
     seconds: float = field(default=0.0, compare=False)
     out_of_memory: bool = False  # whether it failed because the process has all its memory

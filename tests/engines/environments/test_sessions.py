@@ -23,7 +23,8 @@ from configs.episodes import (
     TextArenaEnvironment,
 )
 from engines.environments.protocol import Outcome, Ready
-from engines.environments.sessions import Environments, PastTurn, Turn, digest_of
+from engines.environments.sessions import Environments, digest_of
+from tests.engines.environments.playing import Episode, begin, call
 
 ENVIRONMENTS = '''
 import asyncio, math, os, random, sys, time
@@ -161,34 +162,6 @@ not_a_class = 3
 Playing = Callable[..., Environments]
 
 
-class Episode:
-    """One episode as its driver keeps it."""
-
-    def __init__(self, name: str, row: dict[str, Any], seed: int, opening: Outcome) -> None:
-        assert opening.failed is None, opening.failed
-        said = digest_of(opening.observation)
-        self.turn = Turn(
-            episode=name, row=row, seed=seed, opening=said, past=(), text="", calls=None
-        )
-
-    def next(self, text: str = "", calls: Any = None) -> Turn:
-        return replace(self.turn, text=text, calls=calls)
-
-    def act(self, environments: Environments, text: str = "", calls: Any = None) -> Outcome:
-        turn = self.next(text, calls)
-        [outcome] = environments.act([turn])
-        self.answered(turn, outcome)
-        return outcome
-
-    def finish(self, environments: Environments) -> Outcome:
-        [outcome] = environments.finish([self.turn])
-        return outcome
-
-    def answered(self, turn: Turn, outcome: Outcome) -> None:
-        one = PastTurn(text=turn.text, calls=turn.calls, digest=digest_of(outcome.observation))
-        self.turn = replace(self.turn, past=(*turn.past, one))
-
-
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_envs.py").write_text(ENVIRONMENTS)
@@ -210,15 +183,6 @@ def play() -> Iterator[Playing]:
     yield play
     for one in made:
         one.close()
-
-
-def begin(environments: Environments, name: str = "one", seed: int = 7, **row: Any) -> Episode:
-    [opening] = environments.opening([row], [seed])
-    return Episode(name, row, seed, opening)
-
-
-def call(tool: str, **arguments: Any) -> dict[str, Any]:
-    return {"name": tool, "arguments": arguments}
 
 
 def children() -> list[psutil.Process]:
