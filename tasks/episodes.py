@@ -147,4 +147,6 @@ def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:
         tokens=before.tokens + turn.tokens,
         seconds=before.seconds + turn.seconds,
         oldest=min(known, default=None),
+        read=before.read + turn.read,
+        cached=before.cached + turn.cached,
     )

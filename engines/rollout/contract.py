@@ -133,6 +133,8 @@ class ShardStats:
     digest: str  # digest of that version's weights
     unfinished: int = 0  # rows that were cut and can go on
     oldest: int | None = None  # policy version of the oldest token; None where there is no token
+    read: int = 0  # tokens before the drawn ones, of the rows of which `cached` is known
+    cached: int = 0  # of these, whose keys and values were in the engine's prefix cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,8 @@ class Completion:
     finish_reason: str  # stop: an end token or stop string; length: the limit; unfinished
     digest: str = ""  # of the last token's weights, where this engine did not draw it
     authors: bytes = b""  # of the first tokens; the others are the policy's
+    read: int = 0  # tokens that the engine was given before those that it drew last
+    cached: int | None = None  # of these, whose keys and values it had; None: it does not say
 
     @property
     def turn(self) -> int:
@@ -71,6 +73,8 @@ class Completion:
                 finish_reason=more.finish_reason,
                 digest=self.digest,
                 authors=self.authors,
+                read=more.read,
+                cached=more.cached,
             )
         spans, length = list(self.spans), len(self.tokens)
         for version, start, stop in more.spans:
@@ -85,6 +89,8 @@ class Completion:
             finish_reason=more.finish_reason,
             digest=more.digest,
             authors=self.authors,
+            read=more.read,
+            cached=more.cached,
         )
 
 
@@ -217,6 +223,8 @@ def write_samples(
         digest=known[version],
         unfinished=sum(unfinished),
         oldest=min((c.spans[0][0] for c in completions if c.spans), default=None),
+        read=sum(c.read for c in completions if c.cached is not None),
+        cached=sum(c.cached for c in completions if c.cached is not None),
     )
     if kept and request.begun is not None:
         repeated = repeated.with_columns(request.begun[kept])

@@ -114,8 +114,9 @@ def scoring_params() -> SamplingParams:
 def completion(output: RequestOutput) -> Completion:
     """The one completion of a request that has finished, or was aborted: then it is unfinished."""
     (drawn,) = output.outputs
+    read, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens
     if not drawn.token_ids:
-        return NOTHING
+        return replace(NOTHING, read=read, cached=cached)
     tokens = list(drawn.token_ids)
     spans, reason = drawn.weight_versions, drawn.finish_reason
     assert spans is not None, "every version is set by a sync"
@@ -125,6 +126,8 @@ def completion(output: RequestOutput) -> Completion:
         logprobs=_drawn_logprobs(drawn, tokens),
         spans=[(int(span.version), span.start, span.end) for span in spans],
         finish_reason=UNFINISHED if reason == "abort" else reason,
+        read=read,
+        cached=cached,
     )
 
 

@@ -40,7 +40,9 @@ def step_metrics(
     """Everything that MLflow and the commit record of a step; times in seconds."""
     attempts = run.attempts_of(step)
     stages = stage_seconds(attempts)
-    tokens = sum(shard.stats.tokens for one in scored for shard in one.sampled)
+    shards = [shard.stats for one in scored for shard in one.sampled]
+    tokens, read = sum(shard.tokens for shard in shards), sum(shard.read for shard in shards)
+    cached = sum(shard.cached for shard in shards)
     metrics: Metrics = {
         **batch.metrics,
         **updated.metrics,
@@ -49,6 +51,7 @@ def step_metrics(
         "time/step": run.progress.seconds(step),
         "rollout/tokens": float(tokens),
         "rollout/tokens_per_second": tokens / max(stages.get("rollout", 0.0), 1e-9),
+        **({"rollout/prefix_cached": cached / read} if read else {}),
         "retries": float(sum(attempt.number > 1 for attempt in attempts)),
         "prompts/dropped": float(
             sum(map(len, prompts.dropped.values())) + sum(batch.dropped.values())

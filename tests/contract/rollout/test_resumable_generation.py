@@ -7,16 +7,13 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
-from engines.rollout import vllm_arguments
 from engines.rollout.contract import EngineDead, RolloutResult, Sampling
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.partial import PartialSamples
-from engines.rollout.samples import Completion
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from tests.contract.rollout.world import LONG, World, begun, until
@@ -149,25 +146,17 @@ def test_another_engine_goes_on_when_vllm_is_killed(
 
 @pytest.mark.vllm
 def test_a_prefix_is_shared_within_one_version_only(
-    built: Callable[[str], RolloutEngine], world: World, monkeypatch: pytest.MonkeyPatch
+    built: Callable[[str], RolloutEngine], world: World
 ) -> None:
     """Also where a sync keeps the keys and values of answers in progress."""
     engine = built("vllm")
     engine.sync(world.weights[0])
-    cached: list[int] = []
-    completion = vllm_arguments.completion
-
-    def looked_at(output: Any) -> Completion:
-        cached.append(output.num_cached_tokens)
-        return completion(output)
-
-    monkeypatch.setattr(vllm_arguments, "completion", looked_at)
     prompts, sampling = world.prompts((150,)), Sampling(n=1, max_new_tokens=3, seed=5)
 
     def tokens_from_cache() -> int:
-        cached.clear()
-        engine.generate(world.request(prompts, sampling))
-        return cached[0]
+        stats = engine.generate(world.request(prompts, sampling)).stats
+        assert stats.read == 150
+        return stats.cached
 
     assert tokens_from_cache() == 0
     assert tokens_from_cache() > 0

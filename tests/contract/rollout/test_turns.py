@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -83,6 +84,23 @@ def test_turns_go_on_after_what_others_wrote(engine: RolloutEngine, world: World
             assert logprobs[place] == pytest.approx(wanted, abs=2e-4)
     assert all(name in result.ref.names for name in EPISODE)
     assert world.column(result, "turn_rewards") == [[0.5]] * 4
+
+
+@pytest.mark.vllm
+def test_what_stands_is_read_from_the_prefix_cache(
+    built: Callable[[str], RolloutEngine], world: World
+) -> None:
+    """From the second turn on; the transformers engine has no such cache and says nothing."""
+    engine = built("vllm")
+    engine.sync(world.weights[0])
+    request = world.request(world.prompts((140,)), SAMPLING)
+    result = engine.generate(request)
+    assert result.stats.read == 2 * 140
+    ref = answered(world, result, f"{request.out_key}.1")
+    again = dataclasses.replace(request, begun=ref, out_key=f"{request.out_key}.1")
+    stats = engine.generate(again).stats
+    assert stats.read == 2 * (140 + TURN + len(SAID))
+    assert stats.cached >= 2 * 128, "whole blocks of the prompt at least"
 
 
 def test_a_turn_draws_other_noise_than_the_one_before(engine: RolloutEngine, world: World) -> None:
