@@ -59,8 +59,24 @@ class OpenEnvEnvironment(Settings):
     )
 
 
+class AgentEnvironment(Settings):
+    """A program that asks the model by itself, over an OpenAI-compatible API of this machine.
+
+    A function agent(base_url, api_key, model, seed, **row) that returns the reward. Each of its
+    requests is a turn of the model; those of an episode are one conversation.
+    """
+
+    kind: Literal["agent"] = "agent"
+    path: FunctionPath = Field(description="The function; it may be async.")
+    params: Params = Field(default_factory=dict, description="Keyword arguments of each call.")
+
+
 Environment = Annotated[
-    ClassEnvironment | GymnasiumEnvironment | TextArenaEnvironment | OpenEnvEnvironment,
+    ClassEnvironment
+    | GymnasiumEnvironment
+    | TextArenaEnvironment
+    | OpenEnvEnvironment
+    | AgentEnvironment,
     Field(discriminator="kind"),
 ]
 

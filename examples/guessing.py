@@ -2,11 +2,15 @@
 
 python -m flows.grpo guessing.yaml            # in this folder
 python -m flows.grpo guessing.yaml episodes.environment.params.helpful=false   # nothing to learn
+python -m flows.grpo guessing.yaml episodes.environment.kind=agent \
+    episodes.environment.path=guessing.py:ask        # the same game, as a program that asks the model
 """
 
 from __future__ import annotations
 
 import random
+
+import httpx
 
 
 class Guessing:
@@ -37,6 +41,21 @@ class Guessing:
     def get_reward(self) -> float:
         """1 for a right second guess; 0 for a wrong one, or where none came."""
         return float(self._right)
+
+
+def ask(base_url: str, api_key: str, seed: int = 0, helpful: bool = True) -> float:
+    """The same game as an agent, which asks the model for both guesses over HTTP."""
+    game = Guessing(helpful=helpful)
+    game.reset(seed)
+    chat = [{"role": "user", "content": "number "}]
+    with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, timeout=None) as client:
+        while not game.done:
+            answer = client.post(f"{base_url}/chat/completions", json={"messages": chat})
+            if answer.is_error:  # a turn was too long: there is no other
+                break
+            said = answer.json()["choices"][0]["message"]
+            chat += [said, {"role": "user", "content": game.step(said["content"])}]
+    return game.get_reward()
 
 
 def rows(size: int = 64) -> list[dict[str, str]]:

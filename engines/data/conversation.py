@@ -10,6 +10,7 @@ earlier turns as they were, whatever follows them; `Conversation.check` refuses 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -313,6 +314,39 @@ class Conversation:
         if self._special is not None:
             for found in self._special.finditer(text, start, stop):
                 yield found.start() + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What an agent asks."""
+
+    messages: list[Message]
+    tools: list[Tool]
+
+
+def chat_of(observation: str) -> Chat:
+    """The messages and tools in an agent's observation, which is JSON.
+
+    Calls of tools in earlier turns are no part of a prompt: they are among its tokens.
+    """
+    said = json.loads(observation)
+    messages = [
+        {"role": one["role"], "content": one.get("content") or ""} for one in said["messages"]
+    ]
+    return Chat(messages, said.get("tools") or [])
+
+
+def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
+    """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture."""
+    roles = {message["role"] for message in messages}
+    if roles == {"tool"}:
+        return "\n".join(message["content"] for message in messages), "tool"
+    if roles == {"user"}:
+        return "\n\n".join(message["content"] for message in messages), "user"
+    raise ValueError(
+        f"the agent's new messages are of the roles {', '.join(sorted(roles))}; between two turns of "
+        "the model they have to be a user's, or results of tools"
+    )
 
 
 def _common(one: Iterable[object], other: Iterable[object]) -> int:

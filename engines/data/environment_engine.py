@@ -9,18 +9,19 @@ turn that was answered once is never stepped again.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from pydantic import Field
 
 from configs.data import Source
 from configs.episodes import EpisodesConfig
-from engines.data.chat_template import state_number
-from engines.data.conversation import Conversation, Role
+from engines.data.chat_template import TokenizedPrompts, state_number
+from engines.data.conversation import Conversation, Role, chat_of, said_by
 from engines.data.episode_rows import Episode, episode_columns, read_episodes
 from engines.data.results import (
     DONE,
@@ -42,6 +43,7 @@ from engines.workers.engine import Engine
 from storage.batches.columns import UNFINISHED, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
+from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 
@@ -70,6 +72,7 @@ class EnvironmentEngine(Engine):
         tools = [dict(tool) for tool in self._code.tools]
         self._conversation = Conversation(self._tokenizer, spec.data, tools)
         self._conversation.check([self._answers_as])
+        self._with_tools: dict[str, Conversation] = {}  # by the tools of agents, as JSON
 
     def prompts(
         self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
@@ -88,7 +91,7 @@ class EnvironmentEngine(Engine):
         good = [number for number, one in enumerate(opened) if one.failed is None]
         if not good:
             raise EnvironmentFailed(f"No environment could be reset: {opened[0].failed}")
-        made = self._conversation.prompts(
+        made = self._prompts(
             [found[number] for number in good], [opened[number].observation for number in good]
         )
         dropped = [(rows[n], ENVIRONMENT_FAILED) for n in range(len(rows)) if n not in set(good)]
@@ -108,6 +111,45 @@ class EnvironmentEngine(Engine):
             "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
         }
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
+
+    def _prompts(self, rows: list[Row], observations: list[str]) -> TokenizedPrompts:
+        """The prompts of rows, of what their environments said first."""
+        if not self._code.chats:
+            return self._conversation.prompts(rows, observations)
+        # An agent asks all that is asked. Those of different tools are rendered one after the other.
+        asked = [chat_of(one) for one in observations]
+        column = self._spec.data.prompt_column
+        by_tools: dict[str, list[int]] = {}
+        for number, chat in enumerate(asked):
+            by_tools.setdefault(json.dumps(chat.tools), []).append(number)
+        ids: dict[int, list[int]] = {}
+        dropped: dict[int, str] = {}
+        for tools, numbers in by_tools.items():
+            conversation = self._conversation_with(tools)
+            prompts: list[Any] = [asked[n].messages for n in numbers]
+            if self._spec.data.template == "plain":
+                prompts = ["".join(one["content"] for one in chat) for chat in prompts]
+            asking = zip(numbers, prompts, strict=True)
+            made = conversation.prompts(
+                [cast("Row", {**rows[n], column: prompt}) for n, prompt in asking]
+            )
+            ids |= {numbers[p]: one for p, one in zip(made.kept, made.prompt_ids, strict=True)}
+            dropped |= {numbers[p]: reason for p, reason in made.dropped}
+        kept = sorted(ids)
+        return TokenizedPrompts(
+            prompt_ids=[ids[number] for number in kept],
+            kept=kept,
+            dropped=sorted(dropped.items()),
+        )
+
+    def _conversation_with(self, tools: str) -> Conversation:
+        """The conversation of agents with these tools, whose template was checked with them."""
+        if tools not in self._with_tools:
+            given = json.loads(tools)
+            conversation = self._conversation.with_tools(given)
+            conversation.check(["user", "tool"] if given else ["user"])
+            self._with_tools[tools] = conversation
+        return self._with_tools[tools]
 
     def answer(
         self, samples: BatchRef, out_key: str, stage: str = "", source: Source | None = None
@@ -225,11 +267,11 @@ class EnvironmentEngine(Engine):
 
     def _called(self, text: str) -> tuple[ToolCall, ...] | Malformed | None:
         """The tools that a turn calls; None where the environment has none, and takes the text."""
-        if not self._code.tools:
+        if not (self._code.tools or self._code.chats):
             return None
         found = tool_calls(text)
         if isinstance(found, Malformed):
-            return found
+            return () if self._code.chats else found  # an agent is given it as a text
         return tuple({"name": one.name, "arguments": one.arguments} for one in found or ())
 
     def _take(self, episode: Episode, outcome: Outcome) -> None:
@@ -242,9 +284,14 @@ class EnvironmentEngine(Engine):
         if len(episode.texts) >= self._spec.episodes.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
-        delta = self._conversation.delta(
-            outcome.observation, ended=True, last=episode.tokens[-1], role=self._answers_as
-        )
+        text, role = outcome.observation, self._answers_as
+        if self._code.chats:
+            try:
+                text, role = said_by(chat_of(text).messages)
+            except ValueError as error:
+                episode.end(FAILED, SampleStatus.FAILED, str(error))
+                return
+        delta = self._conversation.delta(text, ended=True, last=episode.tokens[-1], role=role)
         if len(episode.tokens) + len(delta.ids) >= self._spec.max_new_tokens:
             episode.end(TOKENS, SampleStatus.TRUNCATED)
             return

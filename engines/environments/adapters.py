@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from configs.imports import imported, is_file
+from engines.environments.agents import load_agent
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
 from engines.environments.library_adapters import load_gymnasium, load_textarena
 from engines.environments.openenv_adapter import load_openenv
@@ -24,6 +25,8 @@ def load(start: Start) -> Loaded:
     """The environment that is asked for; ValueError in one sentence, or what its own code raises."""
     if start.kind == "class":
         return load_class(start)
+    if start.kind == "agent":
+        return load_agent(start, user_code(start.path))
     codec = user_code(start.path) if start.path else None
     make = {
         "gymnasium": load_gymnasium,

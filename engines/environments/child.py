@@ -21,7 +21,14 @@ from typing import Any
 
 from configs import imports
 from configs.imports import described
-from engines.environments import adapters, contract, library_adapters, openenv_adapter, tools
+from engines.environments import (
+    adapters,
+    agents,
+    contract,
+    library_adapters,
+    openenv_adapter,
+    tools,
+)
 from engines.environments.adapters import load
 from engines.environments.contract import Adapter, Given, Lost, NotAllowed, checked
 from engines.environments.protocol import (
@@ -45,7 +52,10 @@ OURS = (
     __file__,
     *(
         str(module.__file__)
-        for module in (imports, adapters, contract, library_adapters, openenv_adapter, tools)
+        for module in (
+            *(imports, adapters, agents, contract, library_adapters, openenv_adapter),
+            tools,
+        )
     ),
 )
 _NUMPY_SEEDS = 2**32  # numpy.random.seed takes numbers below

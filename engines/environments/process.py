@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from configs.episodes import (
+    AgentEnvironment,
     ClassEnvironment,
     EpisodesConfig,
     GymnasiumEnvironment,
@@ -38,7 +39,7 @@ def start_message(config: EpisodesConfig) -> Start:
     path, id = "", ""
     params: dict[str, Any] = dict(environment.params)
     match environment:
-        case ClassEnvironment():
+        case ClassEnvironment() | AgentEnvironment():
             name = path = environment.path
         case GymnasiumEnvironment():
             name = id = environment.id

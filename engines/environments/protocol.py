@@ -22,7 +22,7 @@ class Start:
     """The first message: which environment to hold sessions of."""
 
     name: str  # what messages call the environment
-    kind: str  # class, gymnasium, textarena or openenv
+    kind: str  # class, gymnasium, textarena, openenv or agent
     path: str  # import path: of the class, or of a codec; empty for none
     id: str  # name in the library's registry, or a server's URL; empty for a class
     params: Mapping[str, Any]  # keyword arguments of making one
@@ -36,6 +36,8 @@ class Ready:
     digest: str  # sha256 of its code, as far as that can be read
     packages: Mapping[str, str]  # versions of its packages that are installed
     tools: Sequence[Mapping[str, Any]]  # JSON schemas; empty where it takes text
+    # Whether its observations are JSON: {"messages": chat messages, "tools": JSON schemas}.
+    chats: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,8 @@ def check_environment(episodes: EpisodesConfig, source: PromptSource) -> str:
             f"{first.failed.splitlines()[0]}"
         )
     names = ", ".join(str(tool["function"]["name"]) for tool in ready.tools)
-    return f"loads; {f'tools {names}' if names else 'takes text'}"
+    takes = "asks by itself" if ready.chats else "takes text"
+    return f"loads; {f'tools {names}' if names else takes}"
 
 
 def _text(prompt: Prompt) -> str:

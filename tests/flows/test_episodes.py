@@ -197,6 +197,19 @@ def test_greedy_baselines_and_the_evaluation_are_episodes_too(
     assert measured == pytest.approx(sum(won) / 6)
 
 
+def test_an_agent_that_asks_the_model_trains_it_alike(whole: Launched, launch: Launch) -> None:
+    """The example's agent plays the game of its environment: the same turns, the same weights."""
+    run = launch(
+        *WORDS,
+        "episodes.environment.kind=agent",
+        f"episodes.environment.path={EXAMPLE}.py:ask",
+    )
+    code, out = run.end()
+    assert code == 0, out
+    assert run.commits()[-1].version_out.digest == whole.commits()[-1].version_out.digest
+    assert audit(run.files).problems == []
+
+
 def test_an_environment_that_fails_is_no_reward(launch: Launch) -> None:
     run = launch(
         *WORDS,

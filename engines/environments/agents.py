@@ -1,0 +1,323 @@
+"""Agents: programs that ask the model over an OpenAI-compatible API, as environments.
+
+An agent runs in a thread of this process, and is given the address and a key of a server that only
+this machine reaches. Each request of it is a turn: the messages that are new in it are what the
+environment says, and what the model writes is the answer to it. So an episode is one conversation
+that grows at its end; an agent that asks anything else, such as a second conversation or one whose
+past it has rewritten, fails its episode.
+
+Of ours only what needs the standard library alone is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
+from typing import Any
+
+from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
+from engines.environments.protocol import Ready, Start, ToolCall
+from engines.processes.user_code import shortened
+
+MODEL = "policy"  # the model's name, whatever a request calls it
+_STACK = 2**21  # bytes of the stack of a thread, of which each episode has two
+_OVER = "the episode is over"
+
+Message = dict[str, Any]
+
+
+def load_agent(start: Start, agent: Callable[..., Any]) -> Loaded:
+    """A user's function as an agent; ValueError where it cannot be given the API."""
+    names = _parameters(agent)
+    if names is not None and "base_url" not in names:
+        raise ValueError(
+            f"the agent {start.path} takes no argument base_url, so it cannot ask the model. Let it "
+            "take base_url and api_key"
+        )
+    threading.stack_size(_STACK)
+    server = _Server()
+    ready = Ready(digest=digest_of([agent]), packages={}, tools=[], chats=True)
+    return Loaded(make=lambda: AgentAdapter(server, agent, start.params), ready=ready)
+
+
+def _parameters(agent: Callable[..., Any]) -> set[str] | None:
+    """The names of a function's arguments; None where it takes any."""
+    parameters = inspect.signature(agent).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return None
+    return set(parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request that waits for its answer."""
+
+    body: Mapping[str, Any]
+    answer: SimpleQueue[tuple[int, dict[str, Any]]]  # HTTP status and body
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The agent's function has returned or raised."""
+
+    result: Any
+    error: Exception | None
+
+
+@dataclass(slots=True)
+class _Session:
+    """What goes on between an agent, the server's threads and the adapter."""
+
+    events: SimpleQueue[_Request | _End] = field(default_factory=SimpleQueue)
+    over: bool = False  # no request is answered any more
+
+
+class AgentAdapter:
+    """One agent that plays one episode."""
+
+    def __init__(
+        self, server: _Server, agent: Callable[..., Any], params: Mapping[str, Any]
+    ) -> None:
+        self._server = server
+        self._agent = agent
+        self._params = params
+        self._key = secrets.token_urlsafe(24)
+        self._session = _Session()
+        self._chat: list[Message] = []
+        self._waits: _Request | None = None  # for the model's turn
+        self._turns = 0
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Given:
+        """The messages and tools of the agent's first request, as JSON."""
+        self._server.sessions[self._key] = self._session
+        given = {**row, **self._params, "seed": seed, "model": MODEL}
+        given |= {"base_url": self._server.url, "api_key": self._key}
+        names = _parameters(self._agent)
+        arguments = {k: v for k, v in given.items() if names is None or k in names}
+        threading.Thread(target=self._run, args=(arguments,), daemon=True).start()
+        event = self._session.events.get()
+        if isinstance(event, _End):
+            if event.error is not None:
+                raise event.error
+            raise NotAllowed("the agent ended before it had asked the model anything")
+        self._waits, self._chat = event, _messages(event.body)
+        return _said(self._chat, event.body.get("tools"))
+
+    def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        """The new messages of the agent's next request, as JSON; or its reward, at the end."""
+        assert self._waits is not None, "the agent waits for each turn"
+        message = self._answer(text, calls if self._waits.body.get("tools") else None)
+        event = self._session.events.get()
+        if isinstance(event, _End):
+            self._waits = None
+            if event.error is not None:
+                raise event.error
+            return Given(observation=None, reward=_plain_number(event.result), done=True)
+        self._waits = event
+        chat = _messages(event.body)
+        before = [*self._chat, message]
+        for place, (was, now) in enumerate(zip(before, chat, strict=False)):
+            if _compared(was) != _compared(now):
+                raise NotAllowed(_not_on(self._turns, place, now))
+        if len(chat) <= len(before):
+            raise NotAllowed(_not_on(self._turns, len(chat), None))
+        self._chat = chat
+        return _said(chat[len(before) :])
+
+    def finish(self) -> Given:
+        """Tell an agent that waits for a turn that there is none; its reward, if it returns one."""
+        self._session.over = True
+        if self._waits is None:
+            return Given(observation=None)
+        self._waits.answer.put(_refused(_OVER))
+        self._waits = None
+        while not isinstance(event := self._session.events.get(), _End):
+            event.answer.put(_refused(_OVER))
+        return Given(observation=None, reward=_plain_number(event.result))
+
+    def close(self) -> None:
+        self._session.over = True
+        self._server.sessions.pop(self._key, None)
+        if self._waits is not None:
+            self._waits.answer.put(_refused(_OVER))
+
+    def _run(self, arguments: Mapping[str, Any]) -> None:
+        try:
+            result = self._agent(**arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_awaited(result))
+            self._session.events.put(_End(result, None))
+        except Exception as error:  # of a user's code: any
+            self._session.events.put(_End(None, error))
+
+    def _answer(self, text: str, calls: Sequence[ToolCall] | None) -> Message:
+        """Give the model's turn to the agent; the message that it is."""
+        assert self._waits is not None
+        self._turns += 1
+        message: Message = {"role": "assistant", "content": None if calls else text}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{self._turns}_{number}",
+                    "type": "function",
+                    "function": {"name": one["name"], "arguments": json.dumps(one["arguments"])},
+                }
+                for number, one in enumerate(calls)
+            ]
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if calls else "stop",
+        }
+        self._waits.answer.put((200, {"choices": [choice]}))
+        return message
+
+
+def _plain_number(result: Any) -> Any:
+    """A reward, of which a boolean is one too."""
+    return float(result) if isinstance(result, bool) else result
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _not_on(turn: int, place: int, message: Message | None) -> str:
+    shown = "ends" if message is None else f"has {shortened(json.dumps(message), 80)}"
+    return (
+        f"the agent's request after turn {turn} {shown} at message {place + 1}, where it does not go "
+        "on from the request before and its answer. An episode is one conversation that grows at "
+        "its end"
+    )
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    """A request's messages, with their contents as text; NotAllowed where they are none."""
+    found: list[Message] = []
+    for message in body["messages"]:
+        content = message.get("content")
+        if isinstance(content, list):
+            if any(not isinstance(part.get("text"), str) for part in content):
+                raise NotAllowed("the agent sent a message with a part that is no text")
+            content = "".join(part["text"] for part in content)
+        role = {"developer": "system"}.get(message["role"], message["role"])
+        kept = {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k)}
+        found.append({"role": role, "content": content, **kept})
+    return found
+
+
+def _compared(message: Message) -> tuple[Any, ...]:
+    """What two messages have in common that are one: clients change blanks and add fields."""
+    calls = [one.get("id") for one in message.get("tool_calls") or ()]
+    return message["role"], (message.get("content") or "").strip(), calls
+
+
+def _said(messages: Sequence[Message], tools: Any = None) -> Given:
+    said: dict[str, Any] = {"messages": messages}
+    if tools:
+        said["tools"] = tools
+    return Given(observation=json.dumps(said, ensure_ascii=False))
+
+
+def _refused(text: str, status: int = 403) -> tuple[int, dict[str, Any]]:
+    """An answer that clients do not ask for again."""
+    return status, {"error": {"message": text, "type": "invalid_request_error"}}
+
+
+class _Server:
+    """The API, on a port of this machine. Each key is an episode's."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, _Session] = {}
+        http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        http.daemon_threads = True
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
+
+    def answered(self, key: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """The answer to a chat request; waits for the model's turn."""
+        session = self.sessions.get(key)
+        if session is None:
+            return _refused("this key is of no episode", 401)
+        if session.over:
+            return _refused(_OVER)
+        if not isinstance(body, dict) or not _is_chat(body.get("messages")):
+            return _refused("messages has to be a list of messages with a role", 400)
+        if body.get("n") not in (None, 1):
+            return _refused("n has to be 1: an episode has one answer a turn", 400)
+        answer: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
+        session.events.put(_Request(body, answer))
+        return answer.get()
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    )
+
+
+def _handler(server: _Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path.rstrip("/") == "/v1/models":
+                self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            else:
+                self._send(*_refused(f"there is no {self.path}", 404))
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.path.rstrip("/") != "/v1/chat/completions":
+                self._send(*_refused(f"there is no {self.path}", 404))
+                return
+            try:
+                body = json.loads(text)
+            except ValueError:
+                body = None
+            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+            status, answer = server.answered(key, body)
+            if status == 200:
+                answer = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": 0} | answer
+                answer |= {"object": "chat.completion", "model": MODEL}
+                if body.get("stream"):
+                    self._stream(answer)
+                    return
+            self._send(status, answer)
+
+        def _send(self, status: int, answer: Mapping[str, Any]) -> None:
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _stream(self, answer: Mapping[str, Any]) -> None:
+            """The whole answer as one event, for clients that ask for a stream."""
+            (choice,) = answer["choices"]
+            delta = dict(choice["message"])
+            for number, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = number
+            piece = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}
+            chunk = {**answer, "object": "chat.completion.chunk", "choices": [piece]}
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are not told one by one."""
+
+    return Handler

@@ -1,0 +1,254 @@
+"""Agents that ask the model over HTTP: their requests are the turns of an episode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from configs.episodes import AgentEnvironment, EpisodesConfig
+from engines.environments.protocol import Outcome
+from engines.environments.sessions import Environments
+from tests.engines.environments.playing import begin, call
+
+AGENTS = """
+import asyncio, os, time
+import httpx
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def ask(base_url, api_key, messages, **more):
+    answer = httpx.post(
+        f"{base_url}/chat/completions",
+        headers={"Authorization": f"Bearer {api_key}"},
+        json={"model": "any", "messages": messages, **more},
+        timeout=30,
+    )
+    if answer.status_code != 200:
+        raise RuntimeError(f"{answer.status_code} {answer.json()['error']['message']}")
+    return answer.json()["choices"][0]["message"]
+
+
+def adds(base_url, api_key, start=0, seed=0):
+    chat = [{"role": "system", "content": "Count."}, {"role": "user", "content": f"from {start}"}]
+    for number in range(2):
+        said = ask(base_url, api_key, chat)
+        chat += [said, {"role": "user", "content": f"{said['content']} and {number}?"}]
+    return len(said["content"])
+
+
+async def waits(base_url, api_key, **row):
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+        answer = await client.post(f"{base_url}/chat/completions", json=body, timeout=30)
+    return answer.json()["choices"][0]["message"]["content"] == "yes"
+
+
+def uses_tools(base_url, api_key, **row):
+    chat = [{"role": "user", "content": "2 and 3?"}]
+    while True:
+        said = ask(base_url, api_key, chat, tools=TOOLS)
+        chat.append(said)
+        if not said.get("tool_calls"):
+            return float(said["content"] == "5")
+        for one in said["tool_calls"]:
+            chat.append({"role": "tool", "tool_call_id": one["id"], "content": one["function"]["arguments"]})
+
+
+def partial(base_url, api_key, **row):
+    try:
+        ask(base_url, api_key, [{"role": "user", "content": "on"}])
+        ask(base_url, api_key, [{"role": "user", "content": "on"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}])
+    except RuntimeError as error:
+        assert "403 the episode is over" in str(error)
+        return 0.25
+
+
+def forgets(base_url, api_key, **row):
+    ask(base_url, api_key, [{"role": "user", "content": "one"}])
+    ask(base_url, api_key, [{"role": "user", "content": "two"}])
+
+
+def repeats(base_url, api_key, **row):
+    ask(base_url, api_key, [{"role": "user", "content": "one"}])
+    ask(base_url, api_key, [{"role": "user", "content": "one"}])
+
+
+def silent(base_url, api_key, **row):
+    return 1.0
+
+
+def raises(base_url, api_key, **row):
+    ask(base_url, api_key, [{"role": "user", "content": "one"}])
+    raise KeyError("lost")
+
+
+def nonsense(base_url, api_key, **row):
+    ask(base_url, api_key, [{"role": "user", "content": "one"}])
+    return "good"
+
+
+def tells(base_url, api_key, **row):
+    return ask(base_url, api_key, [{"role": "user", "content": f"{base_url} {api_key}"}]) and None
+
+
+def no_url(question):
+    return 1.0
+
+
+def dies(base_url, api_key, log, **row):
+    chat = [{"role": "user", "content": "one"}]
+    chat += [ask(base_url, api_key, chat), {"role": "user", "content": "two"}]
+    if not os.path.exists(log):
+        open(log, "w").close()
+        os._exit(1)
+    return float(ask(base_url, api_key, chat)["content"])
+
+
+def streams(base_url, api_key, **row):
+    import openai
+
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    assert [model.id for model in client.models.list()] == ["policy"]
+    chat = [{"role": "user", "content": "one"}]
+    whole = client.chat.completions.create(model="policy", messages=chat)
+    chat += [whole.choices[0].message.model_dump(), {"role": "user", "content": "two"}]
+    text = ""
+    for chunk in client.chat.completions.create(model="policy", messages=chat, stream=True):
+        text += chunk.choices[0].delta.content or ""
+    return float(text)
+"""
+
+Playing = Callable[..., Environments]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playing]:
+    """Makes environments of an agent of the file above."""
+    (tmp_path / "my_agents.py").write_text(AGENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    made: list[Environments] = []
+
+    def play(name: str, **params: Any) -> Environments:
+        environment = AgentEnvironment(path=f"my_agents:{name}", params=params)
+        config = EpisodesConfig(environment=environment, processes=1, turn_timeout=20.0)
+        made.append(Environments(config))
+        return made[-1]
+
+    yield play
+    for one in made:
+        one.close()
+
+
+def messages(outcome: Outcome) -> list[dict[str, Any]]:
+    assert outcome.failed is None, outcome.failed
+    found: list[dict[str, Any]] = json.loads(outcome.observation)["messages"]
+    return found
+
+
+def test_requests_are_turns(play: Playing) -> None:
+    environments = play("adds")
+    assert environments.start().chats
+    [opening] = environments.opening([{"start": 3, "other": 1}], [7])
+    assert messages(opening) == [
+        {"role": "system", "content": "Count."},
+        {"role": "user", "content": "from 3"},
+    ]
+    episode = begin(environments, start=3, other=1)
+    assert messages(episode.act(environments, "four", ())) == [
+        {"role": "user", "content": "four and 0?"}
+    ]
+    assert episode.act(environments, "fives", ()) == Outcome(reward=5.0, done=True)
+    assert episode.finish(environments) == Outcome()
+
+
+def test_an_agent_may_be_async(play: Playing) -> None:
+    environments = play("waits")
+    episode = begin(environments)
+    assert episode.act(environments, "yes", ()) == Outcome(reward=1.0, done=True)
+
+
+def test_tools_are_called(play: Playing) -> None:
+    environments = play("uses_tools")
+    [opening] = environments.opening([{}], [7])
+    assert json.loads(opening.observation)["tools"][0]["function"]["name"] == "add"
+    episode = begin(environments)
+    calls = [call("add", of=[2, 3]), call("add", of=[1])]
+    new = messages(episode.act(environments, "<tool_call>…", calls))
+    assert [one["content"] for one in new] == ['{"of": [2, 3]}', '{"of": [1]}']
+    assert [one["tool_call_id"] for one in new] == ["call_1_0", "call_1_1"]
+    assert episode.act(environments, "5", ()) == Outcome(reward=1.0, done=True)
+
+
+def test_calls_are_text_to_an_agent_without_tools(play: Playing) -> None:
+    environments = play("adds")
+    episode = begin(environments)
+    new = messages(episode.act(environments, "{}", [call("add")]))
+    assert new == [{"role": "user", "content": "{} and 0?"}]
+
+
+def test_an_agent_learns_that_its_episode_is_over(play: Playing) -> None:
+    environments = play("partial")
+    episode = begin(environments)
+    episode.act(environments, "a", ())
+    assert episode.finish(environments) == Outcome(reward=0.25)
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("forgets", 'has {"role": "user", "content": "two"} at message 1'),
+        ("repeats", "ends at message 2"),
+        ("raises", "KeyError: 'lost'"),
+        ("nonsense", "'good' (str) as a reward, no number"),
+    ],
+)
+def test_what_is_no_conversation_fails(play: Playing, agent: str, said: str) -> None:
+    environments = play(agent)
+    outcome = begin(environments).act(environments, "a", ())
+    assert outcome.failed is not None and said in outcome.failed
+
+
+def test_an_agent_that_asks_nothing_fails(play: Playing) -> None:
+    [opening] = play("silent").opening([{}], [7])
+    assert opening.failed == "the agent ended before it had asked the model anything"
+
+
+def test_an_agent_has_to_take_the_address(play: Playing) -> None:
+    with pytest.raises(ValueError, match="takes no argument base_url"):
+        play("no_url").start()
+
+
+def test_an_agent_that_dies_is_begun_again(play: Playing, tmp_path: Path) -> None:
+    environments = play("dies", log=str(tmp_path / "died"))
+    episode = begin(environments)
+    assert messages(episode.act(environments, "a", ()))[0]["content"] == "two"
+    assert (tmp_path / "died").exists()
+    assert episode.act(environments, "2", ()) == Outcome(reward=2.0, done=True)
+
+
+def test_a_key_is_of_one_episode(play: Playing) -> None:
+    [opening] = play("tells").opening([{}], [7])
+    url, key = messages(opening)[0]["content"].split()
+    body = {"messages": [{"role": "user", "content": "mine?"}]}
+
+    def status(key: str, body: Any) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{url}/chat/completions", json=body, headers=headers).status_code
+
+    assert status(key, body) == 401, "its episode has been let go"
+    assert status("none", body) == 401
+    assert httpx.get(f"{url}/nothing").status_code == 404
+
+
+def test_the_openai_client(play: Playing) -> None:
+    pytest.importorskip("openai")
+    environments = play("streams")
+    episode = begin(environments)
+    assert messages(episode.act(environments, "a", ()))[0]["content"] == "two"
+    assert episode.act(environments, "3", ()) == Outcome(reward=3.0, done=True)
