@@ -374,6 +374,17 @@ class GRPOConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _judges_end_before_their_call(self) -> Self:
+        for position, function in enumerate(self.rewards.functions):
+            if function.kind == "judge" and function.deadline >= self.rollout.deadline:
+                raise ValueError(
+                    f"rewards.functions.{position}.deadline = {function.deadline:g} s is not below "
+                    f"rollout.deadline = {self.rollout.deadline:g} s, after which a scoring call "
+                    "counts as hung. Set rollout.deadline higher, or the judge's deadline lower."
+                )
+        return self
+
+    @model_validator(mode="after")
     def _store_is_shared(self) -> Self:
         if self.store.uri.startswith("memory:"):
             raise ValueError(

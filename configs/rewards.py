@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, Settings
+from configs.judge import JudgeReward
 
 
 class ReasoningGymReward(Settings):
@@ -74,7 +75,7 @@ class EnvironmentReward(Settings):
 
 
 Reward = Annotated[
-    ReasoningGymReward | MathReward | FunctionReward | EnvironmentReward,
+    ReasoningGymReward | MathReward | FunctionReward | EnvironmentReward | JudgeReward,
     Field(discriminator="kind"),
 ]
 

@@ -22,7 +22,8 @@ def main() -> int:
         "--reward",
         required=True,
         metavar="package.module:function",
-        help="a function as rewards.functions takes it; or math, reasoning_gym",
+        help="a function as rewards.functions takes it; math, reasoning_gym; or the name of one of "
+        "the run's rewards, such as a judge, whose stored answers are used again",
     )
     words.add_argument("--steps", metavar="A-B", help="committed steps [all]")
 

@@ -30,6 +30,7 @@ from engines.data.results import (
     SampleFailure,
     ScoreResult,
 )
+from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS, TrainerState
 from engines.rewards.runner import RewardRunner, Scores, code_digest
 from engines.workers.engine import Engine
@@ -48,6 +49,8 @@ class DataSpec(RowsSpec):
     """From what the engine is built."""
 
     rewards: RewardsConfig = Field(description="Reward functions.")
+    run: str = Field(description="The run, below which judges' answers are kept.")
+    scorers: int = Field(1, ge=1, description="Workers that score, this one included.")
 
 
 class DataEngine(Engine):
@@ -71,7 +74,8 @@ class DataEngine(Engine):
         self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
-        self._rewards = RewardRunner(spec.rewards, spec.data)
+        answers = JudgeAnswers(store=self._store, run=spec.run)
+        self._rewards = RewardRunner(spec.rewards, spec.data, answers, spec.scorers)
         self._rewards.start()
 
     def prompts(

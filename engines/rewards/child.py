@@ -13,8 +13,9 @@ import inspect
 import math
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -33,11 +34,13 @@ from engines.rewards import protocol
 from engines.rewards.protocol import (
     TRL_ARGUMENTS,
     TRL_HIDDEN_COLUMNS,
+    BatchScorer,
     Ready,
     Reply,
     RewardCall,
     Start,
     TrainerState,
+    Unscored,
     unpacked,
 )
 
@@ -83,8 +86,11 @@ def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
     if not callable(function):
         raise ValueError(f"{start.path} is a {type(function).__name__}, not a function")
     if start.built_in:
-        scorer = SampleScorer(function(**start.params), start.sample_seconds)
-        return scorer, ready_of(function, (), start.packages)
+        scorer = function(**start.params)
+        if isinstance(scorer, BatchScorer):
+            ready = ready_of(function, scorer.columns, start.packages)
+            return WholeScorer(scorer), replace(ready, source=scorer.source or ready.source)
+        return SampleScorer(scorer, start.sample_seconds), ready_of(function, (), start.packages)
     columns = required_columns(function, start.params)
     return FunctionScorer(function, start.params), ready_of(function, columns, start.packages)
 
@@ -143,20 +149,7 @@ class FunctionScorer:
         if result is None or len(values) != size:
             got = "None" if result is None else f"{len(values)} values"
             return _failed_call(f"returned {got} for {size} samples")
-        for column, entries in logged.extras.items():
-            if len(entries) != size:
-                return _failed_call(
-                    f"gave log_extra {len(entries)} values of {column!r} for {size} samples"
-                )
-        checked = [_checked(value) for value in values]
-        return Reply(
-            values=[value if isinstance(value, float) else None for value in checked],
-            errors={i: value for i, value in enumerate(checked) if isinstance(value, str)},
-            error=None,
-            metrics=logged.means(),
-            extras=logged.extras,
-            tracebacks={},
-        )
+        return _answered([_checked(value) for value in values], logged)
 
     def _arguments(self, call: RewardCall, logged: Logged) -> dict[str, Any]:
         arguments = {
@@ -209,6 +202,24 @@ class Logged:
     def means(self) -> dict[str, float]:
         """Name -> mean of the finite values; absent where there is none (TRL leaves out NaN)."""
         return {name: math.fsum(v) / len(v) for name, v in self._metrics.items() if v}
+
+
+class WholeScorer:
+    """Calls a built-in scorer once for a whole batch."""
+
+    def __init__(self, scorer: BatchScorer) -> None:
+        self._scorer = scorer
+
+    def __call__(self, call: RewardCall) -> Reply:
+        logged = Logged()
+        try:
+            values = self._scorer(call, logged)
+        except Exception as error:
+            return _failed_call(_describe(error), traceback_of(error, (os.path.abspath(__file__),)))
+        assert len(values) == len(call.completions)
+        return _answered(
+            [one.reason if isinstance(one, Unscored) else _checked(one) for one in values], logged
+        )
 
 
 class SampleScorer:
@@ -282,6 +293,24 @@ def _number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+def _answered(checked: Sequence[float | str | None], logged: Logged) -> Reply:
+    """The reply of a call that gave for each sample a number, None, or why it has none."""
+    size = len(checked)
+    for column, entries in logged.extras.items():
+        if len(entries) != size:
+            return _failed_call(
+                f"gave log_extra {len(entries)} values of {column!r} for {size} samples"
+            )
+    return Reply(
+        values=[value if isinstance(value, float) else None for value in checked],
+        errors={i: value for i, value in enumerate(checked) if isinstance(value, str)},
+        error=None,
+        metrics=logged.means(),
+        extras=logged.extras,
+        tracebacks={},
+    )
 
 
 def _failed_call(error: str, trace: str = "") -> Reply:

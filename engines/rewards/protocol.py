@@ -7,9 +7,10 @@ a process starts quickly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from engines.processes import child_messages
 from engines.processes.child_messages import Broken, Packed, by_name
@@ -107,6 +108,41 @@ class Reply:
     tracebacks: Mapping[str, str]  # of the exceptions among those errors, by the error
     metrics: Mapping[str, float]  # by name: mean of the finite values given to log_metric
     extras: Mapping[str, Sequence[JsonValue]]  # columns given to log_extra, one entry per sample
+
+
+class Logs(Protocol):
+    """What a function may log during a call, by TRL's two functions."""
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number for the batch, or several one by one, of which the mean is taken."""
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        """Log values of a column, one per sample: all at once, or in parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscored:
+    """In the place of a score: the sample is failed."""
+
+    reason: str  # one sentence
+
+
+class BatchScorer(ABC):
+    """A built-in scorer that is given all samples of a call at once, as users' functions are."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that rows need."""
+        return ()
+
+    @property
+    def source(self) -> str | None:
+        """sha256 of what tells this scorer from another; None: the lines of its maker."""
+        return None
+
+    @abstractmethod
+    def __call__(self, call: RewardCall, logs: Logs) -> Sequence[float | Unscored | None]:
+        """A score, None or the reason of a failure for each sample. What it raises fails them all."""
 
 
 Message: TypeAlias = "Ready | Broken | RewardCall | Reply"

@@ -7,6 +7,7 @@ engines/rewards/builtin.py; a user's function is called as TRL calls it.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import numpy as np
 
 from configs.data import DataConfig, ReasoningGymSource
 from configs.imports import is_file
+from configs.judge import JudgeReward
 from configs.rewards import (
     EnvironmentReward,
     FunctionReward,
@@ -28,12 +30,16 @@ from configs.rewards import (
     RewardsConfig,
 )
 from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
+from engines.rewards.judge import check_judge
+from engines.rewards.judge_answers import JudgeAnswers
+from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
 from storage.objects.digests import key_of
 from storage.objects.json_values import JsonValue, Row
 from storage.prompts.source import PromptSource
 
+_GRACE = 15.0  # seconds after the deadline that a judge keeps by itself, before it is killed
 _SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
 
 NO_FUNCTION = "no reward function applies to this sample: each returned None"
@@ -91,10 +97,24 @@ def code_digest(code: Sequence[RewardCode]) -> str:
 class RewardRunner:
     """The reward functions of one run, each in its process. Close it, or use it as a context."""
 
-    def __init__(self, rewards: RewardsConfig, data: DataConfig) -> None:
+    def __init__(
+        self,
+        rewards: RewardsConfig,
+        data: DataConfig,
+        answers: JudgeAnswers | None = None,
+        sharers: int = 1,
+    ) -> None:
+        """
+        Args:
+            rewards: the functions.
+            data: the data set.
+            answers: where judges' answers are kept; None: nowhere.
+            sharers: runners of the run that share what a judge's endpoint allows.
+        """
         self._rewards = rewards
         self._processes = [
-            RewardProcess(_start_message(reward, rewards, data)) for reward in rewards.functions
+            RewardProcess(_start_message(reward, rewards, data, answers, sharers))
+            for reward in rewards.functions
         ]
         self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="reward")
 
@@ -162,13 +182,19 @@ class RewardRunner:
         lengths = {len(batch.prompts), len(batch.completions), len(batch.completion_ids), len(rows)}
         assert len(lengths) == 1, f"arguments of different lengths: {lengths}"
 
-        def timed(process: RewardProcess) -> tuple[Column, float]:
+        def timed(process: RewardProcess, reward: Reward) -> tuple[Column, float]:
             started = time.perf_counter()
-            column = score_column(process, batch, self._rewards.timeout)
+            column = score_column(process, batch, self._seconds(reward))
             return column, time.perf_counter() - started
 
-        results = list(self._threads.map(timed, self._processes))
+        results = list(self._threads.map(timed, self._processes, self._rewards.functions))
         return self._gather([column for column, _ in results], [took for _, took in results])
+
+    def _seconds(self, reward: Reward) -> float:
+        """Deadline of a call, after which its process is killed."""
+        if isinstance(reward, JudgeReward):
+            return reward.deadline + _GRACE
+        return self._rewards.timeout
 
     def _gather(self, columns: list[Column], seconds: list[float]) -> Scores:
         names = self.names
@@ -222,7 +248,13 @@ class RewardRunner:
         self.close()
 
 
-def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> Start:
+def _start_message(
+    reward: Reward,
+    rewards: RewardsConfig,
+    data: DataConfig,
+    answers: JudgeAnswers | None,
+    sharers: int,
+) -> Start:
     params: dict[str, Any]
     packages: tuple[str, ...]
     match reward:
@@ -236,6 +268,10 @@ def _start_message(reward: Reward, rewards: RewardsConfig, data: DataConfig) -> 
         case EnvironmentReward():
             path, params = "engines.rewards.builtin:environment_scorer", {"reward": reward}
             packages = ("refrain-rl",)
+        case JudgeReward():
+            path = "engines.rewards.judge:judge_scorer"
+            params = {"reward": reward, "answers": answers, "sharers": sharers}
+            packages = ("refrain-rl", "httpx")
         case ReasoningGymReward():
             path = "engines.rewards.builtin:reasoning_gym_scorer"
             packages = ("refrain-rl", "reasoning-gym")
@@ -307,15 +343,28 @@ def check_rewards(
             )
     needed = [data.prompt_column]
     needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
+    judges = [r for r in rewards.functions if isinstance(r, JudgeReward)]
+    named = itertools.chain(*(read_rubric(r.rubric).columns for r in judges))
+    needed += [column for column in named if column not in given]
     source.check_columns(dict.fromkeys(needed))
-    here = (MathReward, EnvironmentReward)
+    here = (MathReward, EnvironmentReward, JudgeReward)
     loaded = [r for r in rewards.functions if not isinstance(r, here)]
     if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
         loaded.append(ReasoningGymReward())  # its process proves the task and its parameters
-    if not loaded:
-        return
-    with RewardRunner(rewards.model_copy(update={"functions": tuple(loaded)}), data) as runner:
-        for reward, columns in zip(loaded, runner.start(), strict=True):
+    if loaded:
+        _check_functions(
+            rewards.model_copy(update={"functions": tuple(loaded)}), data, source, given
+        )
+    for reward in judges:  # last: a request costs something
+        check_judge(reward)
+
+
+def _check_functions(
+    rewards: RewardsConfig, data: DataConfig, source: PromptSource, given: Sequence[str]
+) -> None:
+    """Load functions, and look whether the rows have the columns that each needs."""
+    with RewardRunner(rewards, data) as runner:
+        for reward, columns in zip(rewards.functions, runner.start(), strict=True):
             for column in columns:
                 if column not in (*source.columns, *given):
                     raise ValueError(

@@ -19,6 +19,7 @@ from engines.data.chat_template import prompts_of
 from engines.data.data_engine import with_episodes
 from engines.models import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
+from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner, code_digest
 from storage.batches.refs import BatchRef
@@ -46,14 +47,15 @@ def answer(request: Request) -> Answer:
     """Rescore the steps that were named."""
     files, asked = request.files, request.arguments
     config = settings_of(files)
-    reward = reward_of(asked.reward)
+    reward = reward_of(asked.reward, config.rewards)
     settings = RewardsConfig(functions=(reward,), timeout=config.rewards.timeout)
     steps = steps_of(files, asked.steps)
     found: list[tuple[int, RewardComparison]] = []
     refs: dict[int, BatchRef] = {}
     olds, news, groups = [], [], []
     tokenizer = load_tokenizer(materialize(config.model, MODELS.absolute()))
-    with RewardRunner(settings, config.data) as runner:
+    answers = JudgeAnswers(store=files.store, run=files.run)
+    with RewardRunner(settings, config.data, answers) as runner:
         runner.start()
         for step in steps:
             commit = read_commit(files, step)
@@ -93,8 +95,14 @@ def answer(request: Request) -> Answer:
     return Answer(record=record, shown=shown)
 
 
-def reward_of(word: str) -> Reward:
-    """The reward that --reward names: a function, by module or file, math or reasoning_gym."""
+def reward_of(word: str, own: RewardsConfig) -> Reward:
+    """The reward that --reward names: one of the run's own, by its name, or one by its definition.
+
+    The latter is a function, by module or file, math or reasoning_gym.
+    """
+    for reward in own.functions:
+        if reward.label == word:
+            return reward
     if word == "math":
         return MathReward()
     if word == "reasoning_gym":
@@ -104,7 +112,8 @@ def reward_of(word: str) -> Reward:
     except ValueError:
         raise ValueError(
             f"--reward {word} names no function. Write package.module:function, "
-            "path/to/file.py:function, math or reasoning_gym."
+            "path/to/file.py:function, math, reasoning_gym, or the name of one of the run's rewards: "
+            f"{', '.join(reward.label for reward in own.functions)}."
         ) from None
 
 

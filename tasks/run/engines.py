@@ -262,6 +262,8 @@ class Engines:
             model_cache=str(MODELS.absolute()),
             data=config.data,
             rewards=config.rewards,
+            run=run.files.run,
+            scorers=config.cluster.pools[config.cluster.roles.reward].workers,
             max_new_tokens=config.rollout.max_new_tokens,
             store_uri=run.store.uri,
             store_options=config.store.options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from configs.data import DataConfig, ReasoningGymSource
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
+from configs.judge import JudgeReward
 from configs.model import Model
 from configs.rewards import MathReward, ReasoningGymReward
 from engines.data.chat_template import Prompt, fits_template, prompt_of
@@ -12,6 +13,7 @@ from engines.data.data_engine import PROBE_ROWS
 from engines.data.environment_engine import seed_of
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
+from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.runner import check_rewards
 from storage.prompts.datasets import open_source
@@ -94,6 +96,8 @@ def check_evaluation(config: GRPOConfig) -> str:
     for reward in config.rewards.functions:
         if isinstance(reward, MathReward):
             source.check_columns([reward.answer_column])
+        elif isinstance(reward, JudgeReward):
+            source.check_columns(read_rubric(reward.rubric).columns)
         elif isinstance(reward, ReasoningGymReward):
             same = isinstance(held_out, ReasoningGymSource) and (
                 isinstance(trained, ReasoningGymSource) and held_out.task == trained.task

@@ -42,6 +42,7 @@ def scorer_of(config: PPOConfig, models: str) -> DataEngine:
     """The engine of a cpu worker, in this process."""
     return DataEngine(
         DataSpec(
+            run="methods",
             model=config.model,
             model_cache=models,
             data=config.data,
