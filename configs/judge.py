@@ -13,6 +13,10 @@ from configs.environment import refuse_password, refuse_secrets
 # The last such line counts. What a number goes on with, as in 7,5 or 1.2.3, makes it no number.
 SCORE_LINE = r"(?i)\bscore\b[^\w-]{0,8}(-?\d+(?:\.\d+)?)(?![\d.,]*\d)"
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+# How the endpoint is asked: what an answer is does not depend on these.
+HOW_ASKED = (
+    "key_variable", "at_once", "requests_per_minute", "timeout", "retries", "retry_pause", "deadline",
+)  # fmt: skip
 OURS = ("model", "messages", "temperature", "max_tokens", "seed", "n", "stream")
 
 

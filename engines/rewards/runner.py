@@ -20,7 +20,7 @@ import numpy as np
 
 from configs.data import DataConfig, ReasoningGymSource
 from configs.imports import is_file
-from configs.judge import JudgeReward
+from configs.judge import HOW_ASKED, JudgeReward
 from configs.rewards import (
     EnvironmentReward,
     FunctionReward,
@@ -137,7 +137,7 @@ class RewardRunner:
         return tuple(
             RewardCode(
                 name=reward.label,
-                settings=reward.model_dump(mode="json"),
+                settings=_definition(reward),
                 source=ready.source,
                 module=ready.module,
                 packages=dict(ready.packages),
@@ -246,6 +246,12 @@ class RewardRunner:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _definition(reward: Reward) -> dict[str, Any]:
+    """The settings that a score depends on."""
+    left_out = set(HOW_ASKED) if isinstance(reward, JudgeReward) else set()
+    return reward.model_dump(mode="json", exclude=left_out)
 
 
 def _start_message(

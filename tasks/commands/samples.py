@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -114,7 +115,20 @@ def told(found: Transcript, characters: int) -> list[RenderableType]:
             if who in WROTE
             for line in (text(WROTE[who], "cyan"), text(printable(part, characters)))
         ),
+        *(
+            line
+            for name, value in origin.extras.items()
+            if value is not None
+            for line in (text(name, "cyan"), text(printable(as_lines(value), characters)))
+        ),
     ]
+
+
+def as_lines(value: object) -> str:
+    """What a reward function logged of a sample, as text: of a list a line for each entry."""
+    if isinstance(value, list):
+        return "\n".join(map(as_lines, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def record(found: Transcript) -> dict[str, object]:

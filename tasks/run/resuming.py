@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from configs.grpo import GRPOConfig
+from configs.judge import HOW_ASKED
 from configs.overrides import ConfigError
 from storage.runs.commit_log import head
 from storage.runs.live import DataOver, read_end
@@ -12,7 +14,7 @@ from storage.runs.run_store import RunStore
 from tasks.run.recorded_flow import check_same_flow, settings_of
 
 # What may change between the parts of a run without making its past unrepeatable. A name stands
-# for the setting and all below it.
+# for the setting and all below it; of a list * is any entry.
 MAY_CHANGE = (
     "steps",
     "cluster",
@@ -36,6 +38,8 @@ MAY_CHANGE = (
     "rollout.sleep_level",
     "rollout.probe_tolerance",
     "rewards.timeout",
+    "rewards.functions.*.url",  # of a judge, which may have moved; commits say so
+    *(f"rewards.functions.*.{name}" for name in HOW_ASKED),
     "train.deadline",
     # Where the same numbers lie, and how often they are computed.
     "train.gradient_checkpointing",
@@ -57,9 +61,7 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
     check_same_flow(files, flow, config.store)
     written = settings_of(files).model_dump(mode="json")
     changed = [
-        key
-        for key in differing(written, config.model_dump(mode="json"))
-        if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+        key for key in differing(written, config.model_dump(mode="json")) if not may_change(key)
     ]
     if changed:
         raise ConfigError(
@@ -81,6 +83,12 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
         )
 
 
+def may_change(key: str) -> bool:
+    """Whether a setting may be another on resuming, by its dotted name."""
+    named = re.sub(r"\.\d+(?=\.|$)", ".*", key)
+    return any(named == one or named.startswith(f"{one}.") for one in MAY_CHANGE)
+
+
 def differing(old: Any, new: Any, prefix: str = "") -> list[str]:
     """Dotted names of the settings in which two configs differ."""
     if isinstance(old, dict) and isinstance(new, dict):
@@ -88,4 +96,7 @@ def differing(old: Any, new: Any, prefix: str = "") -> list[str]:
         for name in sorted({*old, *new}):
             found += differing(old.get(name), new.get(name), f"{prefix}{name}.")
         return found
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [name for i, (a, b) in pairs for name in differing(a, b, f"{prefix}{i}.")]
     return [] if old == new else [prefix.removesuffix(".")]
