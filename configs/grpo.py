@@ -157,6 +157,7 @@ class GRPOConfig(Settings):
         """Pools on which some role of the run lives; others are not started."""
         roles: list[Role] = [*self.engine_roles, "reward"]
         roles += [] if self.episodes is None else ["environment"]
+        roles += ["reward_model"] if self.rewards.models else []
         return {self.cluster.roles.pool_of(role) for role in roles}
 
     @property
@@ -350,6 +351,12 @@ class GRPOConfig(Settings):
     def _devices_can_be_shared(self) -> Self:
         if self.cluster.share_devices:
             check_sharing(self.cluster, self.engine_roles, self.max_staleness)
+            pool = self.cluster.roles.pool_of("reward_model")
+            if self.rewards.models and pool in map(self.cluster.roles.pool_of, self.engine_roles):
+                raise ValueError(
+                    f"cluster.share_devices = true, but reward models do not give the devices of "
+                    f"pool {pool} back. Set cluster.roles.reward_model to another pool."
+                )
         return self
 
     @model_validator(mode="after")

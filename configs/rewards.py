@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, Settings
 from configs.judge import JudgeReward
+from configs.reward_model import RewardModelReward
 
 
 class ReasoningGymReward(Settings):
@@ -74,10 +75,10 @@ class EnvironmentReward(Settings):
         return self.name
 
 
-Reward = Annotated[
-    ReasoningGymReward | MathReward | FunctionReward | EnvironmentReward | JudgeReward,
-    Field(discriminator="kind"),
-]
+# What is called in a process of its own; a reward model has engines.
+CalledReward = ReasoningGymReward | MathReward | FunctionReward | EnvironmentReward | JudgeReward
+
+Reward = Annotated[CalledReward | RewardModelReward, Field(discriminator="kind")]
 
 
 class RewardsConfig(Settings):
@@ -94,6 +95,11 @@ class RewardsConfig(Settings):
         description="What becomes of a group in which a sample's scoring failed: drop leaves the "
         "whole group out, complete trains on its other samples, abort ends the step.",
     )
+
+    @property
+    def models(self) -> tuple[RewardModelReward, ...]:
+        """The reward models among the functions, whose engines are a role of their own."""
+        return tuple(one for one in self.functions if isinstance(one, RewardModelReward))
 
     @model_validator(mode="after")
     def _names_differ(self) -> "RewardsConfig":

@@ -166,10 +166,21 @@ def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedMo
     """
     from transformers import AutoModelForCausalLM
 
+    return _loaded(AutoModelForCausalLM, directory, dtype)
+
+
+def load_classifier(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
+    """As `load_for_training`, of a checkpoint with a head for sequence classification."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _loaded(AutoModelForSequenceClassification, directory, dtype)
+
+
+def _loaded(auto_class: Any, directory: Path, dtype: Dtype) -> PreTrainedModel:
     from engines.model_files import unfit
 
     with quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class.from_pretrained(
             directory,
             dtype=_torch_dtype(dtype),
             attn_implementation="sdpa",

@@ -9,7 +9,7 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from engines.data.results import SampleFailure
+from engines.data.results import ModelScores, SampleFailure
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
 from storage.batches.refs import BatchRef
@@ -53,6 +53,8 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
         prompts = BatchRef.concat([shard.prompts for shard in sampled])
     key = key_of("reward", samples.to_json(), rewards, asdict(state))
     out_key = run.files.stage_key(step, "reward", number, key)
+    models_key = run.files.stage_key(step, "reward_model", number, key)
+    models = model_scores(run, step, number, prompts, samples, models_key)
     with attempted(run, step, "reward", number) as attempt:
         result = run.engines.scorers.call(
             "score",
@@ -62,6 +64,7 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
             samples=samples,
             out_key=out_key,
             trainer_state=state,
+            models=models,
         )
     for (function, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
@@ -70,12 +73,49 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
         get_run_logger().error("%s", text.rstrip())
     return Scored(
         sampled=sampled,
-        ref=samples.drop(["status"]).with_columns(result.ref),
+        ref=with_scores(samples, models, result.ref),
         failures=result.failed,
         code=result.code,
         seconds=result.seconds,
         metrics=result.metrics,
     )
+
+
+def model_scores(
+    run: Run, step: int, number: int, prompts: BatchRef, samples: BatchRef, out_key: str
+) -> ModelScores | None:
+    """The reward models' scores of some samples; None where the recipe has no reward models.
+
+    Args:
+        run: the run.
+        step: whose samples they are.
+        number: of the shard, for people.
+        prompts: of the samples.
+        samples: [N].
+        out_key: where the scores go; made of samples and settings, so it names the call too.
+    """
+    if not run.config.rewards.models:
+        return None
+    with attempted(run, step, "reward_model", number) as attempt:
+        scores: ModelScores = run.engines.reward_models.call(
+            "score",
+            run.call_id(step, f"score-{out_key}"),
+            attempt.assignment,
+            prompts=prompts,
+            samples=samples,
+            out_key=out_key,
+        )
+    return scores
+
+
+def with_scores(samples: BatchRef, models: ModelScores | None, scores: BatchRef) -> BatchRef:
+    """Samples with their scores, and what reward models said of those that they could not score.
+
+    The latter is a column of the models' own batch, so a commit names all that was stored.
+    """
+    found = samples.drop(["status"])
+    found = found if models is None else found.with_columns(models.ref)
+    return found.with_columns(scores)  # score/<function> too, of a failed sample not a number
 
 
 def trainer_state(run: Run, step: int) -> TrainerState:

@@ -17,7 +17,7 @@ from configs.cluster.kinds import (
 )
 from configs.environment import refuse_secrets
 
-Role = Literal["actor", "ref", "critic", "rollout", "reward", "environment"]
+Role = Literal["actor", "ref", "critic", "rollout", "reward", "environment", "reward_model"]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
 
@@ -73,11 +73,15 @@ class RolesConfig(Settings):
     environment: str | None = Field(
         None, description="Pool of the environments of episodes; none: that of rewards."
     )
+    reward_model: str | None = Field(
+        None, description="Pool of the reward models; none: that of rewards. Each worker holds all."
+    )
 
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
-        return pools[role] or (self.reward if role == "environment" else self.actor)
+        beside_rewards = role in ("environment", "reward_model")
+        return pools[role] or (self.reward if beside_rewards else self.actor)
 
 
 class ClusterConfig(Settings):

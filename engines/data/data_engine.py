@@ -20,16 +20,19 @@ from pydantic import Field
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.data import Source
 from configs.rewards import RewardsConfig
-from engines.data.chat_template import prompts_of, state_number, tokenize
+from engines.data.chat_template import state_number, tokenize
 from engines.data.results import (
     AdvantageParts,
     AdvantagesResult,
+    ModelScores,
     PartResult,
     PromptsResult,
     RowsSpec,
     SampleFailure,
     ScoreResult,
 )
+from engines.data.sample_texts import read_texts
+from engines.rewards.failing_samples import Column
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS, TrainerState
 from engines.rewards.runner import RewardRunner, Scores, code_digest
@@ -41,6 +44,7 @@ from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 
+ERROR = "error"  # extra/<reward model>/error: why a sample has no score
 PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
 
@@ -122,33 +126,37 @@ class DataEngine(Engine):
         return tokens, [len(ids) // 2 for ids in tokens]
 
     def score(
-        self, prompts: BatchRef, samples: BatchRef, out_key: str, trainer_state: TrainerState
+        self,
+        prompts: BatchRef,
+        samples: BatchRef,
+        out_key: str,
+        trainer_state: TrainerState,
+        models: ModelScores | None = None,
     ) -> ScoreResult:
         """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
 
         What the functions give to log_extra becomes columns extra/<function>/<column>, one JSON
-        value per sample; null for a sample of which nothing was logged.
+        value per sample; null for a sample of which nothing was logged. models: what the reward
+        models among the functions gave.
         """
-        repeat = len(samples) // len(prompts)
-        found = cast("list[Row]", prompts.fetch_list(self._store, "row"))
-        rows = [row for row in found for _ in range(repeat)]
+        texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
+        rows = texts.rows
         status, _ = samples.fetch_numpy(self._store, "status")
         sample_ids, _ = samples.fetch_numpy(self._store, "sample_id")
         if "episode" in samples.names:
             rows = with_episodes(self._store, samples, rows)
-        ids, offsets = samples.fetch_numpy(self._store, "response_ids")
-        assert offsets is not None
-        completion_ids = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+        given = {} if models is None else model_columns(self._store, models)
         began = time.monotonic()
         scores = self._rewards.score(
-            prompts_of(rows, self._spec.data),
-            self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True),
+            texts.prompts,
+            texts.completions,
             rows,
-            completion_ids,
+            texts.completion_ids,
             trainer_state,
+            given,
         )
         seconds = time.monotonic() - began
-        code = self._rewards.code()
+        code = self._rewards.code(() if models is None else models.code)
         failed = scores.failed | (status == SampleStatus.FAILED)  # of episodes, said already
         return ScoreResult(
             ref=write_batch(self._store, out_key, score_columns(scores, status, code_digest(code))),
@@ -236,6 +244,21 @@ class DataEngine(Engine):
     def close(self) -> None:
         """End the reward functions' processes."""
         self._rewards.close()
+
+
+def model_columns(store: Store, models: ModelScores) -> dict[str, Column]:
+    """What reward models gave, by function, as a function's view of N samples."""
+    found = {}
+    for one in models.code:
+        values = models.ref.fetch_numpy(store, f"{SCORE}{one.name}")[0].astype(np.float64)
+        said = models.ref.fetch_list(store, f"{EXTRA}{one.name}/{ERROR}")
+        applied = np.isfinite(values)
+        found[one.name] = Column(
+            values=np.where(applied, values, 0.0),
+            applied=applied,
+            errors={int(i): str(said[i]) for i in np.flatnonzero(~applied)},
+        )
+    return found
 
 
 def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]:

@@ -61,6 +61,15 @@ class ScoreResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelScores:
+    """A shard scored by reward models."""
+
+    ref: BatchRef  # score/<function>, extra/<function>/error
+    code: tuple[RewardCode, ...]  # what the models were
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantagesResult:
     """The samples of a step that train."""
 

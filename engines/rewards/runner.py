@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from threading import Lock
@@ -21,7 +21,9 @@ import numpy as np
 from configs.data import DataConfig, ReasoningGymSource
 from configs.imports import is_file
 from configs.judge import HOW_ASKED, JudgeReward
+from configs.reward_model import RewardModelReward
 from configs.rewards import (
+    CalledReward,
     EnvironmentReward,
     FunctionReward,
     MathReward,
@@ -112,11 +114,12 @@ class RewardRunner:
             sharers: runners of the run that share what a judge's endpoint allows.
         """
         self._rewards = rewards
+        self._called = [one for one in rewards.functions if not isinstance(one, RewardModelReward)]
         self._processes = [
             RewardProcess(_start_message(reward, rewards, data, answers, sharers))
-            for reward in rewards.functions
+            for reward in self._called
         ]
-        self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="reward")
+        self._threads = ThreadPoolExecutor(max(1, len(self._called)), thread_name_prefix="reward")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,16 +129,17 @@ class RewardRunner:
     def start(self) -> tuple[tuple[str, ...], ...]:
         """Load every function now, all at once: some take seconds. Done by `score` otherwise.
 
-        For each function the columns that it cannot be called without. ValueError when one cannot
-        be loaded, RuntimeError when its process fails.
+        For each function that is no reward model, the columns that it cannot be called without.
+        ValueError when one cannot be loaded, RuntimeError when its process fails.
         """
         ready = self._threads.map(RewardProcess.start, self._processes)
         return tuple(answer.columns for answer in ready)
 
-    def code(self) -> tuple[RewardCode, ...]:
-        """What the functions are, as they are loaded now."""
-        return tuple(
-            RewardCode(
+    def code(self, models: Sequence[RewardCode] = ()) -> tuple[RewardCode, ...]:
+        """What the functions are, as they are loaded now; models: what the reward models are."""
+        found = {one.name: one for one in models}
+        found |= {
+            reward.label: RewardCode(
                 name=reward.label,
                 settings=_definition(reward),
                 source=ready.source,
@@ -143,11 +147,12 @@ class RewardRunner:
                 packages=dict(ready.packages),
             )
             for reward, ready in zip(
-                self._rewards.functions,
+                self._called,
                 self._threads.map(RewardProcess.start, self._processes),
                 strict=True,
             )
-        )
+        }
+        return tuple(found[name] for name in self.names)
 
     def score(
         self,
@@ -156,6 +161,7 @@ class RewardRunner:
         rows: Sequence[Row],
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
+        given: Mapping[str, Column] | None = None,
     ) -> Scores:
         """Score N samples; each of the lists has one entry per sample.
 
@@ -165,6 +171,7 @@ class RewardRunner:
             rows: of the data set.
             completion_ids: tokens of the completions; empty if not given.
             trainer_state: where the run stands; at its beginning if not given.
+            given: what the reward models gave, by function.
 
         Failures of samples are part of the result. RuntimeError only when a function's process
         cannot be started, ValueError when a function cannot be loaded.
@@ -187,8 +194,11 @@ class RewardRunner:
             column = score_column(process, batch, self._seconds(reward))
             return column, time.perf_counter() - started
 
-        results = list(self._threads.map(timed, self._processes, self._rewards.functions))
-        return self._gather([column for column, _ in results], [took for _, took in results])
+        results = self._threads.map(timed, self._processes, self._called)
+        done = {name: (column, 0.0) for name, column in (given or {}).items()}
+        done |= {one.label: found for one, found in zip(self._called, results, strict=True)}
+        ordered = [done[name] for name in self.names]
+        return self._gather([column for column, _ in ordered], [took for _, took in ordered])
 
     def _seconds(self, reward: Reward) -> float:
         """Deadline of a call, after which its process is killed."""
@@ -255,7 +265,7 @@ def _definition(reward: Reward) -> dict[str, Any]:
 
 
 def _start_message(
-    reward: Reward,
+    reward: CalledReward,
     rewards: RewardsConfig,
     data: DataConfig,
     answers: JudgeAnswers | None,
@@ -353,7 +363,7 @@ def check_rewards(
     named = itertools.chain(*(read_rubric(r.rubric).columns for r in judges))
     needed += [column for column in named if column not in given]
     source.check_columns(dict.fromkeys(needed))
-    here = (MathReward, EnvironmentReward, JudgeReward)
+    here = (MathReward, EnvironmentReward, JudgeReward, RewardModelReward)
     loaded = [r for r in rewards.functions if not isinstance(r, here)]
     if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
         loaded.append(ReasoningGymReward())  # its process proves the task and its parameters

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from configs.grpo import GRPOConfig
+from configs.reward_model import RewardModelReward
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
 from engines.data.chat_template import prompts_of
 from engines.data.data_engine import with_episodes
@@ -101,6 +102,11 @@ def reward_of(word: str, own: RewardsConfig) -> Reward:
     The latter is a function, by module or file, math or reasoning_gym.
     """
     for reward in own.functions:
+        if reward.label == word and isinstance(reward, RewardModelReward):
+            raise ValueError(
+                f"--reward {word} is a reward model, which needs engines, and rescoring starts none. "
+                "Its scores are in the run: python -m flows.lineage shows them."
+            )
         if reward.label == word:
             return reward
     if word == "math":

@@ -15,6 +15,7 @@ from configs.grpo import GRPOConfig
 from engines.clusters.opening import open_cluster
 from engines.data.data_engine import DataSpec
 from engines.data.environment_engine import EnvironmentSpec
+from engines.data.reward_model_engine import RewardModelSpec
 from engines.processes.certificates import Certificates
 from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
@@ -63,6 +64,7 @@ class Handles:
     scorers: EnginePool
     planners: EnginePool
     environments: EnginePool | None
+    reward_models: EnginePool | None
 
 
 class StoreUsage:
@@ -100,6 +102,7 @@ class Engines:
         self._usage = StoreUsage()
         self.roles = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
+        self.roles += ["reward_model"] if run.config.rewards.models else []
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once.
@@ -149,6 +152,7 @@ class Engines:
         start: dict[str, Callable[[], object]] = {
             "reward": handles.scorers.start,
             "environment": lambda: self.environments.start(),
+            "reward_model": lambda: self.reward_models.start(),
             "actor": lambda: self._start_trained("actor", handles.actor),
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
@@ -202,6 +206,7 @@ class Engines:
             environments=(
                 None if config.episodes is None else self._environments(cluster, config.episodes)
             ),
+            reward_models=self._reward_models(cluster) if config.rewards.models else None,
         )
 
     def _trainer(
@@ -305,6 +310,28 @@ class Engines:
             cancel=run.cancelled,
         )
 
+    def _reward_models(self, cluster: Cluster) -> EnginePool:
+        run, config = self._run, self._run.config
+        spec = RewardModelSpec(
+            model=config.model,
+            model_cache=str(MODELS.absolute()),
+            data=config.data,
+            reward_models=config.rewards.models,
+            max_new_tokens=config.rollout.max_new_tokens,
+            store_uri=run.store.uri,
+            store_options=config.store.options,
+            cache_bytes=run.store.cache_bytes,
+        )
+        return EnginePool(
+            cluster,
+            config.cluster.roles.pool_of("reward_model"),
+            "reward_model",
+            EngineSpec.of("engines.data.reward_model_engine:RewardModelEngine", spec),
+            deadline=config.rollout.deadline,
+            start_timeout=config.cluster.start_timeout,
+            cancel=run.cancelled,
+        )
+
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""
         return self._usage.since_last(self.cluster.usage)
@@ -350,6 +377,13 @@ class Engines:
         """The workers that have the environments of episodes."""
         found = self._made().environments
         assert found is not None, "the run plays no episodes"
+        return found
+
+    @property
+    def reward_models(self) -> EnginePool:
+        """The workers that hold the reward models."""
+        found = self._made().reward_models
+        assert found is not None, "the recipe has no reward model"
         return found
 
     @property

@@ -17,6 +17,7 @@ STAGES = (
     "rollout",
     "environment",
     "baseline",
+    "reward_model",
     "reward",
     "logprob",
     "values",

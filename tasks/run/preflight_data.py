@@ -15,6 +15,7 @@ from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
+from engines.rewards.reward_model import check_reward_model
 from engines.rewards.runner import check_rewards
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
@@ -29,6 +30,8 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     if config.episodes is not None:
         data += f"; environment: {check_environment(config.episodes, source)}"
     given = () if config.episodes is None else EPISODE_COLUMNS
+    for reward in config.rewards.models:
+        check_reward_model(reward)
     check_rewards(config.rewards, config.data, source, given)
     if config.evaluation is not None:
         data += f"; evaluation: {check_evaluation(config)}"
