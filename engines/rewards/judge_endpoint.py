@@ -59,17 +59,17 @@ class Pace:
         self._clock = clock
         self._sleep = sleep
         self._next = 0.0
+        self._first = asyncio.Lock()  # of whoever waits for the next turn; who gives up took none
 
     async def turn(self) -> None:
         """Return when a request may be sent."""
-        now = self._clock()
-        at = max(now, self._next)
-        self._next = at + self._interval
-        if at > now:
-            await self._sleep(at - now)
+        async with self._first:
+            while (wait := self._next - self._clock()) > 0:
+                await self._sleep(wait)
+            self._next = self._clock() + self._interval
 
     def hold(self, seconds: float) -> None:
-        """Nobody's turn comes within so many seconds, but for those who wait already."""
+        """Nobody's turn comes within so many seconds."""
         self._next = max(self._next, self._clock() + seconds)
 
 

@@ -13,7 +13,10 @@ from rich.text import Text
 
 from tasks.results import Metrics
 
-SHOWN = ("rollout", "reward", "logprob", "values", "update", "critic_update", "weight_sync")
+SHOWN = (
+    "rollout", "reward_model", "reward", "logprob", "values", "update", "critic_update",
+    "weight_sync",
+)  # fmt: skip
 STAGES = {
     "prompts": "drawing prompts",
     "logprob": "computing log-probs",

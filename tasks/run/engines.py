@@ -279,7 +279,7 @@ class Engines:
             config.cluster.roles.reward,
             "reward",
             EngineSpec.of("engines.data.data_engine:DataEngine", spec),
-            deadline=config.rollout.deadline,
+            deadline=config.scoring_deadline,
             start_timeout=config.cluster.start_timeout,
             cancel=run.cancelled,
         )

@@ -1,4 +1,4 @@
-"""Where reward models live."""
+"""Where reward models live, and how long scoring may take."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def test_devices_that_are_had_in_turn_are_not_for_them() -> None:
     load_recipe(GRPOConfig, "tiny", [LEARNED, *shared])
     with pytest.raises(ConfigError, match=r"Set cluster\.roles\.reward_model to another pool"):
         load_recipe(GRPOConfig, "tiny", [LEARNED, *shared, "cluster.roles.reward_model=train"])
+
+
+def test_calls_that_wait_for_a_judge_are_not_hung() -> None:
+    config = load_recipe(GRPOConfig, "tiny")
+    assert config.scoring_deadline == config.rollout.deadline
+    judge = "{kind: judge, url: 'http://h/v1', model: m, rubric: r.md, deadline: 50}"
+    judged = load_recipe(GRPOConfig, "tiny", [f"rewards.functions=[{judge}]"])
+    slots = judged.cluster.pools["cpu"].slots
+    assert judged.scoring_deadline == judged.rollout.deadline + slots * 50

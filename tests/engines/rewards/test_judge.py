@@ -368,6 +368,29 @@ def test_requests_are_spaced() -> None:
     assert slept == [2.0, 2.0, 7.0, 2.0]
 
 
+def test_who_gives_up_waiting_takes_no_turn() -> None:
+    """Of a call that met its deadline: the next call does not wait for its requests."""
+    now, waiting = [100.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        waiting.append(seconds)
+        await asyncio.Event().wait()
+
+    async def given_up(pace: Pace) -> None:
+        await pace.turn()
+        tasks = [asyncio.create_task(pace.turn()) for _ in range(5)]
+        while not waiting:
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        now[0] += 2.0
+        await pace.turn()
+
+    asyncio.run(given_up(Pace(30.0, clock=lambda: now[0], sleep=sleep)))
+    assert waiting == [2.0]
+
+
 def test_how_long_an_endpoint_asks_to_wait() -> None:
     assert retry_after("12") == 12.0
     assert retry_after(None) == retry_after("soon") == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -315,3 +316,18 @@ def test_vllm_that_cannot_go_to_sleep_is_refused(tmp_path: Path) -> None:
     shared = ("cluster.share_devices=true", "cluster.roles.rollout=train")
     said = refused(tmp_path, *shared, "rollout.engine=vllm")
     assert "vLLM does not go to sleep on a CPU (cluster.pools.train.gpus = 0)" in said
+
+
+def test_rewards_that_are_models_are_looked_at_before_a_run(tmp_path: Path) -> None:
+    rubric = tmp_path / "rubric.md"
+    rubric.write_text("{completion}")
+    judge = f"kind: judge, url: 'http://127.0.0.1:9/v1', model: m, rubric: {rubric}"
+    for reward, says in (
+        (
+            f"kind: reward_model, model: {tmp_path}/none",
+            r"functions\[\]\.model = .*/none: no such file",
+        ),
+        (judge, r"judge at http://127\.0\.0\.1:9/v1 cannot be reached"),
+        (f"{judge}, key_variable: NOT_SET", "environment variable NOT_SET, which is not set"),
+    ):
+        assert re.search(says, refused(tmp_path, f"rewards.functions=[{{{reward}}}]")), reward
