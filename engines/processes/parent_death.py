@@ -15,8 +15,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def _prctl(option: int, value: int) -> None:
-    """Call prctl(2); nothing where there is none (not Linux)."""
+def prctl(option: int, value: int) -> None:
+    """Call prctl(2) with a number; nothing where there is none (not Linux). OSError if it fails."""
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -30,7 +30,7 @@ def die_with_parent(parent: int | None = None) -> None:
     Only for processes started from a thread that lives as long as its process. `parent`: pid of
     the process that is to be the parent; if it died before the signal was set, this one ends now.
     """
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
@@ -40,9 +40,9 @@ def wake_at_parents_death() -> None:
 
     Linux; a process that runs does not notice.
     """
-    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of descendants whose own parent dies (Linux)."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)

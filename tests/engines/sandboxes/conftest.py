@@ -1,0 +1,67 @@
+"""A sandbox of processes, or a reason why this machine has none; a program that stands in for docker."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from configs.sandbox import ContainerSandbox, ProcessSandbox
+from engines.sandboxes.containers import open_container
+from engines.sandboxes.opening import open_sandbox
+from engines.sandboxes.processes import interpreter
+from engines.sandboxes.protocol import SandboxFailed
+from engines.sandboxes.supervised import SupervisedSandbox
+
+LIMITS = {"memory_mib": 192, "processes": 16, "disk_mib": 8, "output_kib": 64, "timeout": 20.0}
+
+# It takes the calls that are made of docker, writes them down, and gives a "container" a process
+# namespace and a /tmp of its own, which is what the supervisor insists on.
+DOCKER = """#!{python}
+import os, sys
+with open({log!r}, "a") as log:
+    log.write("\\t".join(word for word in sys.argv[1:] if "\\n" not in word) + "\\n")
+if sys.argv[1] == "run":
+    arguments = sys.argv[2:]
+    if "missing:1" in arguments:
+        sys.exit("docker: Error: No such image: missing:1")
+    start = arguments.index("--entrypoint")
+    own = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
+    os.execvp("unshare", ["unshare", *own, "--mount", "--pid", "--fork", "--kill-child",
+              "--mount-proc", "sh", "-c", 'mount -t tmpfs none /tmp && exec "$@"', "sh",
+              arguments[start + 1], *arguments[start + 3:]])
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[SupervisedSandbox]:
+    try:
+        opened = open_sandbox(ProcessSandbox(**LIMITS))
+    except SandboxFailed as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
+
+
+@pytest.fixture
+def docker(tmp_path: Path) -> Path:
+    """The program; it writes its calls to docker.log beside it."""
+    program = tmp_path / "docker"
+    log = str(tmp_path / "docker.log")
+    program.write_text(DOCKER.format(python=sys.executable, log=log))
+    os.chmod(program, stat.S_IRWXU)
+    return program
+
+
+@pytest.fixture
+def container(sandbox: SupervisedSandbox, docker: Path) -> Iterator[SupervisedSandbox]:
+    """One of the program above; where there are no namespaces it has none either."""
+    settings = ContainerSandbox(
+        command=str(docker), image="python:3.12", python=interpreter(), **LIMITS
+    )
+    with open_container(settings) as opened:
+        yield opened
