@@ -56,14 +56,14 @@ def play(
     key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
     whole = stage.key(run, step, "episodes", shard, key)
     digests = {one.digest: one for one in usable_weights(run, step, stage)}
-    done = run.files.finished(whole)
+    done = stage.finished(run, whole)
     if done is not None and str(done["weights"]) in digests:
         return sampled(prompts, digests[str(done["weights"])], done)
     with run.episodes.held(len(prompts) * stage.sampling.n):
         found, turns = played_out(run, step, prompts, stage, shard, begun)
     if isinstance(found, Sampled):
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
-        run.files.finish(whole, {**record, "weights": found.weights.digest})
+        stage.finish(run, whole, {**record, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
     kept = {key for ref in (needed, begun, prompts) if ref is not None for key in ref.objects}
     run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
@@ -110,7 +110,7 @@ def answer(
     """
     key = key_of("answer", turn.ref.to_json(), played(run).model_dump(mode="json"))
     out_key = stage.key(run, step, "environment", shard, key)
-    if (done := run.files.finished(out_key)) is not None:
+    if (done := stage.finished(run, out_key)) is not None:
         return of_record(done), out_key, last
     with attempted(run, step, "environment", shard) as attempt:
         attempt.assignment.worker = last
@@ -127,7 +127,7 @@ def answer(
         numbers = ", ".join(map(str, failed))
         get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
     record = {**asdict(result), "ref": result.ref.to_json()}
-    return of_record(run.files.finish(out_key, record)), out_key, attempt.assignment.worker
+    return of_record(stage.finish(run, out_key, record)), out_key, attempt.assignment.worker
 
 
 def of_record(record: dict[str, Any]) -> AnswerResult:

@@ -37,6 +37,18 @@ class SamplingStage:
         """The data of a result of this stage, or of a part of it that has another name."""
         return run.files.stage_key(self.kept_with or step, name, shard, key)
 
+    def finished(self, run: Run, key: str) -> dict[str, object] | None:
+        """The record of a result that is there (RunStore.finished)."""
+        return run.files.finished(key) if self.kept_with is None else None
+
+    def finish(self, run: Run, key: str, record: Mapping[str, object]) -> dict[str, object]:
+        """The record that stands (RunStore.finish).
+
+        A flow that goes on removes what a commit does not name, as all that is kept with another
+        step, so none of that is recorded.
+        """
+        return run.files.finish(key, record) if self.kept_with is None else dict(record)
+
 
 def sample_or_leave(
     run: Run,
@@ -65,7 +77,7 @@ def sample_or_leave(
         for one in usable
     ]
     for weights, key in zip(usable, keys, strict=True):
-        if (done := run.files.finished(key)) is not None:
+        if (done := stage.finished(run, key)) is not None:
             return sampled(prompts, weights, done, key)
     weights, out_key = usable[0], keys[0]
     with attempted(run, step, stage.name, shard) as attempt:
@@ -86,7 +98,7 @@ def sample_or_leave(
         partial = PartialSamples(run.store, out_key).take()
         return Unsampled(begun=partial or begun)
     record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
-    if (stands := run.files.finish(out_key, record)) != record:
+    if (stands := stage.finish(run, out_key, record)) != record:
         return sampled(prompts, weights, stands, out_key)
     return Sampled(
         prompts=prompts, weights=weights, ref=result.ref, stats=result.stats, key=out_key
