@@ -120,13 +120,15 @@ def _kind(choice: Schema) -> str:
 
 
 def _common(members: list[dict[str, Schema]]) -> dict[str, Schema]:
-    """Each property with what all members say of it, for display."""
+    """Each property with what all members say of it, and with each one's description, for display."""
     first, *others = members
-    return {
-        name: {
+    found: dict[str, Schema] = {}
+    for name, said in first.items():
+        found[name] = {
             key: value
             for key, value in said.items()
             if key not in BOUNDS and all(other[name].get(key) == value for other in others)
         }
-        for name, said in first.items()
-    }
+        meanings = dict.fromkeys(str(one[name].get("description", "")) for one in members)
+        found[name]["description"] = " ".join(meanings)
+    return found
