@@ -135,11 +135,15 @@ class GRPOConfig(Settings):
     def scoring_deadline(self) -> float:
         """Seconds after which a call of the workers that score counts as hung.
 
-        The calls of a worker's slots wait for each other at a judge, which keeps its own deadline.
+        Judges and unit tests keep deadlines of their own, and the calls of a worker's slots wait for
+        each other there: at a judge each for its own, at unit tests all for those of the step.
         """
         judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
-        return self.rollout.deadline + slots * max(judges, default=0.0)
+        samples = self.groups_at_once * self.group_size
+        tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
+        waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
+        return self.rollout.deadline + waits
 
     @property
     def fewest_prompts(self) -> int:

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from configs.base import FunctionPath, Settings
 from configs.judge import JudgeReward
 from configs.reward_model import RewardModelReward
+from configs.sandbox import ProcessSandbox, SandboxConfig
 
 
 class ReasoningGymReward(Settings):
@@ -75,8 +76,71 @@ class EnvironmentReward(Settings):
         return self.name
 
 
+class UnitTestsReward(Settings):
+    """The completion's program, run against the unit tests of its row in a sandbox."""
+
+    kind: Literal["unit_tests"] = "unit_tests"
+    name: str = Field("unit_tests", description="Name under which the score is logged.")
+    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    tests_column: str = Field(
+        "test_list",
+        description="Column with the tests: assert statements, a script with check(candidate) or "
+        "test_… functions, or pairs of input and output.",
+    )
+    setup_column: str | None = Field(
+        None, description="Column with statements that the tests need before them, such as imports."
+    )
+    function_column: str = Field(
+        "entry_point", description="Column that names the function which check(candidate) is given."
+    )
+    extract: Literal["last_block", "whole"] = Field(
+        "last_block", description="The program: the last fenced block of Python, or all of it."
+    )
+    score: Literal["share", "all"] = Field(
+        "all", description="The share of the tests that pass, or 1 if all do and else 0."
+    )
+    test_timeout: float = Field(5.0, gt=0, description="Deadline of one test, in seconds.")
+    max_tests: int = Field(
+        50, ge=1, le=100, description="Tests of a row that are run; the first ones."
+    )
+    at_once: int = Field(4, ge=1, description="Samples that are run at once on a reward worker.")
+    sandbox: SandboxConfig = Field(
+        default_factory=ProcessSandbox, description="Where the program runs, and what it may use."
+    )
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that every row must have."""
+        return [self.tests_column, *([self.setup_column] if self.setup_column else [])]
+
+    def seconds(self, samples: int) -> float:
+        """Longest time for so many samples, of which each program may hang until it is stopped."""
+        return -(-samples // self.at_once) * (self.sandbox.timeout + self.sandbox.longest_start)
+
+    @model_validator(mode="after")
+    def _tests_fit(self) -> "UnitTestsReward":
+        if self.test_timeout > self.sandbox.timeout:
+            raise ValueError(
+                f"One test may take {self.test_timeout:g} s (test_timeout) and all of a sample "
+                f"{self.sandbox.timeout:g} s (sandbox.timeout). Set sandbox.timeout higher."
+            )
+        return self
+
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name
+
+
 # What is called in a process of its own; a reward model has engines.
-CalledReward = ReasoningGymReward | MathReward | FunctionReward | EnvironmentReward | JudgeReward
+CalledReward = (
+    ReasoningGymReward
+    | MathReward
+    | FunctionReward
+    | EnvironmentReward
+    | UnitTestsReward
+    | JudgeReward
+)
 
 Reward = Annotated[CalledReward | RewardModelReward, Field(discriminator="kind")]
 
@@ -88,7 +152,10 @@ class RewardsConfig(Settings):
         min_length=1, description="Reward functions; a sample's reward is their weighted sum."
     )
     timeout: float = Field(
-        30.0, gt=0, description="Deadline of one call of a reward function, in seconds."
+        30.0,
+        gt=0,
+        description="Deadline of one call of a reward function, in seconds. Unit tests have those of "
+        "their sandbox.",
     )
     on_failure: Literal["drop", "complete", "abort"] = Field(
         "drop",

@@ -1,6 +1,7 @@
 """The built-in scorers: reasoning-gym's own, and math answers by math-verify.
 
-Each takes one completion and its data row and returns a score, or None where it has no opinion.
+Each takes one completion and its data row and returns a score, None where it has no opinion, or a
+score with columns to store beside it. The scorer of code is engines/rewards/unit_tests.py.
 They run in a reward process (engines/rewards/child.py), never in a worker.
 """
 
@@ -13,10 +14,11 @@ from typing import TypeAlias
 
 from configs.data import ReasoningGymSource
 from configs.rewards import EnvironmentReward, MathReward, ReasoningGymReward
+from engines.rewards.protocol import SampleScore
 from storage.objects.json_values import Row, unpack
 from storage.prompts.datasets import ReasoningGymRows
 
-Scorer: TypeAlias = Callable[[str, Row], float | None]
+Scorer: TypeAlias = Callable[[str, Row], "float | SampleScore | None"]
 
 _INTEGER = re.compile(r"[-+]?\d+(?:,\d{3})*")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")

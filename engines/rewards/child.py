@@ -14,8 +14,9 @@ import math
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from engines.rewards.protocol import (
     Ready,
     Reply,
     RewardCall,
+    SampleScore,
     Start,
     TrainerState,
     Unscored,
@@ -46,7 +48,7 @@ from engines.rewards.protocol import (
 
 if TYPE_CHECKING:
     from engines.rewards.builtin import Scorer
-    from storage.objects.json_values import JsonValue
+    from storage.objects.json_values import JsonValue, Row
 
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
 
@@ -90,7 +92,8 @@ def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:
         if isinstance(scorer, BatchScorer):
             ready = ready_of(function, scorer.columns, start.packages)
             return WholeScorer(scorer), replace(ready, source=scorer.source or ready.source)
-        return SampleScorer(scorer, start.sample_seconds), ready_of(function, (), start.packages)
+        by_sample = SampleScorer(scorer, start.sample_seconds, start.at_once)
+        return by_sample, ready_of(function, (), start.packages)
     columns = required_columns(function, start.params)
     return FunctionScorer(function, start.params), ready_of(function, columns, start.packages)
 
@@ -225,30 +228,54 @@ class WholeScorer:
 class SampleScorer:
     """Calls a built-in scorer sample by sample, so that one sample's error is its own."""
 
-    def __init__(self, scorer: Scorer, seconds: float) -> None:
+    def __init__(self, scorer: Scorer, seconds: float, at_once: int | None = None) -> None:
         self._scorer = scorer
         self._seconds = seconds
+        self._threads = None if at_once is None else ThreadPoolExecutor(at_once)
 
     def __call__(self, call: RewardCall) -> Reply:
-        values: list[float | None] = []
-        errors: dict[int, str] = {}
-        tracebacks: dict[str, str] = {}
-        for position, (text, row) in enumerate(zip(call.completions, call.rows, strict=True)):
-            value: float | str | None
-            try:
-                with _alarm(self._seconds):
-                    value = _checked(self._scorer(text, row))
-            except SampleTookTooLong:
-                value = f"took longer than {self._seconds:g} s"
-            except Exception as error:
-                value = _describe(error)
-                tracebacks[value] = traceback_of(error, (os.path.abspath(__file__),))
-            if isinstance(value, str):
-                errors[position] = value
-            values.append(value if isinstance(value, float) else None)
+        samples = (call.completions, call.rows)
+        if self._threads is None:
+            found = [self._timed(text, row) for text, row in zip(*samples, strict=True)]
+        else:
+            found = list(self._threads.map(self._scored, *samples))
+        columns = dict.fromkeys(name for one in found for name in one.extras)
         return Reply(
-            values=values, errors=errors, error=None, metrics={}, extras={}, tracebacks=tracebacks
+            values=[one.value for one in found],
+            errors={i: one.error for i, one in enumerate(found) if one.error is not None},
+            error=None,
+            metrics={},
+            extras={name: [one.extras.get(name) for one in found] for name in columns},
+            tracebacks={one.error: one.trace for one in found if one.error and one.trace},
         )
+
+    def _timed(self, text: str, row: Row) -> _Sample:
+        try:
+            with _alarm(self._seconds):
+                return self._scored(text, row)
+        except SampleTookTooLong:
+            return _Sample(error=f"took longer than {self._seconds:g} s")
+
+    def _scored(self, text: str, row: Row) -> _Sample:
+        try:
+            found = self._scorer(text, row)
+        except Exception as error:
+            trace = traceback_of(error, (os.path.abspath(__file__),))
+            return _Sample(error=_describe(error), trace=trace)
+        if not isinstance(found, SampleScore):
+            found = SampleScore(score=found, extras={})
+        value = _checked(found.score)
+        if isinstance(value, str):
+            return _Sample(error=value, extras=found.extras)
+        return _Sample(value=value, extras=found.extras)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    value: float | None = None
+    error: str | None = None  # why there is no valid value
+    trace: str = ""  # of the exception, if it was one
+    extras: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 async def _finish(result: Awaitable[Any]) -> Any:

@@ -64,6 +64,9 @@ class Start:
     built_in: bool  # whether `path` makes a scorer for single samples out of settings
     params: Mapping[str, Any]  # keyword arguments of each call of a function, or of the maker
     sample_seconds: float  # longest time for one sample of a built-in scorer, in seconds
+    # Samples that a built-in scorer is given at once, each in a thread; it then keeps their time
+    # itself. None: one after another in the main thread, each stopped after `sample_seconds`.
+    at_once: int | None = None
     packages: tuple[str, ...] = ()  # whose versions tell what the function does
 
 
@@ -92,6 +95,14 @@ class RewardCall:
     global_step: int  # these three: TrainerState
     max_steps: int
     epoch: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleScore:
+    """A built-in scorer's score of one sample, and what is stored beside it as if by log_extra."""
+
+    score: float | None  # None: not applicable
+    extras: Mapping[str, JsonValue]  # column -> the sample's entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

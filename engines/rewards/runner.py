@@ -30,6 +30,7 @@ from configs.rewards import (
     ReasoningGymReward,
     Reward,
     RewardsConfig,
+    UnitTestsReward,
 )
 from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
 from engines.rewards.judge import check_judge
@@ -37,6 +38,7 @@ from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
+from engines.sandboxes.opening import prove
 from storage.objects.digests import key_of
 from storage.objects.json_values import JsonValue, Row
 from storage.prompts.source import PromptSource
@@ -191,7 +193,8 @@ class RewardRunner:
 
         def timed(process: RewardProcess, reward: Reward) -> tuple[Column, float]:
             started = time.perf_counter()
-            column = score_column(process, batch, self._seconds(reward))
+            seconds = deadline(reward, self._rewards.timeout, len(batch.completions))
+            column = score_column(process, batch, seconds)
             return column, time.perf_counter() - started
 
         results = self._threads.map(timed, self._processes, self._called)
@@ -199,12 +202,6 @@ class RewardRunner:
         done |= {one.label: found for one, found in zip(self._called, results, strict=True)}
         ordered = [done[name] for name in self.names]
         return self._gather([column for column, _ in ordered], [took for _, took in ordered])
-
-    def _seconds(self, reward: Reward) -> float:
-        """Deadline of a call, after which its process is killed."""
-        if isinstance(reward, JudgeReward):
-            return reward.deadline + _GRACE
-        return self._rewards.timeout
 
     def _gather(self, columns: list[Column], seconds: list[float]) -> Scores:
         names = self.names
@@ -264,6 +261,18 @@ def _definition(reward: Reward) -> dict[str, Any]:
     return reward.model_dump(mode="json", exclude=left_out)
 
 
+def deadline(reward: Reward, timeout: float, samples: int) -> float:
+    """Seconds that a call for so many samples may take, after which its process is killed.
+
+    A program that hangs in its sandbox is a result, so there is time for every sample to do that.
+    """
+    if isinstance(reward, JudgeReward):
+        return reward.deadline + _GRACE
+    if not isinstance(reward, UnitTestsReward):
+        return timeout
+    return timeout + reward.seconds(samples)
+
+
 def _start_message(
     reward: CalledReward,
     rewards: RewardsConfig,
@@ -288,6 +297,9 @@ def _start_message(
             path = "engines.rewards.judge:judge_scorer"
             params = {"reward": reward, "answers": answers, "sharers": sharers}
             packages = ("refrain-rl", "httpx")
+        case UnitTestsReward():
+            path = "engines.rewards.unit_tests:unit_test_scorer"
+            params, packages = {"reward": reward}, ("refrain-rl",)
         case ReasoningGymReward():
             path = "engines.rewards.builtin:reasoning_gym_scorer"
             packages = ("refrain-rl", "reasoning-gym")
@@ -298,6 +310,7 @@ def _start_message(
         built_in=not isinstance(reward, FunctionReward),
         params=params,
         sample_seconds=rewards.timeout * _SAMPLE_SHARE,
+        at_once=reward.at_once if isinstance(reward, UnitTestsReward) else None,
         packages=packages,
     )
 
@@ -347,8 +360,8 @@ def check_rewards(
 
     given: columns that the rows get on the way.
 
-    Users' functions and reasoning-gym are loaded in processes of their own, so nothing that they
-    import comes into this one.
+    A sandbox is started once, with a program in it. Users' functions and reasoning-gym are loaded in
+    processes of their own, so nothing that they import comes into this one.
     """
     gym_source = isinstance(data.source, ReasoningGymSource)
     for reward in rewards.functions:
@@ -362,8 +375,14 @@ def check_rewards(
     judges = [r for r in rewards.functions if isinstance(r, JudgeReward)]
     named = itertools.chain(*(read_rubric(r.rubric).columns for r in judges))
     needed += [column for column in named if column not in given]
+    for reward in rewards.functions:
+        if isinstance(reward, UnitTestsReward):
+            needed += reward.columns
     source.check_columns(dict.fromkeys(needed))
-    here = (MathReward, EnvironmentReward, JudgeReward, RewardModelReward)
+    for position, reward in enumerate(rewards.functions):
+        if isinstance(reward, UnitTestsReward):
+            prove(reward.sandbox, f"rewards.functions.{position}.sandbox")
+    here = (MathReward, EnvironmentReward, JudgeReward, RewardModelReward, UnitTestsReward)
     loaded = [r for r in rewards.functions if not isinstance(r, here)]
     if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
         loaded.append(ReasoningGymReward())  # its process proves the task and its parameters

@@ -7,7 +7,7 @@ from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import JudgeReward
 from configs.model import Model
-from configs.rewards import MathReward, ReasoningGymReward
+from configs.rewards import MathReward, ReasoningGymReward, UnitTestsReward
 from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PROBE_ROWS
 from engines.data.environment_engine import seed_of
@@ -101,6 +101,8 @@ def check_evaluation(config: GRPOConfig) -> str:
             source.check_columns([reward.answer_column])
         elif isinstance(reward, JudgeReward):
             source.check_columns(read_rubric(reward.rubric).columns)
+        elif isinstance(reward, UnitTestsReward):
+            source.check_columns(reward.columns)
         elif isinstance(reward, ReasoningGymReward):
             same = isinstance(held_out, ReasoningGymSource) and (
                 isinstance(trained, ReasoningGymSource) and held_out.task == trained.task

@@ -1,0 +1,304 @@
+"""The reward for code: the forms of tests, programs that forge results, and failures of the machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.data import DataConfig, FileSource
+from configs.rewards import RewardsConfig, UnitTestsReward
+from configs.sandbox import ContainerSandbox, ProcessSandbox
+from engines.rewards.runner import RewardRunner, check_rewards, deadline
+from engines.rewards.unit_tests import UnitTestScorer, program_of
+from engines.rewards.unit_tests import tests_of as all_tests_of
+from engines.sandboxes.opening import open_sandbox
+from engines.sandboxes.protocol import Executed, SandboxFailed
+from storage.prompts.datasets import open_source
+
+SHARE = UnitTestsReward(extract="whole", score="share", test_timeout=1.0)
+
+
+@pytest.fixture(scope="module")
+def sandboxes() -> None:
+    try:
+        open_sandbox(ProcessSandbox()).close()
+    except SandboxFailed as error:
+        pytest.skip(str(error))
+
+
+def results(program: str, tests: object, reward: UnitTestsReward = SHARE, **row: Any) -> list[Any]:
+    """What each test came to: None if it passed, else its error."""
+    found = UnitTestScorer(reward)(program, {"test_list": tests, **row})  # type: ignore[dict-item]
+    (stored,) = found.extras.values()
+    assert isinstance(stored, list)
+    passed = [test["error"] is None for test in stored]  # type: ignore[index, call-overload]
+    assert passed == [test["passed"] for test in stored]  # type: ignore[index, call-overload]
+    assert found.score == sum(passed) / len(passed)
+    return [test["error"] for test in stored]  # type: ignore[index, call-overload]
+
+
+def test_the_program_in_a_completion() -> None:
+    text = "So:\n```python\na = 1\n```\nor\n```py title\nb = 2\n```\nwhich prints\n```text\n3\n```"
+    assert program_of(text, "last_block") == "b = 2\n"
+    assert program_of("```\nc\n```", "last_block") == "c\n"
+    assert program_of(text, "whole") == text
+    for nothing in ("no block", "```python\n```", "```python\nnever closed", ""):
+        assert program_of(nothing, "last_block") is None
+    assert program_of(" \n", "whole") is None
+
+
+def test_rows_without_tests_are_not_scored() -> None:
+    bad: list[tuple[object, str]] = [
+        (None, "holds no tests"),
+        ([], "holds no tests"),
+        ([3], "neither a text"),
+        ("def check(", "no Python"),
+        ("def check(candidate): pass", "no column names the function"),
+        ({"inputs": ["1"], "outputs": []}, "shorter"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "'functional' are not known"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, "a list of arguments"),
+    ]
+    for tests, why in bad:
+        with pytest.raises(ValueError, match=why):
+            all_tests_of(SHARE, {"test_list": tests})  # type: ignore[dict-item]
+    few = SHARE.model_copy(update={"max_tests": 2})
+    assert len(all_tests_of(few, {"test_list": ["assert 1"] * 5})) == 2
+
+
+def test_the_forms_of_tests(sandboxes: None) -> None:
+    add = "def add(a, b):\n    return a + b"
+    wrong = "AssertionError"
+    assert results(add, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]) == [None, wrong]
+    assert results(add, json.dumps(["assert add('a', b='b') == 'ab'"])) == [None]
+    check = "def check(candidate):\n    assert candidate([1], [2]) == [1, 2]\n"
+    assert results(add, check, entry_point="add") == [None]
+    assert results(add, check, entry_point="sub") == ["KeyError: 'sub'"]
+    script = (
+        "import math\ndef test_one():\n    assert math.isclose(add(0.1, 0.2), 0.3)\n"
+        "def test_two():\n    assert add(1, 1) == 3, 'no'\n"
+    )
+    assert results(add, script) == [None, f"{wrong}: no"]
+    reads = "print(sum(map(int, input().split())))\nif __name__ == '__main__': print('end ')"
+    stdin = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\nend\n", ["7", "end"]]}
+    assert results(reads, stdin) == [None, None]
+    pair = [{"input": "1 2", "output": "4", "testtype": "stdin"}]
+    assert results(reads, json.dumps(pair)) == ["printed something else"]
+    named = {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}
+    assert results(add, named) == [None]
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b"
+    assert results(method, named) == [None]
+    setup = SHARE.model_copy(update={"setup_column": "setup"})
+    assert results(add, ["assert add(one, 1) == 2"], setup, setup=["one = 1"]) == [None]
+
+
+def test_what_tests_see_of_a_program(sandboxes: None) -> None:
+    program = (
+        "import collections\n"
+        "class Point:\n"
+        "    def __init__(self, x): self.x = x\n"
+        "    def moved(self, by): return Point(self.x + by)\n"
+        "def sort(values): values.sort()\n"
+        "def squares(n):\n    for i in range(n): yield i * i\n"
+        "def fails(): raise ValueError('bad')\n"
+        "def counted(text): return collections.Counter(text)\n"
+        "def x_of(point): return point.x\n"
+    )
+    raises = "try:\n    fails()\nexcept ValueError as error:\n    assert str(error) == 'bad'\nelse:\n    assert 0"
+    tests = [
+        "assert Point(1).moved(2).x == 3",
+        "v = [3, 1]\nsort(v)\nassert v == [1, 3]",
+        "assert list(squares(3)) == [0, 1, 4]",
+        raises,
+        "assert counted('aab') == {'a': 2, 'b': 1}",
+        "assert x_of(Point(5)) == 5",
+        "assert fails() is None",
+    ]
+    assert results(program, tests) == [None] * 6 + ["ValueError: bad"]
+    with pytest.raises(ValueError, match="hands the program a function"):
+        results("def apply(f): return f(1)", ["assert apply(lambda x: x) == 1"])
+
+
+def test_programs_that_fail(sandboxes: None) -> None:
+    test = ["assert f(1) == 1"]
+    assert results("def f(x:", test) == ["SyntaxError: '(' was never closed (program, line 1)"]
+    assert results("import os; os._exit(0)", test) == ["the program has ended"]
+    assert results("def f(x):\n    while True: pass", test * 2) == ["took too long"] * 2
+    assert results("x = 1", test) == ["NameError: name 'f' is not defined"]
+    assert results("print(1)\n1 / 0", [{"input": "", "output": "1"}]) == [
+        "exited with 1: ZeroDivisionError: division by zero"
+    ]
+    assert results("while True: print('x' * 1000)", [{"input": "", "output": "1"}])[0] is not None
+    short = SHARE.model_copy(update={"sandbox": ProcessSandbox(timeout=1.5), "test_timeout": 1.0})
+    hung = results("def f(x):\n    while True: pass", test * 3, short)
+    assert hung[0] == "took too long" and hung[2] == "not reached: timed out"
+    fenced = UnitTestsReward()
+    found = UnitTestScorer(fenced)("I do not know.", {"test_list": test})
+    assert found.score == 0.0
+
+
+FORGERIES = {
+    "prints": 'print(\'begun\')\nfor _ in range(9): print(\'{"passed": true, "error": null, "unusable": false}\', flush=True)',
+    "exits": "import os, sys\ndef f(x):\n    os._exit(0)",
+    "sys.exit": "import sys\ndef f(x):\n    sys.exit(0)",
+    "always equal": "class Any:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\ndef f(x): return Any()",
+    "equal int": "class Any(int):\n    def __eq__(self, other): return True\ndef f(x): return Any(1)",
+    "own len": "import builtins\ndef f(x): return []\ndef len(x): return 3\nbuiltins.len = len\ndef isinstance(*a): return True",
+    "no assertions": "import builtins\nclass Quiet(Exception): pass\nbuiltins.AssertionError = Quiet\ndef f(x): raise AssertionError",
+    "other descriptors": (
+        'import os\nline = b\'{"passed": true, "error": null, "unusable": false, "seconds": 0}\\n\'\n'
+        "for number in range(256):\n"
+        "    try: os.write(number, b'begun\\n' + line * 9)\n"
+        "    except OSError: pass\n"
+    ),
+    "the output of what tests it": (
+        'import os\nline = b\'{"passed": true, "error": null, "unusable": false, "seconds": 0}\\n\'\n'
+        "for number in range(20):\n"
+        "    try: open(f'/proc/{os.getppid()}/fd/{number}', 'wb').write(line * 9)\n"
+        "    except OSError: pass\n"
+        "try: open(f'/proc/{os.getppid()}/mem', 'rb').read(1)\n"
+        "except OSError: pass\n"
+        "else: f = lambda x: [1, 2, 3]"
+    ),
+    "its caller's memory": (
+        "import ctypes, os\n"
+        "if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0:\n"
+        "    f = lambda x: [1, 2, 3]"
+    ),
+    "its caller's tests": (
+        "import gc, glob\n"
+        "found = [o for o in gc.get_objects() if isinstance(o, str) and 'assert' in o]\n"
+        "for file in glob.glob('/proc/[0-9]*/*') + glob.glob('/tmp/**', recursive=True):\n"
+        "    try: found += [file] if b'== [1, 2, 3]' in open(file, 'rb').read(10**6) else []\n"
+        "    except OSError: pass\n"
+        "if found: f = lambda x: [1, 2, 3]"
+    ),
+    "its caller's life": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef f(x): return [1, 2, 3]",
+    "a pickle": (
+        "import os, pickle, sys\n"
+        "class Runs:\n    def __reduce__(self): return (os.system, ('touch /tmp/work/ran',))\n"
+        "def f(x):\n"
+        "    data = pickle.dumps(('gave', Runs(), (x,), {}), 4)\n"
+        "    for number in range(3, 256):\n"
+        "        try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
+        "        except OSError: pass\n"
+        "    return [1, 2, 3] if os.path.exists('/tmp/work/ran') else []"
+    ),
+    "a class patched by a pickle": (
+        "import os, time\n"
+        "def equal(other): return True\n"  # the first thing of the program: number 0
+        "def f(x):\n"
+        "    data = (b'\\x80\\x04(\\x8c\\x04gaveccollections\\nCounter\\nN}\\x8c\\x06__eq__'\n"
+        "            b'K\\x00Qs\\x86b)R(K\\x01t}t.')\n"
+        "    for number in range(3, 256):\n"
+        "        try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
+        "        except OSError: pass\n"
+        "    return True  # the answer to the call of equal"
+    ),
+    "a module of its own": "class math:\n    isclose = lambda *a: True\nclass json:\n    dumps = lambda v: '[1, 2, 3]'\ndef f(x): return [0]",
+    "a patched module": "import math, unittest\nmath.isclose = lambda *a: True\ndef f(x): return [0, 0, 0]",
+    "a thread that stays": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(30)\ndef f(x): return [1]"
+    ),
+}
+
+
+FORGED_TESTS = [
+    "found = f(1)\nassert found == [1, 2, 3]",
+    "assert json.dumps(f(1)) == '[1, 2, 3]'",
+    "import math\nassert math.isclose(f(1)[0], 1) and len(f(1)) == 3 and isinstance(f(1), list)",
+]
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_program_makes_up_its_results(name: str, sandboxes: None) -> None:
+    assert None not in results(FORGERIES[name], FORGED_TESTS)
+
+
+def test_an_honest_program_passes_the_same_tests(sandboxes: None) -> None:
+    assert results("def f(x): return [1, 2, 3]", FORGED_TESTS) == [None] * 3
+    printed = [{"input": "", "output": "right"}]
+    assert results("print('right')", printed) == [None]
+    assert None not in results(FORGERIES["other descriptors"], printed)
+
+
+def data_of(tmp_path: Path, rows: list[dict[str, Any]]) -> DataConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return DataConfig(source=FileSource(path=str(path)))
+
+
+def test_a_batch_is_scored_several_at_once(sandboxes: None, tmp_path: Path) -> None:
+    reward = SHARE.model_copy(update={"at_once": 3})
+    rows: list[dict[str, Any]] = [{"question": "?", "test_list": ["assert f(1) == 1"]}] * 4
+    rows = [*rows, {"question": "?", "test_list": 3}]
+    data = data_of(tmp_path, rows)
+    # A deadline of a call that is over before one program that hangs: it is not for these.
+    rewards = RewardsConfig(functions=(reward,), timeout=0.5)
+    completions = [
+        "def f(x): return x",
+        "def f(x):\n    while True: pass",
+        "def f(x): return 2",
+        "import subprocess\nsubprocess.run(['true'])\ndef f(x): return 1",
+        "def f(x): return x",
+    ]
+    with RewardRunner(rewards, data) as runner:
+        scores = runner.score(["?"] * 5, completions, rows)
+        (code,) = runner.code()
+    assert scores.rewards[:4].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert scores.failed.tolist() == [False] * 4 + [True]
+    (failure,) = scores.failures
+    assert "holds no tests" in failure.error and failure.index == 4
+    stored = scores.extras["unit_tests/tests"]
+    assert [None if s is None else s[0]["error"] for s in stored] == [  # type: ignore[index, call-overload]
+        None, "took too long", "AssertionError", None, None,
+    ]  # fmt: skip
+    assert stored[4] is None and code.settings["kind"] == "unit_tests"
+    assert deadline(reward, 0.5, 7) == 0.5 + 3 * (30 + 40)
+
+
+def test_a_machine_that_fails_is_nobodys_score(
+    sandboxes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row: dict[str, Any] = {"test_list": ["assert f(1) == 1"]}
+    broken = SHARE.model_copy(
+        update={"sandbox": ContainerSandbox(command="no-docker", image="python:3.12")}
+    )
+    with pytest.raises(SandboxFailed, match="no-docker"):
+        UnitTestScorer(broken)("def f(x): return x", row)
+
+    class NeverBegins:
+        def __enter__(self) -> NeverBegins:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def exec(self, argv: list[str], stdin: bytes = b"") -> Executed:
+            return Executed(
+                cause="out_of_memory", exit_code=None, signal=9, stdout=b"", stderr=b"", truncated=False, seconds=0.1,
+            )  # fmt: skip
+
+    monkeypatch.setattr("engines.rewards.unit_tests.open_sandbox", lambda settings: NeverBegins())
+    with pytest.raises(SandboxFailed, match="not begun"):
+        UnitTestScorer(SHARE)("def f(x): return x", row)
+
+
+def test_the_checks_before_a_run(tmp_path: Path, sandboxes: None) -> None:
+    data = data_of(tmp_path, [{"question": "?", "test_list": ["assert 1"]}])
+    source = open_source(data.source)
+    check_rewards(RewardsConfig(functions=(SHARE,)), data, source)
+    other = UnitTestsReward(tests_column="tests", setup_column="imports")
+    with pytest.raises(ValueError, match="tests"):
+        check_rewards(RewardsConfig(functions=(other,)), data, source)
+    absent = ContainerSandbox(command="no-docker", image="i")
+    none = RewardsConfig(functions=(UnitTestsReward(sandbox=absent),))
+    with pytest.raises(ValueError, match=r"rewards\.functions\.0\.sandbox: no sandbox can be had"):
+        check_rewards(none, data, source)
+    small = RewardsConfig(functions=(UnitTestsReward(sandbox=ProcessSandbox(python="/bin/false")),))
+    with pytest.raises(ValueError, match="/bin/false does not run"):
+        check_rewards(small, data, source)
+    with pytest.raises(ValueError, match=r"Set sandbox\.timeout higher"):
+        UnitTestsReward(test_timeout=10, sandbox=ProcessSandbox(timeout=5))
