@@ -19,6 +19,9 @@ SETTINGS = {
     "distributed.scheduler.work-stealing": False,
     "distributed.scheduler.active-memory-manager.start": False,
     "distributed.diagnostics.nvml": False,
+    # What is submitted while something runs joins one history, which never ends where some shard
+    # always runs: the scheduler would grow by a kilobyte a call for as long as a run lasts.
+    "distributed.diagnostics.computations.max-history": 0,
     "distributed.admin.tick.limit": "1h",  # the same: no warning about a held GIL
     "distributed.admin.system-monitor.gil.enabled": False,
     # A dead worker or scheduler is reported where its call was waited for.

@@ -358,6 +358,25 @@ def test_the_settings_hold_on_the_scheduler(cluster):
     assert seen[:3] == (0, None, 30.0)
 
 
+def test_the_scheduler_keeps_nothing_of_calls_that_have_ended(cluster, pair, solo):
+    build(cluster, pair[0])
+    build(cluster, solo)
+    ended = in_thread(call, cluster, solo, "nap", seconds=1.0)  # so that it is never idle
+    running(cluster, solo, 1)
+    for _ in range(10):
+        call(cluster, pair[0], "nap", seconds=0.0)
+    ended()
+
+    def kept(dask_scheduler):
+        groups = {group for one in dask_scheduler.computations for group in one.groups}
+        return len(dask_scheduler.tasks), len(dask_scheduler.task_groups), len(groups)
+
+    until = time.monotonic() + 20
+    while (found := cluster.client.run_on_scheduler(kept)) != (0, 0, 0):
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_workers_that_others_started(tmp_path):
     with socket.socket() as probe:
