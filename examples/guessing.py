@@ -48,7 +48,9 @@ def ask(base_url: str, api_key: str, seed: int = 0, helpful: bool = True) -> flo
     game = Guessing(helpful=helpful)
     game.reset(seed)
     chat = [{"role": "user", "content": "number "}]
-    with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, timeout=None) as client:
+    headers = {"Authorization": f"Bearer {api_key}"}
+    # No certificates are read for an address of this machine: that takes longer than the game.
+    with httpx.Client(headers=headers, timeout=None, verify=False) as client:
         while not game.done:
             answer = client.post(f"{base_url}/chat/completions", json={"messages": chat})
             if answer.is_error:  # a turn was too long: there is no other
