@@ -14,7 +14,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.parts import Part, discard, spread
 from tasks.results import TrainBatch, Updated
-from tasks.run.engines import TrainRole
+from tasks.run.engine_specs import TrainRole
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 

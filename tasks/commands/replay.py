@@ -28,7 +28,8 @@ from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_way
-from tasks.run.engines import ENGINE_MODULES, train_spec
+from tasks.run.engine_specs import train_spec
+from tasks.run.engines import ENGINE_MODULES
 from tasks.run.recorded_flow import settings_of
 
 if TYPE_CHECKING:

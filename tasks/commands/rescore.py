@@ -34,7 +34,7 @@ from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.reward import state_at
-from tasks.run.engines import MODELS
+from tasks.run.engine_specs import MODELS
 from tasks.run.recorded_flow import settings_of
 
 if TYPE_CHECKING:

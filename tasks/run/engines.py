@@ -6,40 +6,40 @@ import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from engines.clusters.opening import open_cluster
-from engines.data.data_engine import DataSpec
-from engines.data.environment_engine import EnvironmentSpec
-from engines.data.reward_model_engine import RewardModelSpec
 from engines.processes.certificates import Certificates
-from engines.rollout.contract import RolloutSpec, engine_class, worker_environment
+from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.train.planner import PlannerSpec
-from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
-from storage.objects.store import Store
 from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
-from storage.runs.adapters import trained_base
 from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
 from tasks.results import Metrics
+from tasks.run.engine_specs import (
+    TrainRole,
+    data_spec,
+    environment_spec,
+    reward_model_spec,
+    rollout_spec,
+    train_spec,
+)
 from tasks.run.forking import parent_config
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
 
-TrainRole = Literal["actor", "ref", "critic"]
-MODELS = Path(".refrain/models")
 # What workers import before their first call, and vLLM's do not.
 ENGINE_MODULES = (
     "engines.train.fsdp_engine",
@@ -236,16 +236,7 @@ class Engines:
 
     def _rollouts(self, cluster: Cluster) -> RolloutPool:
         run, config = self._run, self._run.config
-        spec = RolloutSpec(
-            model=config.model,
-            model_cache=str(MODELS.absolute()),
-            rollout=config.rollout,
-            store_uri=run.store.uri,
-            store_options=config.store.options,
-            node_cache_bytes=config.store.node_cache_bytes,
-            sleeps=config.cluster.share_devices,
-            max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-        )
+        spec = rollout_spec(config, run.store)
         return RolloutPool(
             cluster,
             config.cluster.roles.rollout,
@@ -261,75 +252,45 @@ class Engines:
         )
 
     def _scorers(self, cluster: Cluster) -> EnginePool:
-        run, config = self._run, self._run.config
-        spec = DataSpec(
-            model=config.model,
-            model_cache=str(MODELS.absolute()),
-            data=config.data,
-            rewards=config.rewards,
-            run=run.files.run,
-            scorers=config.cluster.pools[config.cluster.roles.reward].workers,
-            max_new_tokens=config.rollout.max_new_tokens,
-            store_uri=run.store.uri,
-            store_options=config.store.options,
-            cache_bytes=run.store.cache_bytes,
-        )
-        return EnginePool(
-            cluster,
-            config.cluster.roles.reward,
-            "reward",
-            EngineSpec.of("engines.data.data_engine:DataEngine", spec),
-            deadline=config.scoring_deadline,
-            start_timeout=config.cluster.start_timeout,
-            cancel=run.cancelled,
-        )
+        config = self._run.config
+        spec = data_spec(config, self._run.files)
+        engine = EngineSpec.of("engines.data.data_engine:DataEngine", spec)
+        return self._pool(cluster, "reward", "reward", engine, config.scoring_deadline)
 
     def _planners(self, cluster: Cluster) -> EnginePool:
         run, config = self._run, self._run.config
         spec = PlannerSpec(store_uri=run.store.uri, store_options=config.store.options)
-        return EnginePool(
-            cluster,
-            config.cluster.roles.reward,
-            "planner",
-            EngineSpec.of("engines.train.planner:Planner", spec),
-            deadline=config.rollout.deadline,
-            start_timeout=config.cluster.start_timeout,
-            cancel=run.cancelled,
-        )
+        engine = EngineSpec.of("engines.train.planner:Planner", spec)
+        return self._pool(cluster, "reward", "planner", engine)
 
     def _environments(self, cluster: Cluster, episodes: EpisodesConfig) -> EnginePool:
-        run, config = self._run, self._run.config
-        spec = environment_spec(config, episodes, run.store)
-        return EnginePool(
-            cluster,
-            config.cluster.roles.pool_of("environment"),
-            "environment",
-            EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec),
-            deadline=config.rollout.deadline,
-            start_timeout=config.cluster.start_timeout,
-            cancel=run.cancelled,
-        )
+        spec = environment_spec(self._run.config, episodes, self._run.store)
+        engine = EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec)
+        return self._pool(cluster, "environment", "environment", engine)
 
     def _reward_models(self, cluster: Cluster) -> EnginePool:
-        run, config = self._run, self._run.config
-        spec = RewardModelSpec(
-            model=config.model,
-            model_cache=str(MODELS.absolute()),
-            data=config.data,
-            reward_models=config.rewards.models,
-            max_new_tokens=config.rollout.max_new_tokens,
-            store_uri=run.store.uri,
-            store_options=config.store.options,
-            cache_bytes=run.store.cache_bytes,
-        )
+        spec = reward_model_spec(self._run.config, self._run.store)
+        engine = EngineSpec.of("engines.data.reward_model_engine:RewardModelEngine", spec)
+        return self._pool(cluster, "reward_model", "reward_model", engine)
+
+    def _pool(
+        self,
+        cluster: Cluster,
+        role: Role,
+        name: str,
+        engine: EngineSpec,
+        deadline: float | None = None,
+    ) -> EnginePool:
+        """Engines on every worker of a role's pool, any of which takes a call."""
+        config = self._run.config
         return EnginePool(
             cluster,
-            config.cluster.roles.pool_of("reward_model"),
-            "reward_model",
-            EngineSpec.of("engines.data.reward_model_engine:RewardModelEngine", spec),
-            deadline=config.rollout.deadline,
+            config.cluster.roles.pool_of(role),
+            name,
+            engine,
+            deadline=config.rollout.deadline if deadline is None else deadline,
             start_timeout=config.cluster.start_timeout,
-            cancel=run.cancelled,
+            cancel=self._run.cancelled,
         )
 
     def store_usage(self) -> Metrics:
@@ -422,42 +383,3 @@ class Engines:
             # Not cancelled by now means opening or open: wait for it, so that nothing is left.
             with contextlib.suppress(Exception, CancelledError):
                 self._handles.result().cluster.close()
-
-
-def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store) -> EnvironmentSpec:
-    """From what a run's environment engine is built."""
-    return EnvironmentSpec(
-        model=config.model,
-        model_cache=str(MODELS.absolute()),
-        data=config.data,
-        episodes=episodes,
-        max_new_tokens=config.rollout.max_new_tokens,
-        store_uri=store.uri,
-        store_options=config.store.options,
-        cache_bytes=store.cache_bytes,
-    )
-
-
-def train_spec(
-    config: GRPOConfig, files: RunStore, role: TrainRole, cache_bytes: int = 0
-) -> TrainSpec:
-    """From what a run's train engine of a role is built."""
-    pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
-    lora = config.lora if role == "actor" else None
-    return TrainSpec(
-        model=config.model,
-        model_cache=str(MODELS.absolute()),
-        train=train,
-        lora=lora,
-        base=None if lora is None else trained_base(files),
-        role=role,
-        store_uri=files.store.uri,
-        store_options=config.store.options,
-        cache_bytes=cache_bytes,
-        whole_every=config.store.whole_every,
-        node_cache_bytes=config.store.node_cache_bytes,
-        run=files.run,
-        threads=config.cluster.pools[pool].threads,
-        seed=config.seed,
-        total_steps=config.steps * train.epochs * train.mini_batches,
-    )

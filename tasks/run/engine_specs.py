@@ -1,0 +1,103 @@
+"""From what the engines of a run are built: settings of the recipe, as each engine takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from configs.episodes import EpisodesConfig
+from configs.grpo import GRPOConfig
+from engines.data.data_engine import DataSpec
+from engines.data.environment_engine import EnvironmentSpec
+from engines.data.reward_model_engine import RewardModelSpec
+from engines.rollout.contract import RolloutSpec
+from engines.train.spec import TrainSpec
+from storage.objects.store import Store
+from storage.runs.adapters import trained_base
+from storage.runs.run_store import RunStore
+
+TrainRole = Literal["actor", "ref", "critic"]
+MODELS = Path(".refrain/models")
+
+
+def rollout_spec(config: GRPOConfig, store: Store) -> RolloutSpec:
+    """From what a run's rollout engines are built."""
+    return RolloutSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        rollout=config.rollout,
+        store_uri=store.uri,
+        store_options=config.store.options,
+        node_cache_bytes=config.store.node_cache_bytes,
+        sleeps=config.cluster.share_devices,
+        max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+    )
+
+
+def data_spec(config: GRPOConfig, files: RunStore) -> DataSpec:
+    """From what a run's data engines are built."""
+    return DataSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        data=config.data,
+        rewards=config.rewards,
+        run=files.run,
+        scorers=config.cluster.pools[config.cluster.roles.reward].workers,
+        max_new_tokens=config.rollout.max_new_tokens,
+        store_uri=files.store.uri,
+        store_options=config.store.options,
+        cache_bytes=files.store.cache_bytes,
+    )
+
+
+def reward_model_spec(config: GRPOConfig, store: Store) -> RewardModelSpec:
+    """From what a run's reward models are built."""
+    return RewardModelSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        data=config.data,
+        reward_models=config.rewards.models,
+        max_new_tokens=config.rollout.max_new_tokens,
+        store_uri=store.uri,
+        store_options=config.store.options,
+        cache_bytes=store.cache_bytes,
+    )
+
+
+def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store) -> EnvironmentSpec:
+    """From what a run's environment engine is built."""
+    return EnvironmentSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        data=config.data,
+        episodes=episodes,
+        max_new_tokens=config.rollout.max_new_tokens,
+        store_uri=store.uri,
+        store_options=config.store.options,
+        cache_bytes=store.cache_bytes,
+    )
+
+
+def train_spec(
+    config: GRPOConfig, files: RunStore, role: TrainRole, cache_bytes: int = 0
+) -> TrainSpec:
+    """From what a run's train engine of a role is built."""
+    pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
+    lora = config.lora if role == "actor" else None
+    return TrainSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        train=train,
+        lora=lora,
+        base=None if lora is None else trained_base(files),
+        role=role,
+        store_uri=files.store.uri,
+        store_options=config.store.options,
+        cache_bytes=cache_bytes,
+        whole_every=config.store.whole_every,
+        node_cache_bytes=config.store.node_cache_bytes,
+        run=files.run,
+        threads=config.cluster.pools[pool].threads,
+        seed=config.seed,
+        total_steps=config.steps * train.epochs * train.mini_batches,
+    )
