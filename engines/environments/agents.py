@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
 
+from configs.imports import described
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
 from engines.environments.protocol import Ready, Start, ToolCall
 from engines.processes.user_code import shortened
@@ -154,7 +155,9 @@ class AgentAdapter:
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
             self._session.events.put(_End(result, None))
-        except Exception as error:  # of a user's code: any
+        except BaseException as error:  # of a user's code: any, sys.exit too
+            if not isinstance(error, Exception):
+                error = RuntimeError(f"the agent left by {described(error)}")
             self._session.events.put(_End(None, error))
 
     def _answer(self, text: str, calls: Sequence[ToolCall] | None) -> Message:

@@ -88,6 +88,11 @@ def raises(base_url, api_key, **row):
     raise KeyError("lost")
 
 
+def leaves(base_url, api_key, **row):
+    ask(base_url, api_key, [{"role": "user", "content": "one"}])
+    raise SystemExit(3)
+
+
 def nonsense(base_url, api_key, **row):
     ask(base_url, api_key, [{"role": "user", "content": "one"}])
     return "good"
@@ -205,6 +210,7 @@ def test_an_agent_learns_that_its_episode_is_over(play: Playing) -> None:
         ("forgets", 'has {"role": "user", "content": "two"} at message 1'),
         ("repeats", "ends at message 2"),
         ("raises", "KeyError: 'lost'"),
+        ("leaves", "the agent left by SystemExit: 3"),
         ("nonsense", "'good' (str) as a reward, no number"),
     ],
 )
