@@ -21,7 +21,7 @@ from storage.objects.digests import key_of
 from storage.prompts.datasets import open_source
 from tasks.episodes import complete
 from tasks.results import Prompts, Sampled
-from tasks.reward import model_scores, trainer_state, with_scores
+from tasks.reward import score
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
@@ -119,21 +119,10 @@ def evaluated_shard(run: Run, part: BatchRef, shard: int) -> EvaluatedShard:
     sampled = complete(run, run.after, part, stage, shard)
     assert isinstance(sampled, Sampled), "only shards that train are left"
     key = key_of("evaluated", sampled.ref.to_json())
-    models_key = run.files.stage_key(run.head, "evaluated-reward-model", shard, key)
-    models = model_scores(run, run.after, shard, part, sampled.ref, models_key)
-    with attempted(run, run.after, "score", shard) as attempt:
-        scored = run.engines.scorers.call(
-            "score",
-            run.call_id(run.after, f"evaluate-{shard}-{key}"),
-            attempt.assignment,
-            prompts=part,
-            samples=sampled.ref,
-            out_key=run.files.stage_key(run.head, "evaluated", shard, key),
-            trainer_state=trainer_state(run, run.after),
-            models=models,
-        )
-    ref = with_scores(sampled.ref, models, scored.ref)
-    return EvaluatedShard(ref=ref, metrics=scored.metrics)
+    ref, result = score(
+        run, run.after, "evaluated", shard, part, sampled.ref, key, kept_with=run.head
+    )
+    return EvaluatedShard(ref=ref, metrics=result.metrics)
 
 
 @task(name="evaluation", task_run_name="evaluation", **OPTIONS)

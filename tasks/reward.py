@@ -9,7 +9,7 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from engines.data.results import ModelScores, SampleFailure
+from engines.data.results import ModelScores, SampleFailure, ScoreResult
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
 from storage.batches.refs import BatchRef
@@ -45,25 +45,57 @@ def reward_shards(
 
 def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
     """Shards with their rewards; failures are logged. `number` tells the calls of a step apart."""
-    state = trainer_state(run, step)
     rewards = run.config.rewards.model_dump(mode="json")
     samples = samples_of_shards([sampled])
     prompts = sampled[0].prompts
     if len(sampled) > 1:
         prompts = BatchRef.concat([shard.prompts for shard in sampled])
-    key = key_of("reward", samples.to_json(), rewards, asdict(state))
-    out_key = run.files.stage_key(step, "reward", number, key)
-    models_key = run.files.stage_key(step, "reward_model", number, key)
+    key = key_of("reward", samples.to_json(), rewards, asdict(trainer_state(run, step)))
+    ref, result = score(run, step, "reward", number, prompts, samples, key)
+    return Scored(
+        sampled=sampled,
+        ref=ref,
+        failures=result.failed,
+        code=result.code,
+        seconds=result.seconds,
+        metrics=result.metrics,
+    )
+
+
+def score(
+    run: Run,
+    step: int,
+    stage: str,
+    number: int,
+    prompts: BatchRef,
+    samples: BatchRef,
+    key: str,
+    kept_with: int | None = None,
+) -> tuple[BatchRef, ScoreResult]:
+    """Samples with their scores, and what became of the call; failures are logged.
+
+    Args:
+        run: the run.
+        step: for which they are scored.
+        stage: what for.
+        number: of the call among those of the stage.
+        prompts: of the samples.
+        samples: [N].
+        key: digest of what is scored, and by what.
+        kept_with: the step with which the scores are kept; None: theirs.
+    """
+    place = step if kept_with is None else kept_with
+    models_key = run.files.stage_key(place, "reward_model", number, key)
     models = model_scores(run, step, number, prompts, samples, models_key)
-    with attempted(run, step, "reward", number) as attempt:
-        result = run.engines.scorers.call(
+    with attempted(run, step, stage, number) as attempt:
+        result: ScoreResult = run.engines.scorers.call(
             "score",
-            run.call_id(step, f"score-{number}-{key}"),
+            run.call_id(step, f"{stage}-{number}-{key}"),
             attempt.assignment,
             prompts=prompts,
             samples=samples,
-            out_key=out_key,
-            trainer_state=state,
+            out_key=run.files.stage_key(place, stage, number, key),
+            trainer_state=trainer_state(run, step),
             models=models,
         )
     for (function, error), failed in by_cause(result.failures).items():
@@ -71,14 +103,7 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
         trace = result.tracebacks.get(error, "")
         text = f"Scoring failed in {function} for sample {numbers}: {error}\n{trace}"
         get_run_logger().error("%s", text.rstrip())
-    return Scored(
-        sampled=sampled,
-        ref=with_scores(samples, models, result.ref),
-        failures=result.failed,
-        code=result.code,
-        seconds=result.seconds,
-        metrics=result.metrics,
-    )
+    return with_scores(samples, models, result.ref), result
 
 
 def model_scores(

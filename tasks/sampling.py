@@ -35,7 +35,8 @@ class SamplingStage:
 
     def key(self, run: Run, step: int, name: str, shard: int, key: str) -> str:
         """The data of a result of this stage, or of a part of it that has another name."""
-        return run.files.stage_key(self.kept_with or step, name, shard, key)
+        place = step if self.kept_with is None else self.kept_with
+        return run.files.stage_key(place, name, shard, key)
 
     def finished(self, run: Run, key: str) -> dict[str, object] | None:
         """The record of a result that is there (RunStore.finished)."""
