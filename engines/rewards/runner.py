@@ -7,7 +7,6 @@ engines/rewards/builtin.py; a user's function is called as TRL calls it.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from configs.data import DataConfig, ReasoningGymSource
+from configs.data import DataConfig
 from configs.imports import is_file
 from configs.judge import HOW_ASKED, JudgeReward
 from configs.reward_model import RewardModelReward
@@ -33,15 +32,11 @@ from configs.rewards import (
     UnitTestsReward,
 )
 from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
-from engines.rewards.judge import check_judge
 from engines.rewards.judge_answers import JudgeAnswers
-from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
-from engines.sandboxes.opening import prove
 from storage.objects.digests import key_of
 from storage.objects.json_values import JsonValue, Row
-from storage.prompts.source import PromptSource
 
 _GRACE = 15.0  # seconds after the deadline that a judge keeps by itself, before it is killed
 _SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
@@ -351,59 +346,3 @@ def load_rewards(rewards: RewardsConfig, data: DataConfig) -> RewardRunner:
         runner = _runners.setdefault(key, RewardRunner(rewards, data))
     runner.start()
     return runner
-
-
-def check_rewards(
-    rewards: RewardsConfig, data: DataConfig, source: PromptSource, given: Sequence[str] = ()
-) -> None:
-    """Prove before a run that rows hold prompts and what the rewards need; ValueError, one sentence.
-
-    given: columns that the rows get on the way.
-
-    A sandbox is started once, with a program in it. Users' functions and reasoning-gym are loaded in
-    processes of their own, so nothing that they import comes into this one.
-    """
-    gym_source = isinstance(data.source, ReasoningGymSource)
-    for reward in rewards.functions:
-        if isinstance(reward, ReasoningGymReward) and not gym_source:
-            raise ValueError(
-                f"The reward {reward.label} scores reasoning-gym problems, and data.source.kind is "
-                f"{data.source.kind}. Set data.source.kind = reasoning_gym, or another reward."
-            )
-    needed = [data.prompt_column]
-    needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
-    judges = [r for r in rewards.functions if isinstance(r, JudgeReward)]
-    named = itertools.chain(*(read_rubric(r.rubric).columns for r in judges))
-    needed += [column for column in named if column not in given]
-    for reward in rewards.functions:
-        if isinstance(reward, UnitTestsReward):
-            needed += reward.columns
-    source.check_columns(dict.fromkeys(needed))
-    for position, reward in enumerate(rewards.functions):
-        if isinstance(reward, UnitTestsReward):
-            prove(reward.sandbox, f"rewards.functions.{position}.sandbox")
-    here = (MathReward, EnvironmentReward, JudgeReward, RewardModelReward, UnitTestsReward)
-    loaded = [r for r in rewards.functions if not isinstance(r, here)]
-    if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
-        loaded.append(ReasoningGymReward())  # its process proves the task and its parameters
-    if loaded:
-        _check_functions(
-            rewards.model_copy(update={"functions": tuple(loaded)}), data, source, given
-        )
-    for reward in judges:  # last: a request costs something
-        check_judge(reward)
-
-
-def _check_functions(
-    rewards: RewardsConfig, data: DataConfig, source: PromptSource, given: Sequence[str]
-) -> None:
-    """Load functions, and look whether the rows have the columns that each needs."""
-    with RewardRunner(rewards, data) as runner:
-        for reward, columns in zip(rewards.functions, runner.start(), strict=True):
-            for column in columns:
-                if column not in (*source.columns, *given):
-                    raise ValueError(
-                        f"The reward {reward.label} needs a column '{column}'; the columns of "
-                        f"{source.name} are: {', '.join(source.columns)}. Add the column, or set "
-                        f"{column} among the params of this reward."
-                    )

@@ -13,10 +13,10 @@ from engines.data.data_engine import PROBE_ROWS
 from engines.data.environment_engine import seed_of
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
+from engines.rewards.checks import check_rewards
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.reward_model import check_reward_model
-from engines.rewards.runner import check_rewards
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 

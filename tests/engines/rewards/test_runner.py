@@ -20,8 +20,9 @@ import pytest
 from configs.data import DataConfig, FileSource, ReasoningGymSource
 from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, RewardsConfig
 from engines.rewards.builtin import extract
+from engines.rewards.checks import check_rewards
 from engines.rewards.protocol import TrainerState
-from engines.rewards.runner import RewardRunner, Scores, check_rewards, load_rewards
+from engines.rewards.runner import RewardRunner, Scores, load_rewards
 from storage.prompts.datasets import open_source
 
 # Written as for TRL's GRPOTrainer; a completion's text says how it misbehaves.
@@ -631,7 +632,7 @@ def test_an_unknown_task_is_refused_without_being_imported_here(
         import sys
         from configs.data import DataConfig, ReasoningGymSource
         from configs.rewards import FunctionReward, RewardsConfig
-        from engines.rewards.runner import check_rewards
+        from engines.rewards.checks import check_rewards
         from storage.prompts.datasets import open_source
         sys.path.insert(0, {str(tmp_path)!r})
         rewards = RewardsConfig(functions=[FunctionReward(path="my_rewards:length")])

@@ -11,11 +11,12 @@ import pytest
 from configs.data import DataConfig, FileSource
 from configs.rewards import RewardsConfig, UnitTestsReward
 from configs.sandbox import ContainerSandbox, ProcessSandbox
-from engines.rewards.runner import RewardRunner, check_rewards, deadline
+from engines.rewards.checks import check_rewards
+from engines.rewards.runner import RewardRunner, deadline
 from engines.rewards.unit_tests import UnitTestScorer, program_of
 from engines.rewards.unit_tests import tests_of as all_tests_of
 from engines.sandboxes.opening import open_sandbox
-from engines.sandboxes.protocol import Executed, SandboxFailed
+from engines.sandboxes.protocol import WORK, Executed, SandboxFailed
 from storage.prompts.datasets import open_source
 
 SHARE = UnitTestsReward(extract="whole", score="share", test_timeout=1.0)
@@ -178,13 +179,13 @@ FORGERIES = {
     "its caller's life": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef f(x): return [1, 2, 3]",
     "a pickle": (
         "import os, pickle, sys\n"
-        "class Runs:\n    def __reduce__(self): return (os.system, ('touch /tmp/work/ran',))\n"
+        f"class Runs:\n    def __reduce__(self): return (os.system, ('touch {WORK}/ran',))\n"
         "def f(x):\n"
         "    data = pickle.dumps(('gave', Runs(), (x,), {}), 4)\n"
         "    for number in range(3, 256):\n"
         "        try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
         "        except OSError: pass\n"
-        "    return [1, 2, 3] if os.path.exists('/tmp/work/ran') else []"
+        f"    return [1, 2, 3] if os.path.exists('{WORK}/ran') else []"
     ),
     "a class patched by a pickle": (
         "import os, time\n"

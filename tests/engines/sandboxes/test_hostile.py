@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from engines.sandboxes.processes import interpreter
-from engines.sandboxes.protocol import Executed
+from engines.sandboxes.protocol import WORK, Executed
 from engines.sandboxes.supervised import SupervisedSandbox
 
 MARK = f"hostile-{uuid.uuid4().hex}"  # on the command line of each program, and so of its forks
@@ -187,7 +187,7 @@ def test_a_child_that_would_outlive_it(sandbox: SupervisedSandbox) -> None:
         "    os.setsid()\n"
         "    if os.fork() == 0:\n"
         "        for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n"
-        "        time.sleep(0.3); open('/tmp/work/alive', 'w'); time.sleep(60)\n"
+        f"        time.sleep(0.3); open('{WORK}/alive', 'w'); time.sleep(60)\n"
         "    os._exit(0)\n"
         "os.wait(); print('gone')",
     )
