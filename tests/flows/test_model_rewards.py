@@ -1,4 +1,4 @@
-"""A judge and a reward model score the samples of a run, beside a function."""
+"""What is more than a function scores a run: a judge, a reward model, unit tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
+from engines.sandboxes.processes import lacking
 from storage.audit.audit import audit
+from storage.batches.columns import SampleStatus
 from tests.engines.rewards.judge_server import serving
 from tests.engines.rewards.reward_models import draw_reward_model
 from tests.flows.conftest import ROOT, Launch
@@ -72,3 +74,33 @@ def test_a_judge_and_a_reward_model_score_a_run(launch: Launch, tmp_path: Path) 
         )
         assert again.returncode == 0, again.stdout + again.stderr
         assert len(judge.requests) == asked, "what was answered is not asked again"
+
+
+def test_unit_tests_score_a_run(launch: Launch, tmp_path: Path) -> None:
+    """Random text is the program: one test passes where it is Python at all, the other never."""
+    if why := lacking():
+        pytest.skip(why)
+    rows = [{"question": f"{n} = ", "test_list": ["assert True", "assert f(1)"]} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = yaml.safe_load((ROOT / "configs/recipes/tiny.yaml").read_text())
+    recipe["data"]["source"] = {"kind": "file", "path": "rows.jsonl"}
+    recipe["rewards"]["functions"].append(
+        {"kind": "unit_tests", "extract": "whole", "score": "share"}
+    )
+    run = launch("mine.yaml", "steps=2", files={"mine.yaml": yaml.safe_dump(recipe)})
+    code, out = run.end()
+    assert code == 0, out
+    for commit in run.commits():
+        samples = commit.refs["samples"]
+        store = run.files.store
+        scores = samples.fetch_list(store, "score/unit_tests")
+        for score, tests, status in zip(
+            scores,
+            samples.fetch_list(store, "extra/unit_tests/tests"),
+            samples.fetch_list(store, "status"),
+            strict=True,
+        ):
+            assert status != SampleStatus.FAILED
+            assert len(tests) == 2 and not tests[1]["passed"]
+            assert score == sum(one["passed"] for one in tests) / 2
+    assert audit(run.files).problems == []
