@@ -3,7 +3,14 @@
 Dask reads some of them when it is imported: call `apply` before that.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import dask
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
 
 SETTINGS = {
     # vLLM starts processes; daemonic ones may not (https://github.com/dask/distributed/issues/2718).
@@ -22,6 +29,10 @@ SETTINGS = {
     # What is submitted while something runs joins one history, which never ends where some shard
     # always runs: the scheduler would grow by a kilobyte a call for as long as a run lasts.
     "distributed.diagnostics.computations.max-history": 0,
+    "distributed.scheduler.preload": [__name__],  # dask_setup below
+    # Every connection keeps its last messages, for developers: the scheduler 1,000 for each worker,
+    # which are megabytes where a message is a call.
+    "distributed.admin.low-level-log-length": 10,
     "distributed.admin.tick.limit": "1h",  # the same: no warning about a held GIL
     "distributed.admin.system-monitor.gil.enabled": False,
     # A dead worker or scheduler is reported where its call was waited for.
@@ -36,3 +47,23 @@ SETTINGS = {
 def apply() -> None:
     """Set them in this process."""
     dask.config.set(SETTINGS)
+
+
+def dask_setup(scheduler: Scheduler) -> None:
+    """What Dask calls in a scheduler: it shall keep no statistics of calls that have ended.
+
+    Dask makes a span, with its groups of tasks, whenever a call comes to an idle scheduler, and never
+    lets go of one; there is no setting against it.
+    """
+    from distributed.spans import SpansSchedulerExtension
+
+    class NoSpans(SpansSchedulerExtension):
+        """Takes what the scheduler and its workers tell, and keeps none of it."""
+
+        def observe_tasks(self, *args: Any, **kwargs: Any) -> dict[Any, dict[Any, Any]]:
+            return {}
+
+        def heartbeat(self, *args: Any) -> None:
+            pass
+
+    scheduler.extensions["spans"] = NoSpans(scheduler)

@@ -369,10 +369,11 @@ def test_the_scheduler_keeps_nothing_of_calls_that_have_ended(cluster, pair, sol
 
     def kept(dask_scheduler):
         groups = {group for one in dask_scheduler.computations for group in one.groups}
-        return len(dask_scheduler.tasks), len(dask_scheduler.task_groups), len(groups)
+        spans = dask_scheduler.extensions["spans"].spans
+        return len(dask_scheduler.tasks), len(dask_scheduler.task_groups), len(groups), len(spans)
 
     until = time.monotonic() + 20
-    while (found := cluster.client.run_on_scheduler(kept)) != (0, 0, 0):
+    while (found := cluster.client.run_on_scheduler(kept)) != (0, 0, 0, 0):
         assert time.monotonic() < until, found
         time.sleep(0.05)
 
