@@ -3,6 +3,7 @@
     python -m benchmarks.chaos --kills 100 --seed 0            kills fall on a run of 30 steps
     python -m benchmarks.chaos --kills 40 --apart              each after the last one is mended
     python -m benchmarks.chaos --kills 30 --overlapping        steps overlap, and carry groups on
+    python -m benchmarks.chaos --kills 30 --episodes           a model and an environment take turns
     python -m benchmarks.chaos --kills 12 --apart --workers 64 many rollout workers, a shard for each
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
@@ -63,8 +64,20 @@ OVERLAPPING = (
     "rollout.save_every=0.2",
     "cluster.pools.rollout.slots=2",
 )
+EXAMPLE = Path(__file__).parents[1] / "examples/guessing"
+EPISODES = (
+    f"{EXAMPLE}.yaml",
+    f"episodes.environment.path={EXAMPLE}.py:Guessing",
+    f"data.source.path={EXAMPLE}.py:rows",
+    "name=chaos",
+    "prompts_per_step=8",
+    "group_size=4",
+    "cluster.pools.rollout.workers=2",
+    "cluster.no_workers_timeout=120",
+    "store.snapshot_every=5",
+)
 REPLAYED = 4  # updates that are made again where steps overlap
-KINDS = ("flow", "scheduler", "server", "rollout", "train", "cpu", "reward")
+KINDS = ("flow", "scheduler", "server", "rollout", "train", "cpu", "reward", "environment")
 LONGEST_WAIT = 6.0  # seconds between kills, at most; drawn evenly
 END = re.compile(r"\w+(Error|Lost|Failed|Unavailable|Held|NoWorkers|Conflict|Traceback)\b")
 STUCK = 600.0  # seconds without a commit after which the run is given up
@@ -220,7 +233,7 @@ def strike(subject: Subject, dice: random.Random) -> str | None:
     """Kill a process of a kind drawn at random; None if there is none of that kind just now."""
     kind = dice.choice(KINDS)
     alive = subject.faults.processes(kind)
-    if not alive:
+    if not alive:  # a run without episodes has no environments
         return None
     name = dice.choice(sorted(alive))
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -282,11 +295,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--apart", action="store_true", help="wait for a commit between kills")
     parser.add_argument("--overlapping", action="store_true", help="steps overlap, carry groups on")
+    parser.add_argument("--episodes", action="store_true", help="answers of several turns")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    words = (*RECIPE, *OVERLAPPING) if arguments.overlapping else RECIPE
+    words = EPISODES if arguments.episodes else RECIPE
+    if arguments.overlapping:
+        words = (*words, *OVERLAPPING)
     if arguments.workers != 2:
         words = (*words, *many(arguments.workers))
     report = Report(steps=arguments.steps, seed=arguments.seed, overlapping=arguments.overlapping)

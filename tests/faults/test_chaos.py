@@ -16,7 +16,9 @@ from tests.flows.conftest import ROOT
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("kills", "how"), [(20, []), (30, ["--overlapping"])])
+@pytest.mark.parametrize(
+    ("kills", "how"), [(20, []), (30, ["--overlapping"]), (20, ["--episodes"])]
+)
 def test_kills_at_random(tmp_path: Path, kills: int, how: list[str]) -> None:
     out = tmp_path / "report.json"
     command = ["-m", "benchmarks.chaos", "--kills", str(kills), "--out", str(out), *how]

@@ -41,6 +41,7 @@ WORDS = (
     "name=episodes",
 )
 UNRELIABLE = """
+import time
 from examples.guessing import Guessing
 
 class Unreliable(Guessing):
@@ -49,9 +50,14 @@ class Unreliable(Guessing):
         return super().reset(seed, **row)
 
     def step(self, text):
-        if self.seed % 3 == 0:
+        if self.seed % 6 == 0:
             raise RuntimeError("the game server is down")
+        if self.seed % 6 == 1:
+            time.sleep(600)
         return super().step(text)
+
+    def get_reward(self):
+        return float("nan") if self.seed % 6 == 2 else super().get_reward()
 """
 
 TELLING = """
@@ -211,32 +217,46 @@ def test_an_agent_that_asks_the_model_trains_it_alike(whole: Launched, launch: L
 
 
 def test_an_environment_that_fails_is_no_reward(launch: Launch) -> None:
+    """It raises, hangs, or gives a reward that is no number; those beside it are played to the end."""
     run = launch(
         *WORDS,
-        "steps=2",
+        "steps=1",
+        "prompts_per_step=12",
+        "group_size=2",
         "episodes.environment.path=unreliable.py:Unreliable",
+        "episodes.turn_timeout=2",
+        "episodes.max_turn_tokens=24",
         "rewards.on_failure=drop",
         files={"unreliable.py": UNRELIABLE},
     )
     code, out = run.end()
     assert code == 0, out
-    commits = committed(run.files)
-    failed = 0
-    for commit in commits:
-        for seed, status, reward, ended, error in rows(
-            run.files, commit, "env_seed", "status", "reward", "episode", "episode_error"
-        ):
-            if seed % 3 == 0 and ended != "turn_tokens":  # else it never came to a step
-                failed += 1
-                assert "the game server is down" in error
-                assert status == SampleStatus.FAILED
-                assert np.isnan(reward)
-    assert failed
-    assert commits[-1].ledger.dropped["reward_failed"] >= failed / 4
+    (commit,) = committed(run.files)
+    causes = ("the game server is down", "episodes.turn_timeout = 2 s", "nan")
+    seen = [0, 0, 0, 0]
+    for seed, status, reward, ended, error in rows(
+        run.files, commit, "env_seed", "status", "reward", "episode", "episode_error"
+    ):
+        if ended == "turn_tokens":  # it may never have come to a step
+            continue
+        kind = min(seed % 6, 3)
+        seen[kind] += 1
+        if kind == 3:
+            assert status == SampleStatus.OK
+            assert reward in (0.0, 1.0)
+        else:
+            assert causes[kind] in error
+            assert status == SampleStatus.FAILED
+            assert np.isnan(reward)
+    assert all(seen)
+    assert commit.ledger.dropped["reward_failed"] >= sum(seen[:3]) / 2
 
 
 STEPPED = "engines.environments.sessions:Environments.act"
 KILLS = {
+    "environment": Fault(
+        id="environment", target="engines.environments.child:Sessions.answer", nth=9, action="kill"
+    ),
     "environments' worker": Fault(id="worker", target=STEPPED, nth=3, action="kill", when="after"),
     "engine": Fault(
         id="engine", target="engines.rollout.engine:RolloutEngine.generate", nth=5, action="kill"

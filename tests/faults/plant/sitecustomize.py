@@ -29,6 +29,7 @@ ROLES = {  # part of a command line -> name of the process
     "flows.grpo": "flow",
     "tasks.launch.prefect_app": "server",
     "engines.rewards.child": "reward",
+    "engines.environments.child": "environment",
 }
 # Where a process learns its name late: function -> how to tell.
 BORN = {
