@@ -4,7 +4,8 @@
     python -m benchmarks.chaos --kills 40 --apart              each after the last one is mended
     python -m benchmarks.chaos --kills 30 --overlapping        steps overlap, and carry groups on
     python -m benchmarks.chaos --kills 30 --episodes           a model and an environment take turns
-    python -m benchmarks.chaos --kills 12 --apart --workers 64 many rollout workers, a shard for each
+    python -m benchmarks.chaos --kills 12 --apart --workers 16 many rollout workers, a shard for each
+    python -m benchmarks.chaos --kills 8 --apart --workers 64 --sleep 2    which sleep for 2 s instead
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
 of an undisturbed run bit for bit. Any process of the run may be killed, the flow too, which is then
@@ -37,6 +38,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.sleeping_engine import VARIABLE
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import head
@@ -76,6 +78,7 @@ EPISODES = (
     "cluster.no_workers_timeout=120",
     "store.snapshot_every=5",
 )
+SLEEPING = "benchmarks.sleeping_engine"
 REPLAYED = 4  # updates that are made again where steps overlap
 KINDS = ("flow", "scheduler", "server", "rollout", "train", "cpu", "reward", "environment")
 LONGEST_WAIT = 6.0  # seconds between kills, at most; drawn evenly
@@ -116,8 +119,11 @@ class Report:
 class Subject:
     """The run that suffers."""
 
-    def __init__(self, folder: Path, words: Sequence[str], steps: int) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], steps: int, sleep: float | None) -> None:
+        """sleep: seconds for which rollout engines sleep instead of decoding, if they do."""
         self.folder = folder
+        self.sleep = sleep
+        self.program = ["flows.grpo"] if sleep is None else [SLEEPING, "flows.grpo"]
         self.faults = Faults(folder / "faults")
         self.words = (*words, f"steps={steps}")
         self.steps = steps
@@ -129,9 +135,11 @@ class Subject:
         """Start the flow, or resume it."""
         words = ["--resume", self.files.run] if self.files is not None else list(self.words)
         environment = {**os.environ, **self.faults.environment, "OMP_NUM_THREADS": "1"}
+        if self.sleep is not None:
+            environment[VARIABLE] = f"equal:{self.sleep}"
         environment.pop("PREFECT_API_URL", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flows.grpo", *words],
+            [sys.executable, "-m", *self.program, *words],
             cwd=self.folder,
             env=environment,
             stdout=self.log,
@@ -183,22 +191,21 @@ def many(workers: int) -> tuple[str, ...]:
     )
 
 
-def undisturbed(folder: Path, words: Sequence[str], steps: int) -> tuple[float, Subject]:
+def undisturbed(subject: Subject) -> float:
     """Seconds that the run takes when it is left alone."""
     began = time.monotonic()
-    subject = Subject(folder, words, steps)
     if subject.process.wait() != 0:
-        raise RuntimeError((folder / "out").read_text())
-    return time.monotonic() - began, subject
+        raise RuntimeError((subject.folder / "out").read_text())
+    return time.monotonic() - began
 
 
 def disturbed(
-    folder: Path, words: Sequence[str], steps: int, kills: int, dice: random.Random, apart: bool
-) -> tuple[Subject, list[Kill], float]:
+    subject: Subject, kills: int, dice: random.Random, apart: bool
+) -> tuple[list[Kill], float]:
     """The run, killed `kills` times: the steps at which are drawn evenly from all but the last."""
+    steps, folder = subject.steps, subject.folder
     due = sorted(dice.uniform(0, steps - 1) for _ in range(kills))
     began = last = time.monotonic()
-    subject = Subject(folder, words, steps)
     made: list[Kill] = []
     reached = 0
     wait = dice.uniform(0, LONGEST_WAIT)
@@ -226,7 +233,7 @@ def disturbed(
     for kill in made:
         if kill.recovered is None:
             kill.recovered = time.monotonic() - began - kill.at
-    return subject, made, time.monotonic() - began
+    return made, time.monotonic() - began
 
 
 def strike(subject: Subject, dice: random.Random) -> str | None:
@@ -297,6 +304,9 @@ def main() -> int:
     parser.add_argument("--overlapping", action="store_true", help="steps overlap, carry groups on")
     parser.add_argument("--episodes", action="store_true", help="answers of several turns")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
+    parser.add_argument(
+        "--sleep", type=float, help="seconds; rollout engines sleep and do not decode"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -308,15 +318,11 @@ def main() -> int:
     report = Report(steps=arguments.steps, seed=arguments.seed, overlapping=arguments.overlapping)
     (folder / "whole").mkdir()
     (folder / "broken").mkdir()
-    report.undisturbed_seconds, whole = undisturbed(folder / "whole", words, arguments.steps)
-    broken, report.kills, report.seconds = disturbed(
-        folder / "broken",
-        words,
-        arguments.steps,
-        arguments.kills,
-        random.Random(arguments.seed),
-        arguments.apart,
-    )
+    whole = Subject(folder / "whole", words, arguments.steps, arguments.sleep)
+    report.undisturbed_seconds = undisturbed(whole)
+    broken = Subject(folder / "broken", words, arguments.steps, arguments.sleep)
+    dice = random.Random(arguments.seed)
+    report.kills, report.seconds = disturbed(broken, arguments.kills, dice, arguments.apart)
     report.starts = broken.starts
     said = (folder / "broken/out").read_text(errors="replace").splitlines()
     report.ends = [line for line in said if END.match(line)]

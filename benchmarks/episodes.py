@@ -125,11 +125,11 @@ def main() -> int:
     for at_once in options.at_once:
         found = []
         for commit in measured(words(at_once, options.shards, options.turns, options.steps))[1:]:
-            turns = commit.metrics["episode/turns_mean"] * at_once
+            turns = (commit.metrics["episode/turns_mean"] or 0.0) * at_once
             both = spans(commit, "rollout", "environment")
             whole = max(stop for _, stop in both) - min(start for start, _ in both)
             engine = covered(spans(commit, "rollout"))
-            rounds = commit.metrics["episode/turns_max"]
+            rounds = commit.metrics["episode/turns_max"] or 1.0
             busy = covered(both)
             found.append(
                 (

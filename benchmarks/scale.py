@@ -40,7 +40,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.sleeping_engine import VARIABLE
+from benchmarks.sleeping_engine import VARIABLE, run
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.run_store import RunStore
@@ -94,13 +94,9 @@ class Setting:
 def run_one(setting: Setting, scheduler: str) -> int:
     """The flow, in this process, with engines that sleep."""
     import engines.clusters.opening as opening
-    import tasks.run.engines as made
-    from configs.grpo import GRPOConfig
-    from tasks.launch.command_line import main
 
-    made.engine_class = lambda config: "benchmarks.sleeping_engine:SleepingEngine"
     opening.check_members = lambda cluster: None  # it wants a nanny for every worker
-    return main("flows.grpo:grpo", GRPOConfig, setting.words(scheduler))
+    return run(setting.words(scheduler))
 
 
 def host_workers(scheduler: str, names: Sequence[str], pool: str, slots: int) -> None:

@@ -1,13 +1,17 @@
-"""A rollout engine that sleeps for a drawn time instead of decoding, for benchmarks.asynchrony.
+"""A rollout engine that sleeps for a drawn time instead of decoding, and a flow that has such.
 
-Weights are loaded and scored as ever; the answers are made up.
+    python -m benchmarks.sleeping_engine flows.grpo WORDS
+
+Weights are loaded and scored as ever; the answers are made up. How long: the variable below.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import sys
 import time
+from collections.abc import Sequence
 
 from engines.rollout.contract import RolloutRequest
 from engines.rollout.hf_engine import HFEngine, _Shard
@@ -74,3 +78,17 @@ class SleepingEngine(HFEngine):
     def _cut_shards(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+
+def run(words: Sequence[str]) -> int:
+    """GRPO in this process with such engines, by the words of its command line; the exit code."""
+    import tasks.run.engines as made
+    from configs.grpo import GRPOConfig
+    from tasks.launch.command_line import main
+
+    made.engine_class = lambda config: "benchmarks.sleeping_engine:SleepingEngine"
+    return main("flows.grpo:grpo", GRPOConfig, words)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[2:]))
