@@ -49,6 +49,8 @@ def check_memory(config: GRPOConfig) -> list[str]:
             raise ValueError(_refusal(config, shape, place))
     lines = [line for role in _roles(config) for line in [_of_role(config, shape, role)]]
     lines.append(_of_rollout(config, shape))
+    if taken := reward_model_bytes(config):
+        lines.append(f"reward_model, each worker: {_listed(taken)}")
     for place in places:
         bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
         lines.append(f"{place.what}: {size_of(place.planned)}{bound}")
@@ -94,6 +96,27 @@ def rollout_bytes(config: GRPOConfig, shape: ModelShape) -> dict[str, int]:
     longest = 1 << (longest - 1).bit_length()  # a row's room is doubled as it grows
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[rollout.dtype]
     return {"weights": weights, "keys and values": samples * longest * token}
+
+
+def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
+    """What the reward models hold, and a batch of the largest needs; {} where no files are here.
+
+    A batch goes through one layer after the other, and keeps nothing: the widest is the feed-forward
+    part, with its two inputs, their product, and the residual stream on the way.
+    """
+    weights, batches = 0, [0]
+    for reward in config.rewards.models:
+        facts = model_facts(reward.checkpoint)
+        if facts is None or facts.shape is None:
+            continue
+        shape, size = facts.shape, BYTES[reward.dtype]
+        inside = shape.layers * shape.layer_parameters + (shape.vocabulary + 2) * shape.hidden
+        weights += size * inside
+        tokens = min(reward.batch_tokens, config.samples_per_step * reward.max_length)
+        batches.append(size * tokens * (3 * shape.intermediate + 2 * shape.hidden))
+    if not weights:
+        return {}
+    return {"reward models' weights": weights, "reward models' batch": max(batches)}
 
 
 def _of_role(config: GRPOConfig, shape: ModelShape, role: Role) -> str:
@@ -205,6 +228,8 @@ def _of_worker(
     if name == roles.rollout and not (pool.gpus and config.rollout.engine == "vllm"):
         sampling = {f"rollout's {w}": size for w, size in rollout_bytes(config, shape).items()}
     device = {**held, **passing}
+    if config.rewards.models and name == roles.pool_of("reward_model"):
+        device.update(reward_model_bytes(config))
     if pool.gpus:
         return {**device, **sampling}, host
     if device:
@@ -224,6 +249,10 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         return f"{said} Set rollout.kv_cache_gib lower."
     if place.largest == "vLLM":
         return f"{said} Set rollout.gpu_memory_utilization lower."
+    if place.largest == "reward models' batch":
+        return f"{said} Set batch_tokens of the reward model (rewards.functions[]) lower."
+    if place.largest == "reward models' weights":
+        return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
     for words, changed in _smaller(config):
         now = next(one for one in _places(changed, shape) if one.what == place.what)
         if now.planned <= limit:

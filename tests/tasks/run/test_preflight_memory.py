@@ -10,8 +10,11 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
+from configs.reward_model import RewardModelReward
+from engines.rewards.reward_model import RewardModel
 from tasks.run import preflight_memory
-from tasks.run.preflight_memory import check_memory, host_memory
+from tasks.run.preflight_memory import check_memory, host_memory, reward_model_bytes
+from tests.engines.rewards.reward_models import draw_reward_model
 
 MIB = 2**20
 LARGE = (  # a model that needs GPUs, of which nothing is loaded
@@ -139,3 +142,26 @@ def test_roles_that_share_a_gpu_are_counted_one_at_a_time() -> None:
     lines = check_memory(settings(*shared, "cluster.share_devices=true"))
     (gpu,) = (line for line in lines if line.startswith("a GPU of pool train"))
     assert "of 141.0 GiB" in gpu
+
+
+def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
+    drawn = draw_reward_model(tmp_path)
+    words = (
+        f"rewards.functions=[{{kind: math}}, {{kind: reward_model, model: '{drawn}'}}]",
+        "cluster.roles.reward_model=models",
+        "cluster.pools.models={workers: 1, threads: 1}",
+    )
+    *_, line, _ = check_memory(settings(*words))
+    assert line.startswith("reward_model, each worker: reward models' weights ")
+    config = settings(*words)
+    planned = reward_model_bytes(config)["reward models' weights"]
+    (reward,) = (one for one in config.rewards.functions if isinstance(one, RewardModelReward))
+    assert planned == pytest.approx(RewardModel(reward, tmp_path).held, rel=0.01)
+
+    far = ("cluster.kind=address", "cluster.address=tcp://s:8786", "store.uri=file:///shared")
+    small = "cluster.pools.models={workers: 1, threads: 1, memory_gib: 0.5}"
+    many = "rewards.functions.1.batch_tokens=4000000"
+    check_memory(settings(*words, small, *far))
+    said = refused(*words, many, "prompts_per_step=4096", small, *far)
+    assert "a worker of pool models" in said
+    assert "Set batch_tokens of the reward model (rewards.functions[]) lower" in said
