@@ -18,14 +18,18 @@ from engines.rewards.unit_tests import tests_of as all_tests_of
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import WORK, Executed, SandboxFailed
 from storage.prompts.datasets import open_source
+from tests.engines.sandboxes.conftest import IN_IMAGE, REAL
 
-SHARE = UnitTestsReward(extract="whole", score="share", test_timeout=1.0)
+SANDBOX = (
+    ContainerSandbox(command=REAL[0], image=REAL[1], python=IN_IMAGE) if REAL else ProcessSandbox()
+)
+SHARE = UnitTestsReward(extract="whole", score="share", test_timeout=2.0, sandbox=SANDBOX)
 
 
 @pytest.fixture(scope="module")
 def sandboxes() -> None:
     try:
-        open_sandbox(ProcessSandbox()).close()
+        open_sandbox(SANDBOX).close()
     except SandboxFailed as error:
         pytest.skip(str(error))
 
@@ -132,7 +136,8 @@ def test_programs_that_fail(sandboxes: None) -> None:
         "exited with 1: ZeroDivisionError: division by zero"
     ]
     assert results("while True: print('x' * 1000)", [{"input": "", "output": "1"}])[0] is not None
-    short = SHARE.model_copy(update={"sandbox": ProcessSandbox(timeout=1.5), "test_timeout": 1.0})
+    few = SANDBOX.model_copy(update={"timeout": 4.0})
+    short = SHARE.model_copy(update={"sandbox": few})
     hung = results("def f(x):\n    while True: pass", test * 3, short)
     assert hung[0] == "took too long" and hung[2] == "not reached: timed out"
     fenced = UnitTestsReward()
@@ -257,7 +262,7 @@ def test_a_batch_is_scored_several_at_once(sandboxes: None, tmp_path: Path) -> N
         None, "took too long", "AssertionError", None, None,
     ]  # fmt: skip
     assert stored[4] is None and code.settings["kind"] == "unit_tests"
-    assert deadline(reward, 0.5, 7) == 0.5 + 3 * (30 + 40)
+    assert deadline(reward, 0.5, 7) == 0.5 + 3 * (30 + SANDBOX.longest_start)
 
 
 def test_a_machine_that_fails_is_nobodys_score(

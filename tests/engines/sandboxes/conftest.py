@@ -1,4 +1,8 @@
-"""A sandbox of processes, or a reason why this machine has none; a program that stands in for docker."""
+"""A sandbox of processes, or a reason why this machine has none; a program that stands in for docker.
+
+With REFRAIN_TEST_CONTAINERS="podman IMAGE", the command and an image with Python, the tests run in real
+containers too.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +41,36 @@ if sys.argv[1] == "run":
 """
 
 
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[SupervisedSandbox]:
+REAL = os.environ.get("REFRAIN_TEST_CONTAINERS", "").split()
+IN_IMAGE = "python3"  # its interpreter
+_interpreters: dict[int, str] = {}  # of sandboxes that have another than this machine's
+
+
+@pytest.fixture(scope="module", params=["processes", *(["containers"] if REAL else [])])
+def sandbox(request: pytest.FixtureRequest) -> Iterator[SupervisedSandbox]:
+    settings: ContainerSandbox | ProcessSandbox = ProcessSandbox(**LIMITS)
+    if request.param == "containers":
+        settings = ContainerSandbox(command=REAL[0], image=REAL[1], python=IN_IMAGE, **LIMITS)
     try:
-        opened = open_sandbox(ProcessSandbox(**LIMITS))
+        opened = open_sandbox(settings)
     except SandboxFailed as error:
+        if request.param == "containers":
+            raise
         pytest.skip(str(error))
     with opened:
+        if request.param == "containers":
+            _interpreters[id(opened)] = IN_IMAGE
         yield opened
+
+
+def is_container(sandbox: SupervisedSandbox) -> bool:
+    """Whether it is a real one."""
+    return id(sandbox) in _interpreters
+
+
+def python(sandbox: SupervisedSandbox, code: str, *arguments: str) -> list[str]:
+    """The words of a program for a sandbox."""
+    return [_interpreters.get(id(sandbox), interpreter()), "-I", "-S", "-c", code, *arguments]
 
 
 @pytest.fixture
