@@ -48,7 +48,7 @@ class Launched:
     process: subprocess.Popen[str]
     store_uri: str
 
-    def end(self, timeout: float = 240) -> tuple[int, str]:
+    def end(self, timeout: float = 500) -> tuple[int, str]:
         """Exit code and everything printed."""
         out, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode, out
@@ -132,7 +132,7 @@ def undisturbed(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> R
     with FileLock(common / "undisturbed.lock"), starting(folder, prefect_api) as start:
         if not folder.exists():
             folder.mkdir()
-            code, out = start("tiny", "steps=6").end(600)
+            code, out = start("tiny", "steps=6").end(800)
             assert code == 0, out
     store = Store(f"file://{folder}/.refrain/store")
     (name,) = store.children()

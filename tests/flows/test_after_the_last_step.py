@@ -29,7 +29,6 @@ MOMENTS = {
     ),
     "told": Fault(id="x", target="storage.runs.live:write_end", action="kill"),
 }
-IN_DEFAULT_SUITE = ("alias moved",)
 
 
 def words(folder: Path) -> list[str]:
@@ -40,13 +39,8 @@ def words(folder: Path) -> list[str]:
     return ["tiny", "name=last", "steps=1", *source, "promotion.alias=champion"]
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(name, marks=() if name in IN_DEFAULT_SUITE else pytest.mark.slow)
-        for name in MOMENTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: str) -> None:
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [MOMENTS[moment]])
     broken = launch(*words(tmp_path), environment=faults.environment)
@@ -79,7 +73,7 @@ def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: 
 def inspected(run: Launched) -> str:
     """What `python -m flows.inspect` prints about a run."""
     command = [sys.executable, "-m", "flows.inspect", run.files.run]
-    looked = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=60)
+    looked = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=200)
     assert looked.returncode == 0, looked.stderr
     return looked.stdout
 

@@ -72,7 +72,7 @@ def command(folder: Path, module: str, *words: str, api: str = "") -> subprocess
 
 
 def finished(process: subprocess.Popen[str]) -> str:
-    out, _ = process.communicate(timeout=240)
+    out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
     return out
 

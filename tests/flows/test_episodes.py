@@ -203,6 +203,7 @@ def test_greedy_baselines_and_the_evaluation_are_episodes_too(
     assert measured == pytest.approx(sum(won) / 6)
 
 
+@pytest.mark.slow
 def test_an_agent_that_asks_the_model_trains_it_alike(whole: Launched, launch: Launch) -> None:
     """The example's agent plays the game of its environment: the same turns, the same weights."""
     run = launch(

@@ -28,7 +28,7 @@ def words(folder: Path, rows: int, long: int = 0) -> list[str]:
 def audited(run: Launched) -> list[dict[str, int]]:
     """The steps as `flows.audit --strict` recounts them."""
     command = [sys.executable, "-m", "flows.audit", run.files.run, "--strict", "--json"]
-    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)["steps"]
 
@@ -70,7 +70,7 @@ def test_a_last_step_may_have_fewer_prompts_than_shards(launch: Launch, tmp_path
     whole.store_uri = f"file://{tmp_path}/whole"
     assert [len(commit.refs["samples"]) for commit in whole.commits()] == [16, 4]
     command = [sys.executable, "-m", "flows.replay", whole.files.run, "2", "store.uri=file://whole"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 

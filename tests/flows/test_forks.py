@@ -48,7 +48,7 @@ def audited(run: Launched, name: str, *words: str) -> dict[str, object]:
         cwd=run.folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, object] = json.loads(done.stdout)

@@ -92,7 +92,7 @@ def test_killed_and_resumed_it_has_the_weights_of_whole_steps(
     )
     assert audited(resumed)[-1]["recounted"]
     command = [sys.executable, "-m", "flows.replay", resumed.files.run, "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 

@@ -51,7 +51,7 @@ def command(run: Launched, name: str, *words: str) -> dict[str, Any]:
         cwd=run.folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

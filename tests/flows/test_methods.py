@@ -80,6 +80,7 @@ def test_a_run_of_many_methods_is_on_record(launch: Launch) -> None:
     assert second != first == 0.05
 
 
+@pytest.mark.slow
 def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
     launch: Launch, tmp_path: Path
 ) -> None:

@@ -70,12 +70,13 @@ def test_a_judge_and_a_reward_model_score_a_run(launch: Launch, tmp_path: Path) 
             env=os.environ | {"JUDGE_KEY": "planted-key-77c1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         assert again.returncode == 0, again.stdout + again.stderr
         assert len(judge.requests) == asked, "what was answered is not asked again"
 
 
+@pytest.mark.slow
 def test_unit_tests_score_a_run(launch: Launch, tmp_path: Path) -> None:
     """Random text is the program: one test passes where it is Python at all, the other never."""
     if why := lacking():

@@ -80,7 +80,7 @@ def test_steps_overlap_within_the_bound(launch: Launch, tmp_path: Path, kept: st
     assert [step["drawn"] for step in audited(run)] == [4, 8, 12, 16, 20]
     assert run.children() == []
     command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
-    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=400)
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 
@@ -239,7 +239,7 @@ def test_an_interpolated_proximal_policy_is_replayed_to_the_bit(
         assert 0 < commit.metrics["train/rollout_effective_sample_size"] <= 1
     assert set(stale) <= {0, 1, 2} and len(set(stale)) > 1
     command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
-    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=400)
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 
@@ -279,7 +279,7 @@ def test_a_critics_steps_overlap_too(launch: Launch) -> None:
     assert all("critic/loss" in commit.metrics for commit in commits)
     assert audited(run)[-1]["recounted"]
     command = [sys.executable, "-m", "flows.replay", run.files.run, "4"]
-    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=400)
     assert (done.returncode, "Equal, to the bit." in done.stdout) == (0, True), done.stdout
 
 

@@ -33,7 +33,7 @@ def said(folder: Path, module: str, *words: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     return done.returncode, done.stdout
 
@@ -131,6 +131,6 @@ def test_the_program_that_runs_is_named_as_others_import_it(tmp_path: Path) -> N
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         assert done.stdout == "lab.my_flows:my_flow True\n", done.stderr

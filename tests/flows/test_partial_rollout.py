@@ -56,7 +56,7 @@ def check_carried(run: Launched, commits: list[Commit]) -> None:
 
 def replayed(run: Launched, step: int) -> str:
     command = [sys.executable, "-m", "flows.replay", run.files.run, str(step)]
-    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=400)
     return done.stdout + done.stderr
 
 

@@ -117,7 +117,7 @@ def check_lineage(run: Launched) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=True,
         ).stdout
         for words in ((), ("--json",))

@@ -35,7 +35,7 @@ def command(slurm: Slurm, prefect_api: str, tmp_path: Path) -> Command:
             env={**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_API_URL": prefect_api},
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=400,
             check=False,
         )
         assert done.returncode == code, done.stdout + done.stderr

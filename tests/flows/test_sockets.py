@@ -64,7 +64,7 @@ def test_every_socket_of_a_run_is_on_loopback_and_speaks_tls(launch: Launch) -> 
         cwd=run.folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert looked.returncode == 0, looked.stderr
     seen = {one["name"]: one["status"] for one in json.loads(looked.stdout)["workers"]}

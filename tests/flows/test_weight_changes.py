@@ -74,7 +74,7 @@ def test_the_same_weights_from_differences(
         done = subprocess.run(
             [sys.executable, "-m", "flows.export", less.run, "--to", str(run.folder / version),
              "--version", version, "--json", *where],
-            cwd=run.folder, capture_output=True, text=True, timeout=120,
+            cwd=run.folder, capture_output=True, text=True, timeout=400,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["digest"] == mine[int(version) - 1].version_out.digest
