@@ -93,7 +93,12 @@ class SupervisedSandbox:
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, bufsize=0
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                bufsize=0,
+                cwd=tempfile.gettempdir(),  # Podman leaves a file there when memory runs out
             )
         except OSError as error:
             self.close()
