@@ -352,10 +352,10 @@ def test_the_settings_hold_on_the_scheduler(cluster):
             dask_scheduler.allowed_failures,
             dask_scheduler.worker_ttl,
             dask_scheduler.no_workers_timeout,
-            type(dask_scheduler.extensions.get("stealing")),
+            {stream.recent_message_log.maxlen for stream in dask_scheduler.stream_comms.values()},
         )
     )
-    assert seen[:3] == (0, None, 30.0)
+    assert seen == (0, None, 30.0, {10})
 
 
 def test_the_scheduler_keeps_nothing_of_calls_that_have_ended(cluster, pair, solo):
