@@ -597,6 +597,19 @@ def test_gymnasium() -> None:
         )
 
 
+def test_the_lake_of_the_examples() -> None:
+    pytest.importorskip("gymnasium")
+    codec = Path(__file__).parents[3] / "examples/frozen_lake.py"
+    lake = gymnasium("FrozenLake-v1", params={"is_slippery": False}, codec=f"{codec}:Ice")
+    with lake as environments:
+        [opening] = environments.opening([{}], [3])
+        assert opening.observation == "0:"
+        episode = Episode("one", {}, 3, opening)
+        seen = [episode.act(environments, text) for text in ("m", "so a", "r", "a", "b")]
+        assert [one.observation for one in seen] == ["4:", "8:", "9:", "13:", "14:"]
+        assert episode.act(environments, "f") == Outcome(observation="15:", reward=1.0, done=True)
+
+
 def test_gymnasium_rendered_as_text() -> None:
     pytest.importorskip("gymnasium")
     with gymnasium("FrozenLake-v1", params={"render_mode": "ansi"}) as environments:
