@@ -46,7 +46,7 @@ class SleepingEngine(HFEngine):
         whole, drawn = request.sampling.max_new_tokens, len(begun[0].tokens)
         if begun[0].ended:
             return begun
-        each = seconds(os.environ[VARIABLE], prompts.groups[0]) / whole  # of a token
+        each = seconds(os.environ[VARIABLE], prompts.numbers[0]) / whole  # of a token
         start, first = time.monotonic(), self._holding().version
         with self._in_flight(_Shard(request.out_key, [])) as shard, self._changed:
             while (
@@ -63,7 +63,7 @@ class SleepingEngine(HFEngine):
         reason = "length" if drawn + new == whole else UNFINISHED
         half = new // 2 if last != first else 0
         spans = [(first, 0, half), (last, half, new)]
-        chance = random.Random(f"{prompts.groups[0]}/{drawn}")
+        chance = random.Random(f"{prompts.numbers[0]}/{drawn}")
         more = Completion(
             tokens=[chance.randrange(10, 90) for _ in range(new)],
             logprobs=[LOGPROB] * new,

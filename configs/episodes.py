@@ -1,8 +1,8 @@
 """Episodes: an environment that answers what the model writes, turn by turn."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, Settings
 
@@ -13,7 +13,7 @@ class ClassEnvironment(Settings):
     """A Python class: reset(**row), public typed methods that are tools, get_reward() if it has one.
 
     The contract of TRL's `environment_factory`. With a method step(text) in the place of tools it is
-    given each turn as text.
+    given each turn as text; with several players step(text, player), which says who is next.
     """
 
     kind: Literal["class"] = "class"
@@ -35,7 +35,7 @@ class GymnasiumEnvironment(Settings):
 
 
 class TextArenaEnvironment(Settings):
-    """A game of TextArena for one player."""
+    """A game of TextArena, for as many players as episodes.players says."""
 
     kind: Literal["textarena"] = "textarena"
     id: str = Field(description="Name in TextArena's registry, such as GuessTheNumber-v0.")
@@ -85,7 +85,15 @@ class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
     environment: Environment = Field(description="What answers the model.")
-    max_turns: int = Field(8, ge=1, description="Turns of the model after which an episode ends.")
+    players: int = Field(
+        1,
+        ge=1,
+        description="Players of an episode, all of them the model: each has a conversation of its "
+        "own, which is a sample. More than one: kinds class and textarena.",
+    )
+    max_turns: int = Field(
+        8, ge=1, description="Turns of the model, of one player, after which an episode ends."
+    )
     max_turn_tokens: int | None = Field(
         None,
         ge=1,
@@ -114,3 +122,14 @@ class EpisodesConfig(Settings):
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",
     )
+
+    @model_validator(mode="after")
+    def _the_kind_has_players(self) -> Self:
+        kind = self.environment.kind
+        if self.players > 1 and kind not in ("class", "textarena"):
+            raise ValueError(
+                f"episodes.players = {self.players} takes an environment with turns of several "
+                f"players, and episodes.environment.kind = {kind} has one. Set "
+                "episodes.environment.kind to class or textarena, or episodes.players = 1."
+            )
+        return self

@@ -41,7 +41,9 @@ class GRPOConfig(Settings):
     seed: int = Field(0, ge=0, description="Seed of everything that has no seed of its own.")
     steps: int = Field(100, ge=1, description="RL steps of the run.")
     prompts_per_step: int = Field(8, ge=1, description="Prompts drawn for each step.")
-    group_size: int = Field(8, ge=1, description="Completions sampled for each prompt.")
+    group_size: int = Field(
+        8, ge=1, description="Completions sampled for each prompt; episodes with several players."
+    )
     max_staleness: int = Field(
         0,
         ge=0,
@@ -95,8 +97,13 @@ class GRPOConfig(Settings):
 
     @property
     def samples_per_step(self) -> int:
-        """Completions of one step."""
-        return self.prompts_per_step * self.group_size
+        """Completions of one step; of several players each has its own."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions of one prompt: group_size, of each player of an episode."""
+        return self.group_size * (1 if self.episodes is None else self.episodes.players)
 
     @property
     def groups_at_once(self) -> int:
@@ -140,7 +147,7 @@ class GRPOConfig(Settings):
         """
         judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
-        samples = self.groups_at_once * self.group_size
+        samples = self.groups_at_once * self.samples_per_prompt
         tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
         waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
         return self.rollout.deadline + waits

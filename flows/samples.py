@@ -27,7 +27,10 @@ def main() -> int:
         "--group", type=int, metavar="G", help="all answers to the prompt of a group"
     )
     which.add_argument(
-        "--episode", type=int, metavar="E", help="one sample by its number, all turns of it"
+        "--episode",
+        type=int,
+        metavar="E",
+        help="one sample by its number, all turns of it, and of its other players",
     )
     words.add_argument("--limit", type=int, default=4, metavar="N", help="samples shown [4]")
     words.add_argument(

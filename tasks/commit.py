@@ -124,7 +124,7 @@ def commit(
         rng={"seed": run.config.seed, "rollout_seed": run.config.rollout.seed},
         ledger=ledger_after(run.ledger, prompts, batch, left_over),
         first_group=run.first_group(step),
-        group_size=run.config.group_size,
+        group_size=run.config.samples_per_prompt,
         carried=list(left_over.carried.groups),
         dropped_rows=prompts.dropped,
         reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},

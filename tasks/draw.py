@@ -118,7 +118,7 @@ def going_on(run: Run, step: int) -> Carried:
     """
     config, carried = run.config, run.carried[step]
     count = sum(group.begun for group in carried.groups)
-    fits = carried.begun is None or len(carried.begun) == count * config.group_size
+    fits = carried.begun is None or len(carried.begun) == count * config.samples_per_prompt
     stale = [
         group.oldest is not None and step - 1 - group.oldest > config.max_staleness
         for group in carried.groups

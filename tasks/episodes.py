@@ -1,5 +1,7 @@
 """Episodes: the rollout engines write a turn, the environments answer, until all of a shard are over.
 
+With several players each has samples of its own, and the engines write for those whose turn it is.
+
 Each turn is a batch in the store, of the engine's tokens or with the environments' answers, and so
 the log of the episode: an attempt after a failure, or a flow after a crash, goes on from the last.
 Once all are over, the last batch has everything and the others are removed.
@@ -60,14 +62,41 @@ def play(
     if done is not None and str(done["weights"]) in digests:
         return sampled(prompts, digests[str(done["weights"])], done)
     with run.episodes.held(len(prompts) * stage.sampling.n):
-        found, turns = played_out(run, step, prompts, stage, shard, begun)
+        asked, first = prompts, begun
+        if played(run).players > 1:
+            asked, unplayed = dealt(run, step, prompts, stage, shard)
+            first = unplayed if begun is None else begun
+        found, turns = played_out(run, step, asked, stage, shard, first)
     if isinstance(found, Sampled):
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
         stage.finish(run, whole, {**record, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
-    kept = {key for ref in (needed, begun, prompts) if ref is not None for key in ref.objects}
+    kept = {key for ref in (needed, first, asked) if ref is not None for key in ref.objects}
     run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
-    return found
+    return dataclasses.replace(found, prompts=prompts) if isinstance(found, Sampled) else found
+
+
+def dealt(
+    run: Run, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
+) -> tuple[BatchRef, BatchRef]:
+    """A shard's prompts as rows of their players, and the samples before their first turns."""
+    n, players = stage.sampling.n, played(run).players
+    key = key_of("deal", prompts.to_json(), n, players)
+    out_key = stage.key(run, step, "deal", shard, key)
+    record = stage.finished(run, out_key)
+    if record is None:
+        with attempted(run, step, "deal", shard) as attempt:
+            asked, begun = run.engines.environments.call(
+                "deal",
+                run.call_id(step, f"deal-{shard}-{key}"),
+                attempt.assignment,
+                prompts=prompts,
+                n=n,
+                out_key=out_key,
+            )
+        made = {"prompts": asked.to_json(), "samples": begun.to_json()}
+        record = stage.finish(run, out_key, made)
+    return BatchRef.from_json(record["prompts"]), BatchRef.from_json(record["samples"])
 
 
 def played_out(

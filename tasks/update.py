@@ -84,7 +84,8 @@ def plan_of(
         "mini_batches": config.mini_batches,
     }
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
-    lengths = batch.ref[["prompt_ids", "response_ids", "group_id"]]
+    named = ("prompt_ids", "response_ids", "group_id", "player")
+    lengths = batch.ref[[name for name in named if name in batch.ref.names]]
     return Part(
         out_key=run.files.stage_key(step, stage, "plan", key),
         arguments={"batch": lengths, **limits, "cost": cost},

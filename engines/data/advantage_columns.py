@@ -177,7 +177,7 @@ def estimator_batch(
         rows=rows,
         mask=mask,
         rewards=chosen.rewards,
-        groups=numbers(store, samples, "group_id"),
+        groups=torch.from_numpy(samples.own_groups(store)),
         token_rewards=None,
         values=wanted("values"),
         logprobs=ours,

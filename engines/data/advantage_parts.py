@@ -294,7 +294,7 @@ def _per_sample(
         rows=Rows.of_lengths(one),
         mask=one.bool(),
         rewards=rewards,
-        groups=numbers(store, parts.samples, "group_id"),
+        groups=torch.from_numpy(parts.samples.own_groups(store)),
         components=components(store, parts.rows),
         counts=numbers(store, statistics, COUNTS),
     )

@@ -22,6 +22,8 @@ from engines.data.chat_template import (
     TokenizedPrompts,
     Tool,
     first_chat,
+    fits_template,
+    prompt_of,
     require_template,
     takes_tools,
     tokenize,
@@ -137,8 +139,7 @@ class Conversation:
             ValueError: the template fails on this message, or does not show it.
         """
         if self._plain:
-            ids = self._encode(observation, 0, len(observation))
-            return Delta(ids, [Author.ENVIRONMENT] * len(ids))
+            return self._framed(observation, 0, len(observation), [], [])
         frame = self._frame(role)
         text = self._follows(frame.role, observation)
         stop = len(text) - len(frame.after)
@@ -148,18 +149,61 @@ class Conversation:
                 f"The chat template writes other words around the observation {observation[:40]!r} "
                 f"than around others. {_ANOTHER}"
             )
-        ids = self._encode(text, len(frame.before), stop)
-        head = _common(ids, frame.before_ids)
-        tail = min(_common(reversed(ids), reversed(frame.after_ids)), len(ids) - head)
-        if stop == len(frame.before):
+        found = self._framed(text, len(frame.before), stop, frame.before_ids, frame.after_ids)
+        written = frame.written(ended, last)
+        if stop > len(frame.before) and written > _common(found.ids, frame.before_ids):
+            written = 0  # it is one token with the observation
+        return Delta(found.ids[written:], found.authors[written:])
+
+    def opened(self, row: Row, observation: str) -> list[int]:
+        """The prompt of a player that waits for its first turn: it goes on with `first`.
+
+        observation: what the environment shows the player first, which stands in the prompt.
+        """
+        before, _ = self._around(row, observation)
+        return self._encode(before) if not self._plain else self._tokenizer(before)["input_ids"]
+
+    def first(self, row: Row, observation: str) -> Delta:
+        """The tokens that follow `opened` at the player's first turn.
+
+        What it is told then, in the message of its prompt, and the rest of that prompt.
+        """
+        _, after = self._around(row, "")
+        after_ids = self._encode(after)
+        return self._framed(observation + after, 0, len(observation), [], after_ids)
+
+    def _around(self, row: Row, observation: str) -> tuple[str, str]:
+        """The text of a prompt before and after what a player is told at its first turn.
+
+        ValueError where the template does not show that.
+        """
+        shown = f"{observation}\n\n{_OBSERVED}" if observation else _OBSERVED
+        prompt = prompt_of(row, self._config, shown)
+        fits_template(prompt, self._config)
+        if self._plain:
+            text = str(prompt)
+        else:
+            text = self._render(first_chat(prompt, self._config, self._words))
+        before, found, after = text.rpartition(_OBSERVED)
+        if not found:
+            raise ValueError(f"The chat template leaves out what a user says. {_ANOTHER}")
+        return before, after
+
+    def _framed(
+        self, text: str, start: int, stop: int, before_ids: list[int], after_ids: list[int]
+    ) -> Delta:
+        """A text of which start to stop is an observation; the ids are those of what is around it."""
+        ids = self._encode(text, start, stop)
+        if self._plain:
+            return Delta(ids, [Author.ENVIRONMENT] * len(ids))
+        head = _common(ids, before_ids)
+        tail = min(_common(reversed(ids), reversed(after_ids)), len(ids) - head)
+        if start == stop:
             head, tail = len(ids), 0  # an empty observation
         authors = [Author.TEMPLATE] * head
         authors += [Author.ENVIRONMENT] * (len(ids) - head - tail)
         authors += [Author.TEMPLATE] * tail
-        written = frame.written(ended, last)
-        if written > head:  # it is one token with the observation
-            written = 0
-        return Delta(ids[written:], authors[written:])
+        return Delta(ids, authors)
 
     def role_of(self, role: Role) -> str:
         """The role that an observation's message gets: `user` where the template knows no `tool`.

@@ -265,7 +265,7 @@ def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]
     """Rows with what their episodes came to, for reward functions; N of each.
 
     EPISODE_COLUMNS: the sum of the turns' rewards (None where the environment gave none), the rewards
-    of the turns, and why the episode ended.
+    of the turns, and why the episode ended. With several players also `player`, its number.
     """
     values, offsets = samples.fetch_numpy(store, "turn_rewards")
     assert offsets is not None
@@ -277,6 +277,9 @@ def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]
         total = sum(given) if given else None
         columns = dict(zip(EPISODE_COLUMNS, (total, turns, str(why)), strict=True))
         found.append({**row, **cast("Row", columns)})
+    if "player" in samples.names:
+        players = samples.fetch_numpy(store, "player")[0].tolist()
+        found = [{**row, "player": player} for row, player in zip(found, players, strict=True)]
     return found
 
 

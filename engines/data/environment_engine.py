@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -23,6 +22,7 @@ from configs.episodes import EpisodesConfig
 from engines.data.chat_template import TokenizedPrompts, state_number
 from engines.data.conversation import Conversation, Role, chat_of, said_by
 from engines.data.episode_rows import Episode, episode_columns, read_episodes
+from engines.data.players import dealt, players_prompts
 from engines.data.results import (
     DONE,
     ENVIRONMENT_FAILED,
@@ -37,10 +37,10 @@ from engines.data.results import (
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
-from engines.environments.protocol import Outcome, ToolCall
+from engines.environments.protocol import Outcome, Told, ToolCall
 from engines.environments.sessions import Environments, PastTurn, Turn, digest_of
 from engines.workers.engine import Engine
-from storage.batches.columns import UNFINISHED, SampleStatus
+from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
@@ -57,7 +57,7 @@ class EnvironmentSpec(RowsSpec):
 class EnvironmentEngine(Engine):
     """Opens episodes and answers them; see the module's docstring."""
 
-    REMOTE: ClassVar[tuple[str, ...]] = ("prompts", "answer")
+    REMOTE: ClassVar[tuple[str, ...]] = ("prompts", "deal", "answer")
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         from engines.models import load_tokenizer, materialize
@@ -91,7 +91,7 @@ class EnvironmentEngine(Engine):
         good = [number for number, one in enumerate(opened) if one.failed is None]
         if not good:
             raise EnvironmentFailed(f"No environment could be reset: {opened[0].failed}")
-        made = self._prompts(
+        made, players = self._prompts(
             [found[number] for number in good], [opened[number].observation for number in good]
         )
         dropped = [(rows[n], ENVIRONMENT_FAILED) for n in range(len(rows)) if n not in set(good)]
@@ -109,13 +109,24 @@ class EnvironmentEngine(Engine):
             "env_code": [self._code.digest] * len(kept),
             "opening": digests,
             "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
+            **({"players": players} if players else {}),
         }
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
 
-    def _prompts(self, rows: list[Row], observations: list[str]) -> TokenizedPrompts:
-        """The prompts of rows, of what their environments said first."""
+    def deal(self, prompts: BatchRef, n: int, out_key: str) -> tuple[BatchRef, BatchRef]:
+        """Prompts as rows of their players, and n samples of each before its first turn (`dealt`)."""
+        return dealt(self._store, prompts, n, out_key)
+
+    def _prompts(
+        self, rows: list[Row], observations: list[str]
+    ) -> tuple[TokenizedPrompts, list[dict[str, Any]]]:
+        """The prompts of rows, of what their environments said first; those of several players."""
+        if self._spec.episodes.players > 1:
+            told = [Told.of(one) for one in observations]
+            longest = self._spec.data.max_prompt_tokens
+            return players_prompts(self._conversation, rows, told, longest)
         if not self._code.chats:
-            return self._conversation.prompts(rows, observations)
+            return self._conversation.prompts(rows, observations), []
         # An agent asks all that is asked. Those of different tools are rendered one after the other.
         asked = [chat_of(one) for one in observations]
         column = self._spec.data.prompt_column
@@ -136,11 +147,12 @@ class EnvironmentEngine(Engine):
             ids |= {numbers[p]: one for p, one in zip(made.kept, made.prompt_ids, strict=True)}
             dropped |= {numbers[p]: reason for p, reason in made.dropped}
         kept = sorted(ids)
-        return TokenizedPrompts(
+        found = TokenizedPrompts(
             prompt_ids=[ids[number] for number in kept],
             kept=kept,
             dropped=sorted(dropped.items()),
         )
+        return found, []
 
     def _conversation_with(self, tools: str) -> Conversation:
         """The conversation of agents with these tools, whose template was checked with them."""
@@ -158,13 +170,12 @@ class EnvironmentEngine(Engine):
 
         samples: as the rollout engine wrote them. stage: what they are for; sample numbers are those
         of a stage. source: of their rows, where it is not the data set. An environment that fails
-        makes its sample FAILED; one that ends, or a limit, ends the episode.
+        makes its sample FAILED; one that ends, or a limit, ends the episode, for all its players.
         """
         opened = self._source if source is None else open_source(source)
         episodes = read_episodes(self._store, samples, opened, stage)
         asked = [one for one in episodes if one.waits]
-        for one in asked:
-            one.texts = self._texts(one)
+        self._read(asked)
         began = time.monotonic()
         self._step([one for one in asked if one.finish != "length"])
         for one in asked:
@@ -173,9 +184,10 @@ class EnvironmentEngine(Engine):
         self._finish([one for one in asked if one.ended and not one.error])
         seconds = time.monotonic() - began
         failures = tuple(
-            SampleFailure(sample=one.sample, function="environment", error=one.error)
+            SampleFailure(sample=row.sample, function="environment", error=row.error)
             for one in asked
-            if one.error
+            for row in one.rows
+            if row.error
         )
         written = write_batch(self._store, out_key, episode_columns(episodes))
         kept = [name for name in samples.names if name not in written.names]
@@ -195,15 +207,14 @@ class EnvironmentEngine(Engine):
         episodes = [
             one
             for one in read_episodes(self._store, samples, self._source, "replay")
-            if one.ended and not one.error
+            if one.ended and not one.error and one.player == 0
         ]
-        for one in episodes:
-            one.texts = self._texts(one)
-        turns = [self._turn(one, answered=len(one.observations)) for one in episodes]
-        outcomes = self._environments.finish(turns)
+        self._read(episodes)
+        outcomes = self._environments.finish([self._turn(one) for one in episodes])
         return [
-            (one.sample, outcome.failed)
+            (row.sample, outcome.failed)
             for one, outcome in zip(episodes, outcomes, strict=True)
+            for row in one.rows
             if outcome.failed is not None
         ]
 
@@ -211,9 +222,11 @@ class EnvironmentEngine(Engine):
         """End the environments' processes."""
         self._environments.close()
 
-    def _texts(self, episode: Episode) -> list[str]:
-        spans = [episode.tokens[start:stop] for start, stop in episode.turns]
-        return list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
+    def _read(self, episodes: list[Episode]) -> None:
+        """Decode the turns of episodes."""
+        for one in [row for episode in episodes for row in episode.rows]:
+            spans = [one.tokens[start:stop] for start, stop in one.turns]
+            one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
     def _step(self, episodes: list[Episode]) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""
@@ -224,9 +237,9 @@ class EnvironmentEngine(Engine):
                 self._take(one, Outcome(observation=f"Error: {called.mistake}"))
             else:
                 asked.append(one)
-        turns = [self._turn(one, answered=len(one.texts) - 1) for one in asked]
+        turns = [self._turn(one) for one in asked]
         for one, outcome in zip(asked, self._environments.act(turns), strict=True):
-            one.seconds += outcome.seconds
+            one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(FAILED, SampleStatus.FAILED, outcome.failed)
             else:
@@ -234,26 +247,33 @@ class EnvironmentEngine(Engine):
 
     def _finish(self, episodes: list[Episode]) -> None:
         """Ask the environments of ended episodes for a last reward, and let go of them."""
-        turns = [self._turn(one, answered=len(one.observations)) for one in episodes]
+        turns = [self._turn(one) for one in episodes]
         for one, outcome in zip(episodes, self._environments.finish(turns), strict=True):
-            one.seconds += outcome.seconds
+            one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(FAILED, SampleStatus.FAILED, outcome.failed)
-            elif outcome.reward is not None:
-                given = one.rewards.pop() if one.rewards else math.nan
-                one.rewards.append(float(np.nansum([given, outcome.reward])))
+            elif one.others:
+                for row, reward in zip(one.rows, outcome.rewards, strict=False):
+                    row.earns(reward)
+            else:
+                one.earns(outcome.reward)
 
-    def _turn(self, episode: Episode, answered: int) -> Turn:
-        """An episode of which so many turns are answered, and the next turn, if there is one.
+    def _turn(self, episode: Episode) -> Turn:
+        """The turns of an episode that are answered, and its next turn, if there is one.
 
         The environment has not seen those that held a malformed call.
         """
+        answered = [
+            (number, text, digest)
+            for row in episode.rows
+            for number, text, digest in zip(row.order, row.texts, row.observations, strict=False)
+        ]
         past = []
-        for text, digest in zip(episode.texts[:answered], episode.observations, strict=False):
+        for _, text, digest in sorted(answered):
             called = self._called(text)
             if not isinstance(called, Malformed):
                 past.append(PastTurn(text=text, calls=called, digest=digest))
-        text = "".join(episode.texts[answered : answered + 1])
+        text = "".join(episode.texts[len(episode.observations) :][:1])
         called = self._called(text)
         return Turn(
             episode=episode.name,
@@ -276,29 +296,38 @@ class EnvironmentEngine(Engine):
 
     def _take(self, episode: Episode, outcome: Outcome) -> None:
         """What an environment answered becomes part of the episode."""
-        episode.rewards.append(math.nan if outcome.reward is None else outcome.reward)
-        episode.observations.append(digest_of(outcome.observation))
+        episode.answered(digest_of(outcome.observation), outcome.reward)
+        for row, reward in zip(episode.rows, outcome.rewards, strict=False):
+            row.earns(reward)
         if outcome.done:
             episode.end(DONE, SampleStatus.OK)
             return
+        text, role = outcome.observation, self._answers_as
+        if episode.others:
+            told = Told.of(text)
+            episode.waits_for(episode.rows[told.player])
+            episode, (text,) = episode.rows[told.player], told.texts
         if len(episode.texts) >= self._spec.episodes.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
-        text, role = outcome.observation, self._answers_as
         if self._code.chats:
             try:
                 text, role = said_by(chat_of(text).messages)
             except ValueError as error:
                 episode.end(FAILED, SampleStatus.FAILED, str(error))
                 return
-        delta = self._conversation.delta(text, ended=True, last=episode.tokens[-1], role=role)
+        if episode.texts:
+            last = episode.tokens[-1]
+            delta = self._conversation.delta(text, ended=True, last=last, role=role)
+        else:
+            delta = self._conversation.first(episode.row, text)
         if len(episode.tokens) + len(delta.ids) >= self._spec.max_new_tokens:
             episode.end(TOKENS, SampleStatus.TRUNCATED)
             return
         episode.tokens += delta.ids
         episode.logprobs += [0.0] * len(delta.ids)
         episode.authors += bytes(delta.authors)
-        episode.finish, episode.status = UNFINISHED, SampleStatus.UNFINISHED
+        episode.waits_for(episode)
 
     def _limit(self, episode: Episode) -> str:
         """Which limit of tokens ended the policy's turn."""

@@ -1,8 +1,12 @@
-"""Episodes as rows of stored samples: read before the environments answer, and written after."""
+"""Episodes as rows of stored samples: read before the environments answer, and written after.
+
+An episode of several players is a row for each of them, which know each other.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from engines.data.chat_template import state_number
-from storage.batches.columns import UNFINISHED, Author, SampleStatus
+from storage.batches.columns import UNFINISHED, WAITING, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.json_values import Row
 from storage.objects.store import Store
@@ -21,7 +25,7 @@ POLICY = bytes([Author.POLICY])
 
 @dataclass(slots=True)
 class Episode:
-    """An episode as it stands: a row of samples."""
+    """An episode as it stands, or one player's part in it: a row of samples."""
 
     sample: int
     name: str  # of the episode, which no other one of the run has
@@ -38,7 +42,16 @@ class Episode:
     seconds: float  # in the environment
     ended: str = ""  # why
     error: str = ""
+    player: int = 0
+    state: int = 0  # number of what its player was told first
+    order: list[int] = field(default_factory=list)  # number in the episode of each answered turn
     texts: list[str] = field(default_factory=list)  # of the policy's turns
+    others: list[Episode] = field(default_factory=list, repr=False)  # rows of the other players
+
+    @property
+    def rows(self) -> list[Episode]:
+        """The rows of all players, by their numbers."""
+        return sorted([self, *self.others], key=lambda one: one.player)
 
     @property
     def turns(self) -> list[tuple[int, int]]:
@@ -54,13 +67,40 @@ class Episode:
     @property
     def waits(self) -> bool:
         """Whether it is the environment's turn."""
-        return not self.ended and self.finish != UNFINISHED
+        return not self.ended and self.finish not in (UNFINISHED, WAITING)
 
     def end(self, why: str, status: SampleStatus, error: str = "") -> None:
-        """There is no further turn."""
-        self.ended, self.status, self.error = why, status, error
-        if self.finish == UNFINISHED:
-            self.finish = why
+        """There is no further turn, of any player; a limit is that of this one alone."""
+        for one in self.rows:
+            one.ended, one.error = why, error
+            one.status = status if one is self or error else SampleStatus.OK
+            if one.finish in (UNFINISHED, WAITING):
+                one.finish = why
+
+    def waits_for(self, player: Episode) -> None:
+        """It is the turn of a player, this one or another."""
+        self.finish, self.status = WAITING, SampleStatus.UNFINISHED
+        player.finish = UNFINISHED
+
+    def took(self, seconds: float) -> None:
+        """The environment needed some time."""
+        for one in self.rows:
+            one.seconds += seconds
+
+    def answered(self, digest: str, reward: float | None) -> None:
+        """Its last turn was answered, with a reward or none."""
+        early = not self.observations and self.rewards  # given for turns of other players
+        given = self.rewards.pop() if early else math.nan
+        self.order.append(sum(len(one.observations) for one in self.rows))
+        self.observations.append(digest)
+        self.rewards.append(given)
+        self.earns(reward)
+
+    def earns(self, reward: float | None) -> None:
+        """A reward on top of what the last turn gave; of the first one, where there is none yet."""
+        if reward is not None:
+            given = self.rewards.pop() if self.rewards else math.nan
+            self.rewards.append(float(np.nansum([given, reward])))
 
 
 def read_episodes(
@@ -82,7 +122,7 @@ def read_episodes(
     begun = "episode" in samples.names  # at least one turn was answered
     tokens = lists("response_ids")
     columns: dict[str, list[Any]] = {
-        "sample": dense("sample_id"),
+        "sample": (numbers := dense("sample_id")),
         "seed": dense("env_seed"),
         "opening": list(samples.fetch_list(store, "opening")),
         "tokens": tokens,
@@ -105,18 +145,55 @@ def read_episodes(
             "ended": list(samples.fetch_list(store, "episode")),
             "error": list(samples.fetch_list(store, "episode_error")),
         }
-    return [
+    owners = numbers
+    columns["order"] = [list(range(len(one))) for one in columns["observations"]]
+    if "player" in samples.names:
+        columns |= {
+            "player": dense("player"),
+            "state": dense("state_id"),
+            "order": lists("turn_order"),
+        }
+        owners = first_players(dense("group_id"), columns["player"], numbers)
+    episodes = [
         Episode(
             row=rows[number],
-            name=f"{stage}/{columns['sample'][number]}",
+            name=f"{stage}/{owners[number]}",
             **{name: values[number] for name, values in columns.items()},
         )
         for number in range(count)
+    ]
+    together: dict[str, list[Episode]] = {}
+    for one in episodes:
+        together.setdefault(one.name, []).append(one)
+    for one in episodes:
+        one.others = [other for other in together[one.name] if other is not one]
+    return episodes
+
+
+def first_players(groups: list[int], players: list[int], samples: list[int]) -> list[int]:
+    """The sample of player 0 in the episode of each sample, [N]: the k-th of every player are one.
+
+    Groups [5, 5, 5, 5], players [0, 0, 1, 1], samples [20, 21, 22, 23]: [20, 21, 20, 21].
+    """
+    own: dict[tuple[int, int], list[int]] = {}
+    for group, player, sample in zip(groups, players, samples, strict=True):
+        own.setdefault((group, player), []).append(sample)
+    for members in own.values():
+        members.sort()
+    return [
+        own[group, 0][own[group, player].index(sample)]
+        for group, player, sample in zip(groups, players, samples, strict=True)
     ]
 
 
 def episode_columns(episodes: Sequence[Episode]) -> dict[str, object]:
     """The episodes as columns."""
+    of_players: dict[str, object] = {}
+    if any(one.others for one in episodes):
+        of_players = {
+            "turn_order": [np.array(one.order, np.int64) for one in episodes],
+            "episode_id": np.array([one.rows[0].sample for one in episodes], np.int64),
+        }
     authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]
     numbers = [_turn_numbers(each) for each in authors]
     return {
@@ -133,6 +210,7 @@ def episode_columns(episodes: Sequence[Episode]) -> dict[str, object]:
         "env_seconds": np.array([one.seconds for one in episodes], np.float64),
         "episode": [one.ended for one in episodes],
         "episode_error": [one.error for one in episodes],
+        **of_players,
     }
 
 
@@ -147,6 +225,22 @@ def _turn_numbers(authors: np.ndarray) -> np.ndarray:
 
 
 def _states(episode: Episode, turns: np.ndarray) -> np.ndarray:
-    """Number of the state in which each token's turn began [T]: of what was said last before it."""
+    """Number of the state in which each token's turn began [T]: of what was said last before it.
+
+    Of several players it is told by the tokens that the player was shown since its last turn.
+    """
+    if episode.others:
+        return _states_shown(episode, turns)
     said = [episode.opening, *episode.observations]
     return np.array([state_number(said[min(t, len(said) - 1)]) for t in turns], dtype=np.int64)
+
+
+def _states_shown(episode: Episode, turns: np.ndarray) -> np.ndarray:
+    begins = [start for start, _ in episode.turns]
+    ends = [0, *(stop for _, stop in episode.turns)]
+    states = [
+        state_number([episode.state if turn == 0 else episode.player, episode.tokens[end:start]])
+        for turn, (end, start) in enumerate(zip(ends, begins, strict=False))
+    ]
+    last = len(states) - 1
+    return np.array([states[min(t, last)] if states else episode.state for t in turns], np.int64)

@@ -78,7 +78,8 @@ def choose(
 
     Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
     """
-    groups, status = dense(store, samples, "group_id"), dense(store, samples, "status")
+    prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
+    groups = samples.own_groups(store)
     per_sample = None if baselines is None else baseline_rewards(store, baselines, groups)
     failed = status == SampleStatus.FAILED
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
@@ -87,7 +88,10 @@ def choose(
     metrics = metrics_of(store, samples, groups, status)
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
-    dropped = len(np.unique(groups)) - len(np.unique(groups[whole]))
+    dropped = len(np.unique(prompts)) - len(np.unique(prompts[whole]))
+    left = len(np.unique(prompts[whole]))
+    if "player" in samples.names:  # one that had no turn has nothing to train
+        whole = whole[policy_tokens(store, samples.take(whole)) > 0]
     if repetition is not None:
         samples = samples.with_columns(repetition)
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
@@ -107,8 +111,8 @@ def choose(
         components={name: part[selected.keep] for name, part in shaped.components.items()},
         baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
     )
-    trained = len(np.unique(groups[index]))
-    filtered = len(np.unique(groups[whole])) - trained
+    trained = len(np.unique(prompts[index]))
+    filtered = left - trained
     return Choice(
         chosen=chosen,
         trained=trained,
@@ -189,7 +193,7 @@ def shaped_samples(
     truncated = torch.from_numpy(dense(store, samples, "status") == SampleStatus.TRUNCATED)
     shaped = shaped_rewards(
         rewards,
-        numbers(store, samples, "group_id"),
+        torch.from_numpy(samples.own_groups(store)),
         torch.from_numpy(policy_tokens(store, samples)),
         truncated,
         shaping,
@@ -243,12 +247,13 @@ def baseline_rewards(
 
     Args:
         store: of the batches.
-        baselines: group_id and reward, a row for each prompt that was completed greedily.
-        groups: [N], group_id of the samples.
+        baselines: group_id and reward, a row for each prompt, and player, that was completed
+            greedily.
+        groups: [N], own_groups of the samples.
     """
     known = dict(
         zip(
-            dense(store, baselines, "group_id").tolist(),
+            baselines.own_groups(store).tolist(),
             dense(store, baselines, "reward").tolist(),
             strict=True,
         )
@@ -311,8 +316,9 @@ def metrics_of(
         groups=groups,
     )
     if "episode" in samples.names:
+        turns = "turn_order" if "turn_order" in samples.names else "turn_rewards"
         found |= episode_metrics(
-            turns=samples.lengths(store, "turn_rewards"),
+            turns=samples.lengths(store, turns),
             tokens=samples.lengths(store, "response_ids"),
             seconds=dense(store, samples, "env_seconds"),
             ended=[str(one) for one in samples.fetch_list(store, "episode")],

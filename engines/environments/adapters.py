@@ -13,7 +13,14 @@ from typing import Any
 
 from configs.imports import imported, is_file
 from engines.environments.agents import load_agent
-from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
+from engines.environments.contract import (
+    Given,
+    Loaded,
+    NotAllowed,
+    digest_of,
+    of_players,
+    told,
+)
 from engines.environments.library_adapters import load_gymnasium, load_textarena
 from engines.environments.openenv_adapter import load_openenv
 from engines.environments.protocol import Ready, Start, ToolCall
@@ -50,7 +57,14 @@ def user_code(path: str) -> Callable[..., Any]:
 def load_class(start: Start) -> Loaded:
     """A user's class, of which one is made to see what it has."""
     factory = user_code(start.path)
-    adapter = ClassAdapter(factory(**start.params))
+
+    def make() -> ClassAdapter | PlayersAdapter:
+        environment = factory(**start.params)
+        if start.players > 1:
+            return PlayersAdapter(environment, start.players)
+        return ClassAdapter(environment)
+
+    adapter = make()
     adapter.close()
     place = start.path.rpartition(":")[0]
     ready = Ready(
@@ -58,7 +72,7 @@ def load_class(start: Start) -> Loaded:
         packages=installed([] if is_file(place) else [place.partition(".")[0]]),
         tools=[schema(name, tool) for name, tool in adapter.tools.items()],
     )
-    return Loaded(make=lambda: ClassAdapter(factory(**start.params)), ready=ready)
+    return Loaded(make=make, ready=ready)
 
 
 class ClassAdapter:
@@ -66,12 +80,13 @@ class ClassAdapter:
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
-        for name in ("reset", "step", "get_reward", "close"):
-            if not callable(getattr(environment, name, _nothing)):
-                raise ValueError(f"{name} of {type(environment).__name__} is no method")
-        if not hasattr(environment, "reset"):
-            raise ValueError(f"{type(environment).__name__} has no method reset")
+        _check_methods(environment)
         self._takes_text = hasattr(environment, "step")
+        if self._takes_text and not _takes(environment.step, 1):
+            raise ValueError(
+                f"step of {type(environment).__name__} does not take (text) alone. For "
+                "step(text, player) set episodes.players to the number of players"
+            )
         self.tools = {} if self._takes_text else tools_of(environment)
         if not self._takes_text and not self.tools:
             raise ValueError(
@@ -80,12 +95,8 @@ class ClassAdapter:
             )
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
-        parameters = inspect.signature(self.environment.reset).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        arguments = {k: v for k, v in row.items() if takes_all or k in parameters}
-        if "seed" in parameters:
-            arguments.setdefault("seed", seed)
-        return Given(observation=_finished(self.environment.reset(**arguments)), done=self._done())
+        said = _reset(self.environment, row, {"seed": seed})
+        return Given(observation=said, done=self._done())
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
         if self._takes_text:
@@ -103,12 +114,100 @@ class ClassAdapter:
         return Given(observation=None, reward=_finished(self.environment.get_reward()))
 
     def close(self) -> None:
-        if hasattr(self.environment, "close"):
-            _finished(self.environment.close())
+        _close(self.environment)
 
     def _done(self) -> bool:
         done = getattr(self.environment, "done", False)
         return not callable(done) and bool(done)
+
+
+class PlayersAdapter:
+    """One object of a user's class for several players, who take turns: with step(text, player).
+
+    reset(**row) returns what each player is told first, as a list, and player 0 begins; or a player
+    and that list. step returns who is next and what that one is told, or with them rewards of the
+    players and whether it is done. get_reward() gives those at the end, if there are any.
+    """
+
+    tools: Mapping[str, Callable[..., Any]] = {}
+
+    def __init__(self, environment: Any, players: int) -> None:
+        self.environment = environment
+        self._players = players
+        self._next = 0
+        _check_methods(environment)
+        if not hasattr(environment, "step") or not _takes(environment.step, 2):
+            raise ValueError(
+                f"{type(environment).__name__} has no method step(text, player), which "
+                f"episodes.players = {players} takes"
+            )
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Given:
+        said = _reset(self.environment, row, {"seed": seed, "players": self._players})
+        self._next, texts = said if isinstance(said, tuple) and len(said) == 2 else (0, said)
+        if not isinstance(texts, list) or len(texts) != self._players:
+            raise NotAllowed(
+                f"the environment's reset returned {texts!r:.60}; for {self._players} players it "
+                "returns a list of what each is told, or who begins and that list"
+            )
+        return Given(observation=told(self._next, texts, self._players))
+
+    def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        found = _finished(self.environment.step(text, self._next))
+        if not isinstance(found, tuple) or len(found) not in (2, 4):
+            raise NotAllowed(
+                f"the environment's step returned {found!r:.60}; for several players it returns who "
+                "is next and what that one is told, or the four of these, rewards and done"
+            )
+        player, said, rewards, done = found if len(found) == 4 else (*found, None, False)
+        given = of_players(rewards, self._players)
+        if done:
+            return Given(observation=None, rewards=given, done=True)
+        self._next = player
+        return Given(observation=told(player, [said], self._players), rewards=given)
+
+    def finish(self) -> Given:
+        if not hasattr(self.environment, "get_reward"):
+            return Given(observation=None)
+        rewards = _finished(self.environment.get_reward())
+        return Given(observation=None, rewards=of_players(rewards, self._players))
+
+    def close(self) -> None:
+        _close(self.environment)
+
+
+def _check_methods(environment: Any) -> None:
+    """ValueError unless what an environment has by these names are methods, and it has a reset."""
+    for name in ("reset", "step", "get_reward", "close"):
+        if not callable(getattr(environment, name, _nothing)):
+            raise ValueError(f"{name} of {type(environment).__name__} is no method")
+    if not hasattr(environment, "reset"):
+        raise ValueError(f"{type(environment).__name__} has no method reset")
+
+
+def _reset(environment: Any, row: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
+    """Reset with the row as far as it is taken, and by name with what is offered besides."""
+    parameters = inspect.signature(environment.reset).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = {k: v for k, v in row.items() if takes_all or k in parameters}
+    for name, value in offered.items():
+        if name in parameters:
+            arguments.setdefault(name, value)
+    return _finished(environment.reset(**arguments))
+
+
+def _takes(method: Callable[..., Any], count: int) -> bool:
+    """Whether a method can be called with so many values."""
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def _close(environment: Any) -> None:
+    if hasattr(environment, "close"):
+        _finished(environment.close())
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from numbers import Real
 from types import ModuleType
 from typing import Any, Protocol
 
-from engines.environments.protocol import Outcome, Ready, ToolCall
+from engines.environments.protocol import Outcome, Ready, Told, ToolCall
 from engines.processes.user_code import shortened, source_digests
 
 OBSERVATION_BYTES = 65536  # of UTF-8: the longest observation
@@ -35,6 +35,7 @@ class Given:
 
     observation: Any  # text; None: nothing to say
     reward: Any = None  # a finite number; None: it has none to give
+    rewards: tuple[Any, ...] = ()  # of each of several players
     done: bool = False
     results: tuple[Any, ...] = ()  # of each tool call, text
 
@@ -43,10 +44,10 @@ class Adapter(Protocol):
     """One environment that plays one episode."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
-        """Begin the episode."""
+        """Begin the episode. With several players observations are a `Told` as JSON."""
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
-        """Answer a turn."""
+        """Answer a turn, of the player whose turn it is."""
 
     def finish(self) -> Given:
         """The episode is over, by whoever's will: a reward for all of it, if there is one to give."""
@@ -88,7 +89,41 @@ def checked(given: Given) -> Outcome:
             "allowed"
         )
     return Outcome(
-        observation=observation, reward=_reward(given.reward), done=given.done, results=results
+        observation=observation,
+        reward=_reward(given.reward),
+        rewards=tuple(map(_reward, given.rewards)),
+        done=given.done,
+        results=results,
+    )
+
+
+def told(player: Any, texts: Iterable[Any], players: int) -> str:
+    """What an environment of several players says, as an observation; NotAllowed.
+
+    player: who is next. texts: what each player is told, or that one.
+    """
+    if isinstance(player, bool) or not isinstance(player, int) or not 0 <= player < players:
+        raise NotAllowed(
+            f"the environment gave {_shown(player)} as the player who is next; they are 0 to "
+            f"{players - 1}"
+        )
+    return Told(player=player, texts=tuple(map(_text, texts))).to_json()
+
+
+def of_players(rewards: Any, players: int) -> tuple[Any, ...]:
+    """Rewards as an environment gives them, one of each player; () for None. NotAllowed.
+
+    A list has all, a dict by number those that there are: {1: 0.5} of two is (None, 0.5).
+    """
+    if rewards is None:
+        return ()
+    if isinstance(rewards, Mapping) and rewards.keys() <= set(range(players)):
+        return tuple(rewards.get(player) for player in range(players))
+    if isinstance(rewards, (list, tuple)) and len(rewards) == players:
+        return tuple(rewards)
+    raise NotAllowed(
+        f"the environment gave {_shown(rewards)} as rewards; they are a list of {players}, or a dict "
+        f"by players from 0 to {players - 1}"
     )
 
 

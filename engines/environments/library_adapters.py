@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from engines.environments.contract import Given, Loaded, digest_of, library
+from engines.environments.contract import Given, Loaded, digest_of, library, of_players, told
 from engines.environments.protocol import Ready, Start, ToolCall
 from engines.processes.user_code import installed
 
@@ -22,7 +22,6 @@ ACTIONS = {
     "BlackjackEnv": ("stick", "hit"),
 }
 _WORD = re.compile(r"[a-z_]\w*|-?\d+", re.IGNORECASE)
-_PLAYER = 0
 
 
 def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
@@ -53,18 +52,20 @@ def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
 
 
 def load_textarena(start: Start, codec: Callable[..., Any] | None) -> Loaded:
-    """A game of TextArena, of which one is begun to see that one player can play it."""
+    """A game of TextArena, of which one is begun to see that so many players can play it."""
     textarena = library("textarena")
-    first = TextArenaAdapter(textarena.make(start.id, **start.params))
+
+    def make() -> TextArenaAdapter:
+        return TextArenaAdapter(textarena.make(start.id, **start.params), start.players)
+
+    first = make()
     first.reset({}, 0)
     ready = Ready(
         digest=digest_of(type(layer) for layer in _layers(first.game)),
         packages=installed(["textarena"]),
         tools=[],
     )
-    return Loaded(
-        make=lambda: TextArenaAdapter(textarena.make(start.id, **start.params)), ready=ready
-    )
+    return Loaded(make=make, ready=ready)
 
 
 class GymnasiumAdapter:
@@ -154,27 +155,37 @@ def _plain(value: Any) -> Any:
 
 
 class TextArenaAdapter:
-    """One game of TextArena, played by one player.
+    """One game of TextArena.
 
-    Its observations repeat the game from its beginning; the model, who has seen that, is given what
-    is new, and not its own action again.
+    Its observations repeat the game from its beginning; a player, who has seen that, is given what
+    is new, and not its own action again. With several players only the one who begins is told
+    something when the game is reset: the others are at their first turn.
     """
 
-    def __init__(self, game: Any) -> None:
+    def __init__(self, game: Any, players: int = 1) -> None:
         self.game = game
-        self._seen = ""
+        self._players = players
+        self._next = 0
+        self._seen = [""] * players
+        self._acted = [""] * players
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
-        self.game.reset(num_players=1, seed=seed)
-        return Given(observation=self._observation())
+        self.game.reset(num_players=self._players, seed=seed)
+        said = self._observation()
+        if self._players == 1:
+            return Given(observation=said)
+        texts = [said if player == self._next else "" for player in range(self._players)]
+        return Given(observation=told(self._next, texts, self._players))
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        self._acted[self._next] = text
         done, _ = self.game.step(text)
-        if not done:
-            return Given(observation=self._observation(text))
-        rewards, told = self.game.close()
-        reason = told.get(_PLAYER, {}).get("reason")
-        return Given(observation=reason, reward=(rewards or {}).get(_PLAYER), done=True)
+        if done:
+            return self._ended()
+        said = self._observation()
+        if self._players == 1:
+            return Given(observation=said)
+        return Given(observation=told(self._next, [said], self._players))
 
     def finish(self) -> Given:
         """A game that is cut off has no winner, and so no reward."""
@@ -183,17 +194,28 @@ class TextArenaAdapter:
     def close(self) -> None:
         """A game holds nothing; its own `close` gives the rewards."""
 
-    def _observation(self, action: str = "") -> Any:
-        _, told = self.game.get_observation()
-        if isinstance(told, list):  # of a game made without wrappers: (player, message, kind)
-            return "\n".join(message for player, message, _ in told if player != _PLAYER)
-        if not isinstance(told, str):
-            return told
-        new = told.removeprefix(self._seen)
-        if self._seen and new != told and action:
+    def _ended(self) -> Given:
+        rewards, infos = self.game.close()
+        if self._players > 1:
+            given = of_players(rewards, self._players)
+            return Given(observation=None, rewards=given, done=True)
+        reason = infos.get(0, {}).get("reason")
+        return Given(observation=reason, reward=(rewards or {}).get(0), done=True)
+
+    def _observation(self) -> Any:
+        """What is new to the player whose turn it is."""
+        player, found = self.game.get_observation()
+        self._next = int(player)
+        if isinstance(found, list):  # of a game made without wrappers: (player, message, kind)
+            return "\n".join(message for who, message, _ in found if who != player)
+        if not isinstance(found, str):
+            return found
+        before, action = self._seen[self._next], self._acted[self._next]
+        new = found.removeprefix(before)
+        if before and new != found and action:
             echo = re.match(rf"\n\[[^\]\n]*\] (?:{re.escape(action)}|\[{re.escape(action)}\])", new)
             new = new[echo.end() :] if echo else new
-        self._seen = told
+        self._seen[self._next] = found
         return new.strip("\n")
 
 

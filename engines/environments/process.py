@@ -56,4 +56,5 @@ def start_message(config: EpisodesConfig) -> Start:
         id=id,
         params=params,
         memory=int(config.memory_gib * GIB),
+        players=config.players,
     )

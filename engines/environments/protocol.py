@@ -7,6 +7,7 @@ imported: the process may run under another interpreter than its owner, from Pyt
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ class Start:
     id: str  # name in the library's registry, or a server's URL; empty for a class
     params: Mapping[str, Any]  # keyword arguments of making one
     memory: int  # bytes that the process may have
+    players: int = 1  # of an episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +89,13 @@ class Outcome:
     """How the environment answered. Where `failed` is set nothing else counts.
 
     A turn with two tool calls: observation "4\\nError: KeyError: 'x'", results ("4", "Error: …").
+
+    With several players the observation is JSON (`Told`), or nothing once the episode has ended.
     """
 
     observation: str = ""
     reward: float | None = None  # None: it gave none
+    rewards: tuple[float | None, ...] = ()  # of each of several players; (): it gave none
     done: bool = False  # whether the episode has ended
     failed: str | None = (
         None  # one sentence, and after it the lines of a traceback where there is one
@@ -100,6 +105,28 @@ class Outcome:
     # That it took, an episode that was played again with it.
     seconds: float = field(default=0.0, compare=False)
     out_of_memory: bool = False  # whether it failed because the process has all its memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What an environment of several players says: whose turn it is, and what they are told.
+
+    When it is reset it tells all players something, player 0 first; after a turn only the one who
+    is next: {"player": 1, "texts": ["You were bid 3."]}.
+    """
+
+    player: int  # who is next, from 0
+    texts: tuple[str, ...]  # of every player, or of that one
+
+    def to_json(self) -> str:
+        """As an observation."""
+        return json.dumps({"player": self.player, "texts": self.texts}, ensure_ascii=False)
+
+    @classmethod
+    def of(cls, observation: str) -> Told:
+        """What `to_json` wrote."""
+        found = json.loads(observation)
+        return cls(player=found["player"], texts=tuple(found["texts"]))
 
 
 Message: TypeAlias = (

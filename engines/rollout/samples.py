@@ -17,7 +17,10 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
 # Columns that a sample shares with its prompt; they are referred to, not written again.
-PROMPT_COLUMNS = ("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening")
+PROMPT_COLUMNS = (
+    *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
+    "player",
+)
 POLICY = bytes([Author.POLICY])
 
 
@@ -26,11 +29,11 @@ class PromptTokens:
     """The prompts of a shard, read."""
 
     tokens: list[list[int]]  # [P] token ids of each
-    groups: list[int]  # [P] group ids
+    numbers: list[int]  # [P] of each in the run
 
     def sample_id(self, row: int, k: int, n: int) -> int:
         """Number, in the run, of the k-th of n completions of prompt `row`."""
-        return self.groups[row] * n + k
+        return self.numbers[row] * n + k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +113,11 @@ def sample_seed(seed: int | None, step: int, sample_id: int, begun: int = 0) -> 
 
 
 def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptTokens:
-    """The token ids of `prompts`; ValueError naming a row that leaves no room for a completion."""
+    """The token ids of `prompts`; ValueError naming a row that leaves no room for a completion.
+
+    A row is numbered as its group, or, with several players, of whom all have a row here, in the
+    order of groups and players.
+    """
     values, offsets = prompts.fetch_numpy(store, "prompt_ids")
     assert offsets is not None
     groups, _ = prompts.fetch_numpy(store, "group_id")
@@ -122,7 +129,7 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptT
             )
     ids = values.tolist()
     rows = [ids[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
-    return PromptTokens(tokens=rows, groups=groups.tolist())
+    return PromptTokens(tokens=rows, numbers=prompts.own_groups(store).tolist())
 
 
 def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completion]:
@@ -185,6 +192,10 @@ def write_samples(
     known = {**{v: c.digest for v, c in zip(last, completions, strict=True) if c.digest}, **digests}
     status = np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64)
     status[unfinished] = SampleStatus.UNFINISHED
+    if request.begun is not None:  # what had ended, or waits for others, is as it was
+        before = request.begun.fetch_list(store, "finish_reason")
+        stands = np.array([reason != UNFINISHED for reason in before])
+        status[stands] = request.begun.fetch_numpy(store, "status")[0][stands]
     authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
     kept: list[str] = []
     if request.begun is not None:

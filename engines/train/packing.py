@@ -76,7 +76,7 @@ def read_lengths(store: Store, batch: BatchRef) -> Lengths:
     """The lengths and groups of a batch's rows; reads row indices and group numbers only."""
     groups = None
     if "group_id" in batch.names:
-        groups = batch.fetch_numpy(store, "group_id")[0].astype(np.int64)
+        groups = batch.own_groups(store)
     return Lengths(
         prompts=batch.lengths(store, "prompt_ids"),
         responses=batch.lengths(store, "response_ids"),

@@ -17,7 +17,7 @@ from storage.runs.run_store import RunStore
 
 TOLD = (  # columns, besides those of each reward function
     "sample_id", "group_id", "prompt_row", "worker", "attempt", "weight_spans", "weights_digest",
-    "finish_reason", "status", "reward", "reward_code",
+    "finish_reason", "status", "reward", "reward_code", "player", "episode_id",
 )  # fmt: skip
 
 
@@ -52,6 +52,8 @@ class SampleOrigin:
     reward_code: str  # digest of the functions; empty where the run did not record it
     trained: bool  # whether it was part of the update
     advantage: float | None  # mean over its tokens, where it trained
+    player: int | None = None  # of an episode of several players
+    episode: int | None = None  # likewise: the sample_id of player 0, which the others name too
 
 
 def samples_of(
@@ -91,6 +93,7 @@ def samples_of(
                 reward_code=columns.text("reward_code")[row],
                 trained=int(sample) in advantages,
                 advantage=advantages.get(int(sample)),
+                **_seat(columns, row),
             )
         )
     return found
@@ -130,6 +133,12 @@ class Columns:
         values, offsets = self._read[name].numpy()
         assert offsets is not None
         return [values[a:b].tolist() for a, b in pairwise(offsets)]
+
+
+def _seat(columns: Columns, row: int) -> dict[str, int]:
+    """Player and episode of a sample, of those that have them."""
+    player, episode = (int(columns.numbers(name)[row]) for name in ("player", "episode_id"))
+    return {"player": player, "episode": episode} if player >= 0 else {}
 
 
 def _spans(flat: list[int]) -> Iterator[Span]:

@@ -32,6 +32,7 @@ class Author(enum.IntEnum):
 
 
 UNFINISHED = "unfinished"  # finish reason of a sample that was cut and can go on
+WAITING = "waiting"  # finish reason of a sample that goes on when others have had their turns
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
 
@@ -58,6 +59,14 @@ COLUMNS: dict[str, Declared] = {
     "env_seed": Declared("dense", "I64", "seed of the episode's environment, [N]"),
     "opening": Declared("str", "U8", "digest of what the episode's environment said first"),
     "env_code": Declared("str", "U8", "digest of the environment's code (prompts only)"),
+    "players": Declared(
+        "json", "U8", "who begins, and the prompt of each of several players (prompts only)"
+    ),
+    "player": Declared("dense", "I64", "player of the episode, from 0, [N]"),
+    "episode_id": Declared("dense", "I64", "sample_id of the episode's player 0, [N]"),
+    "turn_order": Declared(
+        "jagged", "I64", "number in the episode of each turn of the sample's player"
+    ),
     "observations": Declared("json", "U8", "digests of what the environment answered, by turn"),
     "turn_rewards": Declared("jagged", "F32", "the environment's reward of each turn; NaN: none"),
     "env_seconds": Declared("dense", "F64", "seconds in the episode's environment, [N]"),
@@ -98,7 +107,10 @@ COLUMNS: dict[str, Declared] = {
 WIDER = {"I32": "I64"}
 
 # What is kept of an episode from turn to turn, beside its tokens.
-EPISODE = ("observations", "turn_rewards", "env_seconds", "episode", "episode_error")
+EPISODE = (
+    *("observations", "turn_rewards", "env_seconds", "episode", "episode_error"),
+    *("turn_order", "episode_id"),  # of several players
+)
 
 # Columns that are named after reward functions, and what the names begin with.
 SCORE = "score/"  # score/<function>: F32 [N], what the function gave; NaN where nothing

@@ -212,6 +212,14 @@ class BatchRef:
         """One column without torch, a Python value per row: str, JSON, or an array."""
         return reading.read_columns(store, {name: self.column(name)})[name].rows()
 
+    def own_groups(self, store: Store) -> NDArray[np.int64]:
+        """[N]: numbers that are equal for samples with one baseline: of one prompt and player."""
+        groups = self.fetch_numpy(store, "group_id")[0].astype(np.int64)
+        if "player" not in self.columns:
+            return groups
+        players = self.fetch_numpy(store, "player")[0].astype(np.int64)
+        return groups * (int(players.max(initial=0)) + 1) + players
+
     def prefetch(self, store: Store, names: Sequence[str] | None = None) -> Future[None]:
         """Start reading in the background, into the store's cache (see `Store.with_cache`), or
         for local files into the system's. Errors are for the later `fetch` to raise.

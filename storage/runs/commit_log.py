@@ -89,7 +89,7 @@ class Outline(Record):
     ledger: Ledger = Field(default_factory=Ledger)
     rows: dict[str, int] = Field(default_factory=dict)  # of each of its refs; filled in by `commit`
     first_group: int | None = None  # number of the first group that it drew; None: not recorded
-    group_size: int | None = None  # samples of a group: group g has sample_ids g * size + k
+    group_size: int | None = None  # samples of a prompt: prompt g has sample_ids g * size + k
     # What scored the samples, by the digest in their column reward_code: a record per function.
     reward_code: dict[str, list[dict[str, JsonValue]]] = Field(default_factory=dict)
     # What the update was made with besides the algorithm: settings, seed, ranks.

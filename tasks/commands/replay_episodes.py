@@ -21,7 +21,8 @@ def answer(request: Request) -> Answer:
     samples = commit.refs["samples"]
     engine = EnvironmentEngine(environment_spec(config, config.episodes, files.store))
     try:
-        turns = int(samples.lengths(files.store, "turn_rewards").sum())
+        answered = "turn_order" if "turn_order" in samples.names else "turn_rewards"
+        turns = int(samples.lengths(files.store, answered).sum())
         differing = engine.replay(samples)
     except ObjectMissing as error:
         raise ValueError(
@@ -35,14 +36,13 @@ def answer(request: Request) -> Answer:
         if not differing
         else f"the environments of {len(differing)} say something else"
     )
-    shown = [
-        heading(f"{len(samples)} episodes of {turns} turns, step {step} of {files.run}: {said}.")
-    ]
+    played = len(samples) // config.episodes.players
+    shown = [heading(f"{played} episodes of {turns} turns, step {step} of {files.run}: {said}.")]
     shown += [text(f"  sample {sample}: {error}") for sample, error in differing]
     record = {
         "run": files.run,
         "step": step,
-        "episodes": len(samples),
+        "episodes": played,
         "turns": turns,
         "differing": [{"sample": sample, "error": error} for sample, error in differing],
     }

@@ -67,7 +67,7 @@ def answer(request: Request) -> Answer:
             samples = commit.refs["samples"]
             old = _numbers(files, samples, "reward")
             new = _numbers(files, refs[step], f"{COLUMN}{reward.label}")
-            group = samples.fetch_numpy(files.store, "group_id")[0].astype(np.int64)
+            group = samples.own_groups(files.store)
             found.append((step, compare_rewards(old, new, group)))
             olds.append(old)
             news.append(new)

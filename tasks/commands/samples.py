@@ -29,8 +29,7 @@ def answer(request: Request) -> Answer:
     commit = committed(files, asked.step)
     try:
         rewards, failed, groups = judged(files, commit.refs["samples"])
-        numbers = commit.refs["samples"].fetch_numpy(files.store, "sample_id")[0]
-        rows = chosen(asked, rewards, failed, groups, numbers)
+        rows = chosen(asked, rewards, failed, groups, episodes_of(files, commit))
         found = transcripts(files, commit, rows)
     except ObjectMissing as error:
         raise ValueError(
@@ -67,11 +66,14 @@ def chosen(
     groups: np.ndarray,
     numbers: np.ndarray,
 ) -> list[int]:
-    """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none."""
+    """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none.
+
+    numbers: [K, N], numbers by which each sample's episode is named.
+    """
     scored = np.flatnonzero(~failed)
     by_reward = scored[np.argsort(-rewards[scored], kind="stable")].tolist()
     if asked.episode is not None:
-        rows, what = np.flatnonzero(numbers == asked.episode).tolist(), f"{asked.episode}"
+        rows, what = rows_of_episode(numbers, asked.episode), f"{asked.episode}"
     elif asked.group is not None:
         rows, what = np.flatnonzero(groups == asked.group).tolist(), f"of group {asked.group}"
     elif asked.failed:
@@ -90,6 +92,22 @@ def chosen(
     return rows[: asked.limit]
 
 
+def episodes_of(files: RunStore, commit: Commit) -> np.ndarray:
+    """[K, N]: sample_id of each sample, and with several players that of its episode's player 0."""
+    ref = commit.refs["samples"]
+    names = [name for name in ("sample_id", "episode_id") if name in ref.names]
+    return np.stack([ref.fetch_numpy(files.store, name)[0] for name in names])
+
+
+def rows_of_episode(numbers: np.ndarray, sample: int) -> list[int]:
+    """The rows of all players of the episode that a sample belongs to; [] where there is none.
+
+    numbers: as `episodes_of` gives them.
+    """
+    there = np.flatnonzero(numbers[0] == sample)
+    return np.flatnonzero(np.isin(numbers[-1], numbers[-1][there])).tolist()
+
+
 def told(found: Transcript, characters: int) -> list[RenderableType]:
     """A sample for people."""
     origin = found.origin
@@ -101,10 +119,12 @@ def told(found: Transcript, characters: int) -> list[RenderableType]:
         f"{spans(origin)}; {origin.worker}, attempt {origin.attempt}"
     )
     said = found.parts or (("policy", found.response),)
+    seat = "" if origin.player is None else f" (player {origin.player} of {origin.episode})"
     return [
         text(""),
         heading(
-            f"Sample {origin.sample}, group {origin.group}, row {origin.prompt_row} of the data"
+            f"Sample {origin.sample}{seat}, group {origin.group}, "
+            f"row {origin.prompt_row} of the data"
         ),
         text(facts, "dim"),
         text("asked", "cyan"),

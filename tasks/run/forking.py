@@ -75,8 +75,8 @@ def check_same_adapter(config: GRPOConfig, before: GRPOConfig, origin: str) -> N
 def first_group(config: GRPOConfig, parent: RunStore, origin: Origin) -> int:
     """The first group such that neither group nor sample numbers come twice."""
     groups = groups_before(parent, origin)
-    before = parent_config(parent, origin).group_size
-    return max(groups, math.ceil(groups * before / config.group_size))
+    before = parent_config(parent, origin).samples_per_prompt
+    return max(groups, math.ceil(groups * before / config.samples_per_prompt))
 
 
 def groups_before(parent: RunStore, origin: Origin) -> int:

@@ -1,0 +1,89 @@
+"""Episodes of several players: the prompt of each, and the samples before their first turns.
+
+A prompt that was drawn is one row until it is sampled. Then it is a row for each player (`dealt`),
+all in one shard: each has a conversation of its own, and sample k of every player is one episode. A
+player's sample waits, untouched by the engines, until the environment says that its turn is next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from engines.data.chat_template import EMPTY, TOO_LONG, TokenizedPrompts, state_number
+from engines.data.conversation import Conversation
+from engines.environments.protocol import Told
+from storage.batches.columns import UNFINISHED, WAITING, SampleStatus
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.json_values import Row
+from storage.objects.store import Store
+
+
+def players_prompts(
+    conversation: Conversation, rows: Sequence[Row], openings: Sequence[Told], longest: int
+) -> tuple[TokenizedPrompts, list[dict[str, Any]]]:
+    """The prompts of those who begin, and the column `players` of the rows that are kept.
+
+    The prompt of any other player has room at its end for what it is told at its first turn. A row
+    of which a prompt is longer than `longest` tokens, or empty, is dropped.
+    """
+    begins = [told.texts[told.player] for told in openings]
+    made = conversation.prompts(rows, begins)
+    first = dict(zip(made.kept, made.prompt_ids, strict=True))
+    dropped, players = dict(made.dropped), {}
+    for number in made.kept:
+        told = openings[number]
+        prompts = [
+            first[number] if player == told.player else conversation.opened(rows[number], text)
+            for player, text in enumerate(told.texts)
+        ]
+        if not all(prompts):
+            dropped[number] = EMPTY
+        elif max(map(len, prompts)) > longest:
+            dropped[number] = TOO_LONG
+        else:
+            states = [state_number([player, text]) for player, text in enumerate(told.texts)]
+            players[number] = {"begins": told.player, "prompts": prompts, "states": states}
+    kept = sorted(players)
+    found = TokenizedPrompts(
+        prompt_ids=[first[number] for number in kept], kept=kept, dropped=sorted(dropped.items())
+    )
+    return found, [players[number] for number in kept]
+
+
+def dealt(store: Store, prompts: BatchRef, n: int, out_key: str) -> tuple[BatchRef, BatchRef]:
+    """The prompts of P rows as rows of their players, and n samples of each before the first turn.
+
+    Row i * players + p of the first belongs to prompt i and player p; row j of the second to row
+    j // n of the first. Only samples of those who begin are to be gone on with.
+    """
+    seats = cast("list[dict[str, Any]]", prompts.fetch_list(store, "players"))
+    count = len(seats[0]["prompts"])
+    goes_on = np.array([p == seat["begins"] for seat in seats for p in range(count)])
+    total = len(goes_on)
+    nothing = [np.zeros(0)] * total
+    own: dict[str, object] = {
+        "prompt_ids": [np.array(ids, np.int32) for seat in seats for ids in seat["prompts"]],
+        "state_id": np.array([one for seat in seats for one in seat["states"]], np.int64),
+        "player": np.tile(np.arange(count), len(seats)),
+    }
+    begun: dict[str, object] = {
+        "response_ids": [one.astype(np.int32) for one in nothing],
+        "rollout_logprobs": [one.astype(np.float32) for one in nothing],
+        "weight_spans": [one.astype(np.int64) for one in nothing],
+        "author": [one.astype(np.uint8) for one in nothing],
+        "turn_rewards": [one.astype(np.float32) for one in nothing],
+        "turn_order": [one.astype(np.int64) for one in nothing],
+        "observations": [[]] * total,
+        "finish_reason": [UNFINISHED if one else WAITING for one in goes_on],
+        "status": np.full(total, SampleStatus.UNFINISHED, np.int64),
+        "env_seconds": np.zeros(total),
+        **{name: [""] * total for name in ("weights_digest", "episode", "episode_error")},
+    }
+    written = write_batch(store, out_key, {**own, **begun})
+    drawn = prompts.drop(["players"]).take(np.repeat(np.arange(len(prompts)), count))
+    samples = written[list(begun)].take(np.repeat(np.arange(total), n))
+    return drawn.with_columns(written[list(own)]), samples
