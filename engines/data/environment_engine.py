@@ -226,7 +226,9 @@ class EnvironmentEngine(Engine):
         """Decode the turns of episodes."""
         for one in [row for episode in episodes for row in episode.rows]:
             spans = [one.tokens[start:stop] for start, stop in one.turns]
-            one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
+            one.texts = []
+            if spans:  # of none at all a tokenizer makes one empty text
+                one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
     def _step(self, episodes: list[Episode]) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""

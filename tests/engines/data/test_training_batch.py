@@ -294,3 +294,60 @@ def test_an_interpolated_proximal_policy_finds_the_staleness_of_each_token(store
     assert column(store, batch, "staleness") == [
         [3] + [0] * (len(row) - 1) for row in column(store, batch, "response_ids")
     ]
+
+
+SEATS = [0, 0, 1, 1, 0, 0, 1, 1]  # of two prompts, two players and two episodes each
+
+
+def test_each_player_has_a_baseline_of_its_own(store: Store) -> None:
+    """The prompt is counted once, whatever becomes of its players' groups."""
+    ref = samples(
+        store,
+        group_id=np.array([4, 4, 4, 4, 5, 5, 5, 5], dtype=np.int64),
+        player=np.array(SEATS, dtype=np.int64),
+        status=np.full(8, SampleStatus.OK, dtype=np.int64),
+    )
+    batch = trained(store, ref, advantage={"kind": "dr_grpo"})
+    assert batch.ref.fetch_list(store, "player") == [0, 0, 1, 1, 0, 0, 1]
+    # Player 1 of the second prompt: one of its rows has no turn, and so is no part of the baseline.
+    assert firsts(store, batch)[:6] == pytest.approx([0.5, -0.5, 0.75, -0.75, 0.0, 0.0])
+    assert (batch.trained, batch.filtered, batch.dropped) == (2, 0, {})
+    kept = trained(store, ref, name="kept", selection=[{"kind": "informative"}])
+    assert kept.ref.fetch_list(store, "player") == [0, 0, 1, 1, 1], "player 0's are all equal in 5"
+    assert (kept.trained, kept.filtered) == (2, 0)
+
+
+def test_a_failed_sample_is_that_of_its_players_group(store: Store) -> None:
+    status = np.full(8, SampleStatus.OK, dtype=np.int64)
+    status[[1, 3]] = SampleStatus.FAILED  # an episode, of both players
+    status[5] = SampleStatus.FAILED  # one player's sample, that a reward function could not score
+    ref = samples(
+        store,
+        group_id=np.array([4, 4, 4, 4, 5, 5, 5, 5], dtype=np.int64),
+        player=np.array(SEATS, dtype=np.int64),
+        status=status,
+    )
+    batch = trained(store, ref, advantage={"kind": "dr_grpo"})
+    assert batch.ref.fetch_list(store, "group_id") == [5]
+    assert batch.ref.fetch_list(store, "player") == [1]
+    assert (batch.trained, batch.dropped) == (1, {"reward_failed": 1})
+
+
+def test_the_greedy_episode_is_that_of_the_same_player(store: Store) -> None:
+    greedy = write_batch(
+        store,
+        "run/greedy.safetensors",
+        {
+            "group_id": np.array([5, 5, 4, 4], dtype=np.int64),
+            "player": np.array([1, 0, 1, 0], dtype=np.int64),
+            "reward": np.array([4.0, 3.0, 2.0, 1.0], dtype=np.float32),
+        },
+    )
+    ref = samples(
+        store,
+        group_id=np.array([4, 4, 4, 4, 5, 5, 5, 5], dtype=np.int64),
+        player=np.array(SEATS, dtype=np.int64),
+    )
+    batch = trained(store, ref, baselines=greedy, advantage={"kind": "remax"})
+    found = batch.ref.fetch_list(store, "baseline_reward")
+    assert found == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0]
