@@ -44,6 +44,7 @@ from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 
+PLAYER = "player"  # what reward functions get besides of several players: whose sample it is
 ERROR = "error"  # extra/<reward model>/error: why a sample has no score
 PROBE_ROWS = 2
 PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
@@ -277,9 +278,9 @@ def with_episodes(store: Store, samples: BatchRef, rows: list[Row]) -> list[Row]
         total = sum(given) if given else None
         columns = dict(zip(EPISODE_COLUMNS, (total, turns, str(why)), strict=True))
         found.append({**row, **cast("Row", columns)})
-    if "player" in samples.names:
-        players = samples.fetch_numpy(store, "player")[0].tolist()
-        found = [{**row, "player": player} for row, player in zip(found, players, strict=True)]
+    if PLAYER in samples.names:
+        players = samples.fetch_numpy(store, PLAYER)[0].tolist()
+        found = [{**row, PLAYER: player} for row, player in zip(found, players, strict=True)]
     return found
 
 

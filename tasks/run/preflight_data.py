@@ -9,7 +9,7 @@ from configs.judge import JudgeReward
 from configs.model import Model
 from configs.rewards import MathReward, ReasoningGymReward, UnitTestsReward
 from engines.data.chat_template import Prompt, fits_template, prompt_of
-from engines.data.data_engine import PROBE_ROWS
+from engines.data.data_engine import PLAYER, PROBE_ROWS
 from engines.data.environment_engine import seed_of
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
@@ -29,7 +29,9 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     data = check_rows(config.model, config.data, source)
     if config.episodes is not None:
         data += f"; environment: {check_environment(config.episodes, source)}"
-    given = () if config.episodes is None else EPISODE_COLUMNS
+    given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
+    if config.episodes is not None and config.episodes.players > 1:
+        given = (*given, PLAYER)
     for reward in config.rewards.models:
         check_reward_model(reward)
     check_rewards(config.rewards, config.data, source, given)
