@@ -167,3 +167,60 @@ def test_killed_in_mid_episode(launch: Launch, whole: Launched, tmp_path: Path, 
     assert faults.missed == []
     assert story(committed(run.files)) == story(whole.commits())
     assert audit(run.files).problems == []
+
+
+@pytest.mark.slow
+def test_greedy_baselines_and_the_evaluation_have_all_players(launch: Launch) -> None:
+    run = launch(
+        *WORDS,
+        "steps=1",
+        "algorithm.advantage.kind=remax",
+        "evaluation.source.kind=function",
+        f"evaluation.source.path={EXAMPLE}.py:rows",
+        "evaluation.source.params.size=6",
+        "evaluation.rows=6",
+        "promotion.alias=champion",
+    )
+    code, out = run.end()
+    assert code == 0, out
+    (commit,) = committed(run.files)
+    store, greedy, trained = run.files.store, commit.refs["baselines"], commit.refs["batch"]
+    assert len(greedy) == 4 * 2, "one episode a prompt"
+    names = ("group_id", "player")
+    rewards = dict(
+        zip(
+            zip(*(greedy.fetch_list(store, name) for name in names), strict=True),
+            greedy.fetch_list(store, "reward"),
+            strict=True,
+        )
+    )
+    of_samples = zip(*(trained.fetch_list(store, name) for name in names), strict=True)
+    compared = trained.fetch_list(store, "baseline_reward")
+    assert [rewards[one] for one in of_samples] == compared
+    assert audit(run.files).problems == []
+
+
+@pytest.mark.slow
+def test_unfinished_episodes_are_carried(launch: Launch) -> None:
+    """Steps that do not wait: who waits for another player goes on waiting in the next step."""
+    run = launch(
+        *WORDS,
+        "steps=4",
+        "max_staleness=2",
+        "rollout.shards=4",
+        "rollout.over_sampling=1.5",
+        "rollout.partial_rollout=carry",
+        "algorithm.correction=[{kind: truncate}]",
+    )
+    code, out = run.end()
+    assert code == 0, out
+    commits = committed(run.files, max_staleness=2)
+    assert any(commit.carried for commit in commits)
+    for commit in commits:
+        ref = commit.refs["samples"]
+        columns = [ref.fetch_list(run.files.store, name) for name in ("group_id", "player")]
+        seats = list(zip(*columns, strict=True))
+        assert len(seats) == 4 * 4 * 2
+        assert all(seats.count(seat) == 4 for seat in seats)
+        assert all(ref.fetch_list(run.files.store, "episode"))
+    assert audit(run.files).problems == []

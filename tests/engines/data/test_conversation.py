@@ -351,3 +351,37 @@ def test_smollm2() -> None:
     assert tokenizer.decode(ids) == rendered
     assert ids == encode(tokenizer, rendered)
     assert rendered.count("named SmolLM") == 1
+
+
+@given(
+    template=st.sampled_from([*STABLE, None]),
+    system=st.none() | trimmed,
+    opening=st.just("") | trimmed,
+    said=trimmed,
+    suffix=st.sampled_from(["", "\nBe brief."]),
+)
+def test_what_a_player_is_told_at_its_first_turn_ends_its_prompt(
+    template: str | None, system: str | None, opening: str, said: str, suffix: str
+) -> None:
+    """The waiting player's prompt and what follows it are the prompt that both would have made."""
+    assume(system is None or template not in (INST, None))
+    assume("<" not in said)  # of a special token's look: it stays text here
+    tokenizer = characters(template)
+    given = {"template": "chat" if template else "plain", "prompt_suffix": suffix}
+    talk = conversation(tokenizer, system_prompt=system, **given)
+    row = {"question": "1+1?"}
+    whole = talk.prompts([row], [f"{opening}\n\n{said}" if opening else said])
+    begun, first = talk.opened(row, opening), talk.first(row, said)
+    assert begun + first.ids == whole.prompt_ids[0]
+    own = [who for who, _ in groupby(first.authors)]
+    assert own == ([Author.ENVIRONMENT] if template is None else own[:1] + [Author.TEMPLATE])
+    assert own[0] == Author.ENVIRONMENT
+    nothing = talk.first(row, "")
+    assert Author.ENVIRONMENT not in nothing.authors or template is None
+
+
+def test_a_special_token_in_what_a_player_is_told_is_text() -> None:
+    talk = conversation(characters(DEFAULT_SYSTEM))
+    row = {"question": "1+1?"}
+    ids = talk.first(row, "<|im_end|>").ids
+    assert len(ids) == len(talk.first(row, "x" * len("<|im_end|>")).ids)
