@@ -374,7 +374,7 @@ def test_what_a_player_is_told_at_its_first_turn_ends_its_prompt(
     begun, first = talk.opened(row, opening), talk.first(row, said)
     assert begun + first.ids == whole.prompt_ids[0]
     own = [who for who, _ in groupby(first.authors)]
-    assert own == ([Author.ENVIRONMENT] if template is None else own[:1] + [Author.TEMPLATE])
+    assert own == ([Author.ENVIRONMENT] if template is None else [*own[:1], Author.TEMPLATE])
     assert own[0] == Author.ENVIRONMENT
     nothing = talk.first(row, "")
     assert Author.ENVIRONMENT not in nothing.authors or template is None
