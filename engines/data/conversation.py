@@ -119,7 +119,8 @@ class Conversation:
     ) -> Delta:
         """The tokens that follow a turn of the model: the observation in the template's words.
 
-        Under the plain template they are the observation's own. Under a chat template they are the
+        Under the plain template they are the observation's own, or of nothing a line break's, which
+        keeps the turns apart. Under a chat template they are the
         closing words of the turn, a message with the observation, and the generation prompt. The
         closing words are left out up to the token that ends a turn there if the model has written
         that one; a turn that ended with another token, such as an end token that the template does
@@ -139,7 +140,7 @@ class Conversation:
             ValueError: the template fails on this message, or does not show it.
         """
         if self._plain:
-            return self._framed(observation, 0, len(observation), [], [])
+            return self._framed(observation or "\n", 0, len(observation), [], [])
         frame = self._frame(role)
         text = self._follows(frame.role, observation)
         stop = len(text) - len(frame.after)

@@ -37,6 +37,8 @@ class Echo:
         self.turns += 1
         if text == "crash":
             raise RuntimeError("the table fell over")
+        if text == "hush":
+            return ""
         self.done = text == "bye"
         return (f"[{text}]", 0.5, self.done)
 
@@ -189,6 +191,15 @@ def test_turns_and_their_ends(make: Make, tmp_path: Path) -> None:
     states = play.column("turn_states")[0]
     assert len(set(states)) == 3 and states[:6] == [states[0]] * 6
     assert play.tokenizer.decode(play.column("response_ids")[0]) == "ab[ab]c[c]d"
+    assert play.engine.replay(play.ref) == []
+
+
+def test_turns_between_which_nothing_is_said_stay_apart(make: Make, tmp_path: Path) -> None:
+    play = Play(make(), tmp_path, 1)
+    play.says("hush")
+    play.says("c")
+    assert play.tokenizer.decode(play.column("response_ids")[0]) == "hush\nc[c]"
+    assert play.column("author")[0] == [P] * 4 + [E] + [P] + [E] * 3
     assert play.engine.replay(play.ref) == []
 
 
