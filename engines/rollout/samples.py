@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
-from storage.batches.columns import EPISODE, UNFINISHED, Author, SampleStatus
+from storage.batches.columns import EPISODE, OF_PLAYERS, UNFINISHED, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -199,7 +199,7 @@ def write_samples(
     authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
     kept: list[str] = []
     if request.begun is not None:
-        kept = [name for name in EPISODE if name in request.begun.names]
+        kept = [name for name in (*EPISODE, *OF_PLAYERS) if name in request.begun.names]
     written = write_batch(
         store,
         request.out_key,

@@ -107,10 +107,8 @@ COLUMNS: dict[str, Declared] = {
 WIDER = {"I32": "I64"}
 
 # What is kept of an episode from turn to turn, beside its tokens.
-EPISODE = (
-    *("observations", "turn_rewards", "env_seconds", "episode", "episode_error"),
-    *("turn_order", "episode_id"),  # of several players
-)
+EPISODE = ("observations", "turn_rewards", "env_seconds", "episode", "episode_error")
+OF_PLAYERS = ("turn_order", "episode_id")  # likewise, where there are several players
 
 # Columns that are named after reward functions, and what the names begin with.
 SCORE = "score/"  # score/<function>: F32 [N], what the function gave; NaN where nothing

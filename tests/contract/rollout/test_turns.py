@@ -10,7 +10,7 @@ import pytest
 
 from engines.rollout.contract import RolloutResult, Sampling
 from engines.rollout.engine import RolloutEngine
-from storage.batches.columns import EPISODE, Author, SampleStatus
+from storage.batches.columns import EPISODE, UNFINISHED, WAITING, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from tests.contract.rollout.world import World
@@ -84,6 +84,28 @@ def test_turns_go_on_after_what_others_wrote(engine: RolloutEngine, world: World
             assert logprobs[place] == pytest.approx(wanted, abs=2e-4)
     assert all(name in result.ref.names for name in EPISODE)
     assert world.column(result, "turn_rewards") == [[0.5]] * 4
+
+
+def test_who_waits_for_another_player_is_left_alone(engine: RolloutEngine, world: World) -> None:
+    """And so is what had ended, such as a sample whose episode failed."""
+    request = world.request(world.prompts((5, 9)), SAMPLING)
+    ref = answered(world, engine.generate(request), f"{request.out_key}.1")
+    going = [UNFINISHED, WAITING, "stop", UNFINISHED]
+    status = [SampleStatus.UNFINISHED, SampleStatus.UNFINISHED, SampleStatus.FAILED, 3]
+    columns: dict[str, object] = {"finish_reason": going, "status": np.array(status, np.int64)}
+    begun = ref.with_columns(write_batch(world.store, f"{request.out_key}.2", columns))
+    again = dataclasses.replace(request, begun=begun, out_key=f"{request.out_key}.3")
+    result = engine.generate(again)
+    assert result.stats.tokens == 2 * TURN
+    assert result.stats.unfinished == 0
+    before = begun.fetch_list(world.store, "response_ids")
+    after = world.column(result, "response_ids")
+    assert [len(b) - len(a) for a, b in zip(before, after, strict=True)] == [TURN, 0, 0, TURN]
+    assert world.column(result, "finish_reason") == ["length", WAITING, "stop", "length"]
+    assert world.column(result, "status") == [
+        *(SampleStatus.TRUNCATED, SampleStatus.UNFINISHED),
+        *(SampleStatus.FAILED, SampleStatus.TRUNCATED),
+    ]
 
 
 @pytest.mark.vllm
