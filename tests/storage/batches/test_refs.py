@@ -271,3 +271,12 @@ def test_token_ids_that_do_not_fit_are_refused() -> None:
         column = Jagged(ids, np.array([0, 2])) if isinstance(ids, np.ndarray) else ids
         with pytest.raises(ValueError, match="'response_ids'"):
             write_batch(store, "x.safetensors", {"response_ids": column})
+
+
+def test_samples_of_one_prompt_and_player_have_one_number() -> None:
+    groups = {"group_id": np.array([4, 4, 4, 5, 5])}
+    plain = write_batch(STORE, f"{uuid.uuid4().hex}.safetensors", groups)
+    assert plain.own_groups(STORE).tolist() == [4, 4, 4, 5, 5]
+    seats = {**groups, "player": np.array([0, 1, 2, 0, 0])}
+    found = write_batch(STORE, f"{uuid.uuid4().hex}.safetensors", seats).own_groups(STORE)
+    assert found.tolist() == [12, 13, 14, 15, 15], "in the order of prompts and players"
