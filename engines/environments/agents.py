@@ -29,7 +29,6 @@ from engines.processes.user_code import shortened
 
 MODEL = "policy"  # the model's name, whatever a request calls it
 _STACK = 2**21  # bytes of the stack of a thread, of which each episode has two
-_OVER = "the episode is over"
 
 Message = dict[str, Any]
 
@@ -61,6 +60,7 @@ class _Request:
     """A request that waits for its answer."""
 
     body: Mapping[str, Any]
+    again: bool  # whether its client has sent it before, and given up waiting
     answer: SimpleQueue[tuple[int, dict[str, Any]]]  # HTTP status and body
 
 
@@ -77,7 +77,7 @@ class _Session:
     """What goes on between an agent, the server's threads and the adapter."""
 
     events: SimpleQueue[_Request | _End] = field(default_factory=SimpleQueue)
-    over: bool = False  # no request is answered any more
+    over: tuple[int, dict[str, Any]] | None = None  # what every request is answered from now on
 
 
 class AgentAdapter:
@@ -92,6 +92,7 @@ class AgentAdapter:
         self._key = secrets.token_urlsafe(24)
         self._session = _Session()
         self._chat: list[Message] = []
+        self._answered: dict[str, Any] = {}  # the last answer
         self._waits: _Request | None = None  # for the model's turn
         self._turns = 0
 
@@ -115,7 +116,7 @@ class AgentAdapter:
         """The new messages of the agent's next request, as JSON; or its reward, at the end."""
         assert self._waits is not None, "the agent waits for each turn"
         message = self._answer(text, calls if self._waits.body.get("tools") else None)
-        event = self._session.events.get()
+        event = self._next()
         if isinstance(event, _End):
             self._waits = None
             if event.error is not None:
@@ -134,20 +135,28 @@ class AgentAdapter:
 
     def finish(self) -> Given:
         """Tell an agent that waits for a turn that there is none; its reward, if it returns one."""
-        self._session.over = True
+        self._session.over = _AT_LIMIT
         if self._waits is None:
             return Given(observation=None)
-        self._waits.answer.put(_refused(_OVER))
+        self._waits.answer.put(_AT_LIMIT)
         self._waits = None
         while not isinstance(event := self._session.events.get(), _End):
-            event.answer.put(_refused(_OVER))
+            event.answer.put(_AT_LIMIT)
         return Given(observation=None, reward=_plain_number(event.result))
 
     def close(self) -> None:
-        self._session.over = True
+        self._session.over = _LET_GO
         self._server.sessions.pop(self._key, None)
         if self._waits is not None:
-            self._waits.answer.put(_refused(_OVER))
+            self._waits.answer.put(_LET_GO)
+
+    def _next(self) -> _Request | _End:
+        """What the agent does next; a request that was sent again gets its answer again."""
+        while True:
+            event = self._session.events.get()
+            if isinstance(event, _End) or not event.again or _messages(event.body) != self._chat:
+                return event
+            event.answer.put((200, self._answered))
 
     def _run(self, arguments: Mapping[str, Any]) -> None:
         try:
@@ -179,7 +188,8 @@ class AgentAdapter:
             "message": message,
             "finish_reason": "tool_calls" if calls else "stop",
         }
-        self._waits.answer.put((200, {"choices": [choice]}))
+        self._answered = {"choices": [choice]}
+        self._waits.answer.put((200, self._answered))
         return message
 
 
@@ -229,9 +239,18 @@ def _said(messages: Sequence[Message], tools: Any = None) -> Given:
     return Given(observation=json.dumps(said, ensure_ascii=False))
 
 
-def _refused(text: str, status: int = 403) -> tuple[int, dict[str, Any]]:
+def _refused(text: str, status: int, code: str | None = None) -> tuple[int, dict[str, Any]]:
     """An answer that clients do not ask for again."""
-    return status, {"error": {"message": text, "type": "invalid_request_error"}}
+    return status, {"error": {"message": text, "type": "invalid_request_error", "code": code}}
+
+
+# How servers answer a prompt that is too long: at that, agent programs end and give a reward.
+_AT_LIMIT = _refused(
+    "the episode is over: it has reached a limit, of turns or of the model's context length",
+    400,
+    "context_length_exceeded",
+)
+_LET_GO = _refused("the episode is over", 403)
 
 
 class _Server:
@@ -244,19 +263,22 @@ class _Server:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
 
-    def answered(self, key: str, body: Any) -> tuple[int, dict[str, Any]]:
-        """The answer to a chat request; waits for the model's turn."""
+    def answered(self, key: str, body: Any, again: bool) -> tuple[int, dict[str, Any]]:
+        """The answer to a chat request; waits for the model's turn.
+
+        again: the client has sent it before.
+        """
         session = self.sessions.get(key)
         if session is None:
             return _refused("this key is of no episode", 401)
-        if session.over:
-            return _refused(_OVER)
+        if session.over is not None:
+            return session.over
         if not isinstance(body, dict) or not _is_chat(body.get("messages")):
             return _refused("messages has to be a list of messages with a role", 400)
         if body.get("n") not in (None, 1):
             return _refused("n has to be 1: an episode has one answer a turn", 400)
         answer: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
-        session.events.put(_Request(body, answer))
+        session.events.put(_Request(body, again, answer))
         return answer.get()
 
 
@@ -288,7 +310,9 @@ def _handler(server: _Server) -> type[BaseHTTPRequestHandler]:
             except ValueError:
                 body = None
             key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-            status, answer = server.answered(key, body)
+            # OpenAI's clients count how often they have sent a request.
+            again = self.headers.get("x-stainless-retry-count", "0") != "0"
+            status, answer = server.answered(key, body, again)
             if status == 200:
                 answer = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": 0} | answer
                 answer |= {"object": "chat.completion", "model": MODEL}

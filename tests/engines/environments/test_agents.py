@@ -65,8 +65,18 @@ def partial(base_url, api_key, **row):
         ask(base_url, api_key, [{"role": "user", "content": "on"}])
         ask(base_url, api_key, [{"role": "user", "content": "on"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}])
     except RuntimeError as error:
-        assert "403 the episode is over" in str(error)
+        assert "400 the episode is over: it has reached a limit" in str(error)
         return 0.25
+
+
+def asks_again(base_url, api_key, **row):
+    body = {"messages": [{"role": "user", "content": "one"}]}
+    headers = {"Authorization": f"Bearer {api_key}"}
+    send = lambda **more: httpx.post(f"{base_url}/chat/completions", json=body, headers=headers | more, timeout=30)
+    first = send().json()
+    again = send(**{"x-stainless-retry-count": "1"}).json()
+    assert again["choices"] == first["choices"]
+    return 0.5
 
 
 def forgets(base_url, api_key, **row):
@@ -202,6 +212,11 @@ def test_an_agent_learns_that_its_episode_is_over(play: Playing) -> None:
     episode = begin(environments)
     episode.act(environments, "a", ())
     assert episode.finish(environments) == Outcome(reward=0.25)
+
+
+def test_a_request_that_was_sent_again_is_answered_again(play: Playing) -> None:
+    environments = play("asks_again")
+    assert begin(environments).act(environments, "a", ()) == Outcome(reward=0.5, done=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""Environments of verifiers 0.4 as agents: refrain grpo verifiers.yaml trains in one.
+
+verifiers does not go with Refrain's packages, so it has an interpreter of its own:
+
+    python -m venv verifiers && verifiers/bin/pip install "verifiers==0.4.*" uv
+    refrain grpo verifiers.yaml episodes.python=verifiers/bin/python
+
+Its programs find the model at the address that an agent is given, one conversation an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def play(
+    base_url: str,
+    api_key: str,
+    model: str,
+    taskset: str = "verifiers_sums",
+    environment: str = "",
+    harness: str = "null",
+    max_turns: int = 8,
+    task: int = 0,
+) -> float:
+    """The reward of one episode; RuntimeError where it has none.
+
+    Args:
+        taskset: id of a set of tasks, which is a module's or a package's name; here, or installed.
+        environment: id of the environment that plays them; empty for the set's own.
+        harness: id of the program that asks the model, in a process of this machine.
+        max_turns: of the model. Set it to episodes.max_turns, so that verifiers ends the episode.
+        task: number of the task in its set, a column of the row.
+    """
+    # All episodes of a process share a loop, as verifiers' locks do.
+    episode = _episode(base_url, api_key, model, taskset, environment, harness, max_turns, task)
+    return asyncio.run_coroutine_threadsafe(episode, _loop()).result()
+
+
+async def _episode(
+    base_url: str,
+    api_key: str,
+    model: str,
+    taskset: str,
+    environment: str,
+    harness: str,
+    max_turns: int,
+    task: int,
+) -> float:
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import environment_class
+
+    made = environment_class(taskset, environment)
+    seat = {
+        "harness": {"id": harness},
+        "runtime": {"type": "subprocess"},
+        "max_turns": max_turns,
+    }
+    config = _config_class(made)(id=environment, taskset={"id": taskset}, agent=seat)
+    name = f"REFRAIN_{secrets.token_hex(8)}"  # verifiers reads the key from a variable
+    os.environ[name] = api_key
+    try:
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var=name)
+        playing = made(config)
+        async with playing.serving():
+            context = vf.ModelContext(model=model, client=client)
+            episode = await playing.run_episode(_tasks(taskset)[task], context)
+    finally:
+        del os.environ[name]
+    errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
+    if errors:
+        raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
+    return float(episode.traces[-1].reward)
+
+
+@cache
+def _config_class(environment: Any) -> Any:
+    """The settings' class of an environment's class."""
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.generic import concrete_type
+
+    return concrete_type(environment, vf.EnvConfig, origin=vf.Env)
+
+
+@cache
+def _tasks(taskset: str) -> list[Any]:
+    from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+    return list(load_taskset(taskset_config_type(taskset)(id=taskset)))
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """A loop in a thread. Modules are found in this folder, by verifiers' own processes too."""
+    folder = str(Path(__file__).parent)
+    sys.path.append(folder)
+    os.environ["PYTHONPATH"] = folder
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def rows(size: int = 8) -> list[dict[str, Any]]:
+    """The numbers of the tasks; what is asked comes from verifiers."""
+    return [{"question": "", "task": number} for number in range(size)]

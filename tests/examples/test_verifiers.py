@@ -1,0 +1,117 @@
+"""Environments of verifiers 0.4 as agents, where an interpreter that has it is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.episodes import AgentEnvironment, EpisodesConfig
+from engines.environments.sessions import Environments
+from tests.engines.environments.playing import begin, call
+from tests.flows.conftest import ROOT
+
+PYTHON = os.environ.get("REFRAIN_TEST_VERIFIERS")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        PYTHON is None, reason="REFRAIN_TEST_VERIFIERS names no interpreter with verifiers 0.4"
+    ),
+]
+
+TOOLS = """
+import verifiers.v1 as vf
+
+
+class Adding(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    def add(self, one: int, other: int) -> int:
+        \"\"\"The sum of two numbers.\"\"\"
+        return one + other
+
+
+class Task(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Adding(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float("5" in trace.last_reply)
+
+
+class Tasks(vf.Taskset[Task]):
+    def load(self):
+        yield Task(vf.TaskData(prompt="2 + 3 =", system_prompt="Use a tool."))
+
+
+__all__ = ["Tasks"]
+
+if __name__ == "__main__":
+    Adding.run()
+"""
+
+Playing = Callable[..., Environments]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Playing]:
+    """Makes environments of the example's agent, in a folder with both its tasks and those above."""
+    for name in ("verifiers_agent.py", "verifiers_sums.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    (tmp_path / "with_tools.py").write_text(TOOLS)
+    made: list[Environments] = []
+
+    def play(**params: Any) -> Environments:
+        agent = AgentEnvironment(path=f"{tmp_path}/verifiers_agent.py:play", params=params)
+        config = EpisodesConfig(
+            environment=agent, processes=1, turn_timeout=300.0, timeout=900.0, python=PYTHON
+        )
+        made.append(Environments(config))
+        return made[-1]
+
+    yield play
+    for one in made:
+        one.close()
+
+
+def test_an_environment_of_several_turns(play: Playing) -> None:
+    environments = play(max_turns=2)
+    [opening] = environments.opening([{"task": 11}], [0])
+    assert json.loads(opening.observation)["messages"] == [{"role": "user", "content": "1 + 3 ="}]
+    right = begin(environments, task=11)
+    outcome = right.act(environments, "it is 4", ())
+    assert (outcome.reward, outcome.done, outcome.failed) == (1.0, True, None)
+    wrong = begin(environments, name="two", task=11)
+    outcome = wrong.act(environments, "it is 5", ())
+    assert json.loads(outcome.observation)["messages"] == [
+        {"role": "user", "content": "No. Again:"}
+    ]
+    outcome = wrong.act(environments, "it is 6", ())
+    assert (outcome.reward, outcome.done, outcome.failed) == (0.0, True, None)
+
+
+def test_an_episode_at_its_limit_is_scored(play: Playing) -> None:
+    environments = play()
+    episode = begin(environments, task=11)
+    episode.act(environments, "it is 5", ())
+    assert episode.finish(environments).reward == 0.0
+
+
+def test_an_environment_with_tools(play: Playing) -> None:
+    environments = play(taskset="with_tools")
+    [opening] = environments.opening([{"task": 0}], [0])
+    said = json.loads(opening.observation)
+    assert [one["role"] for one in said["messages"]] == ["system", "user"]
+    (tool,) = (one["function"]["name"] for one in said["tools"])
+    episode = begin(environments, task=0)
+    outcome = episode.act(environments, "…", [call(tool, one=2, other=3)])
+    (result,) = json.loads(outcome.observation)["messages"]
+    assert (result["role"], result["content"]) == ("tool", "5")
+    outcome = episode.act(environments, "5", ())
+    assert (outcome.reward, outcome.done) == (1.0, True)
