@@ -381,6 +381,12 @@ def chat_of(observation: str) -> Chat:
     return Chat(messages, said.get("tools") or [])
 
 
+def ids_of(observation: str) -> list[int] | None:
+    """The token ids in an agent's observation; None where it gives messages."""
+    found: list[int] | None = json.loads(observation).get("ids")
+    return found
+
+
 def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
     """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture."""
     roles = {message["role"] for message in messages}

@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -19,8 +21,8 @@ from pydantic import Field
 
 from configs.data import Source
 from configs.episodes import EpisodesConfig
-from engines.data.chat_template import TokenizedPrompts, state_number
-from engines.data.conversation import Conversation, Role, chat_of, said_by
+from engines.data.chat_template import TOO_LONG, TokenizedPrompts, state_number
+from engines.data.conversation import Conversation, Delta, Role, chat_of, ids_of, said_by
 from engines.data.episode_rows import Episode, episode_columns, read_episodes
 from engines.data.players import dealt, players_prompts
 from engines.data.results import (
@@ -37,10 +39,10 @@ from engines.data.results import (
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
-from engines.environments.protocol import Outcome, Told, ToolCall
+from engines.environments.protocol import Outcome, Told, Tokens, ToolCall
 from engines.environments.sessions import Environments, PastTurn, Turn, digest_of
 from engines.workers.engine import Engine
-from storage.batches.columns import SampleStatus
+from storage.batches.columns import Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
@@ -87,7 +89,7 @@ class EnvironmentEngine(Engine):
         found = opened_source.rows(rows)
         other = "" if source is None else opened_source.digest
         seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
-        opened = self._environments.opening(found, seeds)
+        opened = [self._known(one) for one in self._environments.opening(found, seeds)]
         good = [number for number, one in enumerate(opened) if one.failed is None]
         if not good:
             raise EnvironmentFailed(f"No environment could be reset: {opened[0].failed}")
@@ -127,14 +129,17 @@ class EnvironmentEngine(Engine):
             return players_prompts(self._conversation, rows, told, longest)
         if not self._code.chats:
             return self._conversation.prompts(rows, observations), []
-        # An agent asks all that is asked. Those of different tools are rendered one after the other.
-        asked = [chat_of(one) for one in observations]
+        # An agent asks all that is asked. Those of different tools are rendered one after the other;
+        # token ids are taken as they are.
+        given = {n: found for n, one in enumerate(observations) if (found := ids_of(one))}
+        asked = {n: chat_of(one) for n, one in enumerate(observations) if n not in given}
         column = self._spec.data.prompt_column
         by_tools: dict[str, list[int]] = {}
-        for number, chat in enumerate(asked):
+        for number, chat in asked.items():
             by_tools.setdefault(json.dumps(chat.tools), []).append(number)
-        ids: dict[int, list[int]] = {}
-        dropped: dict[int, str] = {}
+        longest = self._spec.data.max_prompt_tokens
+        ids = {n: found for n, found in given.items() if len(found) <= longest}
+        dropped = dict.fromkeys(given.keys() - ids.keys(), TOO_LONG)
         for tools, numbers in by_tools.items():
             conversation = self._conversation_with(tools)
             prompts: list[Any] = [asked[n].messages for n in numbers]
@@ -153,6 +158,17 @@ class EnvironmentEngine(Engine):
             dropped=sorted(dropped.items()),
         )
         return found, []
+
+    def _known(self, outcome: Outcome) -> Outcome:
+        """An outcome of an environment, failed where it gives token ids that there are not."""
+        if not self._code.chats or outcome.failed is not None or not outcome.observation:
+            return outcome
+        known = len(self._tokenizer)
+        other = next((id for id in ids_of(outcome.observation) or () if id >= known), None)
+        if other is None:
+            return outcome
+        text = f"the agent gave the token id {other}; the model's tokenizer has {known} tokens"
+        return replace(outcome, failed=text)
 
     def _conversation_with(self, tools: str) -> Conversation:
         """The conversation of agents with these tools, whose template was checked with them."""
@@ -240,7 +256,8 @@ class EnvironmentEngine(Engine):
             else:
                 asked.append(one)
         turns = [self._turn(one) for one in asked]
-        for one, outcome in zip(asked, self._environments.act(turns), strict=True):
+        for one, answered in zip(asked, self._environments.act(turns), strict=True):
+            outcome = self._known(answered)
             one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(FAILED, SampleStatus.FAILED, outcome.failed)
@@ -266,16 +283,17 @@ class EnvironmentEngine(Engine):
         The environment has not seen those that held a malformed call.
         """
         answered = [
-            (number, text, digest)
+            turn
             for row in episode.rows
-            for number, text, digest in zip(row.order, row.texts, row.observations, strict=False)
+            for turn in zip(row.order, row.texts, row.observations, self._tokens(row), strict=False)
         ]
         past = []
-        for _, text, digest in sorted(answered):
+        for _, text, digest, tokens in sorted(answered, key=itemgetter(0)):
             called = self._called(text)
             if not isinstance(called, Malformed):
-                past.append(PastTurn(text=text, calls=called, digest=digest))
-        text = "".join(episode.texts[len(episode.observations) :][:1])
+                past.append(PastTurn(text=text, calls=called, digest=digest, tokens=tokens))
+        number = len(episode.observations)
+        text = "".join(episode.texts[number : number + 1])
         called = self._called(text)
         return Turn(
             episode=episode.name,
@@ -285,7 +303,27 @@ class EnvironmentEngine(Engine):
             past=tuple(past),
             text=text,
             calls=None if isinstance(called, Malformed) else called,
+            tokens=next(iter(self._tokens(episode)[number:]), None),
         )
+
+    def _tokens(self, episode: Episode) -> list[Tokens | None]:
+        """The tokens of each turn of the policy; None for environments that are not told them."""
+        turns = episode.turns
+        if not self._code.chats:
+            return [None] * len(turns)
+        found: list[Tokens | None] = []
+        read = 0
+        for start, stop in turns:
+            given = episode.tokens[read:start]
+            found.append(
+                {
+                    "given": given if found else [*episode.prompt, *given],
+                    "written": episode.tokens[start:stop],
+                    "logprobs": episode.logprobs[start:stop],
+                }
+            )
+            read = stop
+        return found
 
     def _called(self, text: str) -> tuple[ToolCall, ...] | Malformed | None:
         """The tools that a turn calls; None where the environment has none, and takes the text."""
@@ -312,13 +350,16 @@ class EnvironmentEngine(Engine):
         if len(episode.texts) >= self._spec.episodes.max_turns:
             episode.end(TURNS, SampleStatus.OK)
             return
-        if self._code.chats:
+        given = ids_of(text) if self._code.chats else None
+        if self._code.chats and given is None:
             try:
                 text, role = said_by(chat_of(text).messages)
             except ValueError as error:
                 episode.end(FAILED, SampleStatus.FAILED, str(error))
                 return
-        if episode.texts:
+        if given is not None:
+            delta = Delta(given, [Author.ENVIRONMENT] * len(given))
+        elif episode.texts:
             last = episode.tokens[-1]
             delta = self._conversation.delta(text, ended=True, last=last, role=role)
         else:

@@ -32,6 +32,7 @@ class Episode:
     row: Row
     seed: int
     opening: str  # digest of what the environment said first
+    prompt: list[int]  # token ids
     tokens: list[int]  # [T] after the prompt
     logprobs: list[float]  # [T]
     authors: bytearray  # [T]
@@ -125,6 +126,7 @@ def read_episodes(
         "sample": (numbers := dense("sample_id")),
         "seed": dense("env_seed"),
         "opening": list(samples.fetch_list(store, "opening")),
+        "prompt": lists("prompt_ids"),
         "tokens": tokens,
         "logprobs": lists("rollout_logprobs"),
         "finish": list(samples.fetch_list(store, "finish_reason")),

@@ -1,10 +1,10 @@
 """Agents: programs that ask the model over an OpenAI-compatible API, as environments.
 
 An agent runs in a thread of this process, and is given the address and a key of a server that only
-this machine reaches. Each request of it is a turn: the messages that are new in it are what the
-environment says, and what the model writes is the answer to it. So an episode is one conversation
-that grows at its end; an agent that asks anything else, such as a second conversation or one whose
-past it has rewritten, fails its episode.
+this machine reaches. Each request of it is a turn: the messages, or token ids, that are new in it are
+what the environment says, and what the model writes is the answer to it. So an episode is one
+conversation that grows at its end; an agent that asks anything else, such as a second conversation
+or one whose past it has rewritten, fails its episode.
 
 Of ours only what needs the standard library alone is imported.
 """
@@ -18,19 +18,24 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
 
 from configs.imports import described
+from engines.environments.agent_api import (
+    MODEL,
+    Answer,
+    Message,
+    Request,
+    Server,
+    Written,
+    refused,
+)
 from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
-from engines.environments.protocol import Ready, Start, ToolCall
+from engines.environments.protocol import Ready, Start, Tokens, ToolCall
 from engines.processes.user_code import shortened
 
-MODEL = "policy"  # the model's name, whatever a request calls it
 _STACK = 2**21  # bytes of the stack of a thread, of which each episode has two
-
-Message = dict[str, Any]
 
 
 def load_agent(start: Start, agent: Callable[..., Any]) -> Loaded:
@@ -42,7 +47,7 @@ def load_agent(start: Start, agent: Callable[..., Any]) -> Loaded:
             "take base_url and api_key"
         )
     threading.stack_size(_STACK)
-    server = _Server()
+    server = Server()
     ready = Ready(digest=digest_of([agent]), packages={}, tools=[], chats=True)
     return Loaded(make=lambda: AgentAdapter(server, agent, start.params), ready=ready)
 
@@ -53,15 +58,6 @@ def _parameters(agent: Callable[..., Any]) -> set[str] | None:
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return None
     return set(parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A request that waits for its answer."""
-
-    body: Mapping[str, Any]
-    again: bool  # whether its client has sent it before, and given up waiting
-    answer: SimpleQueue[tuple[int, dict[str, Any]]]  # HTTP status and body
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +72,36 @@ class _End:
 class _Session:
     """What goes on between an agent, the server's threads and the adapter."""
 
-    events: SimpleQueue[_Request | _End] = field(default_factory=SimpleQueue)
-    over: tuple[int, dict[str, Any]] | None = None  # what every request is answered from now on
+    events: SimpleQueue[Request | _End] = field(default_factory=SimpleQueue)
+    over: Answer | None = None  # what every request is answered from now on
+
+    def ask(self, request: Request) -> Answer:
+        """Wait for the model's turn."""
+        self.events.put(request)
+        return request.answer.get()
 
 
 class AgentAdapter:
     """One agent that plays one episode."""
 
     def __init__(
-        self, server: _Server, agent: Callable[..., Any], params: Mapping[str, Any]
+        self, server: Server, agent: Callable[..., Any], params: Mapping[str, Any]
     ) -> None:
         self._server = server
         self._agent = agent
         self._params = params
         self._key = secrets.token_urlsafe(24)
         self._session = _Session()
-        self._chat: list[Message] = []
+        self._chat: list[Message] = []  # the conversation, by messages or
+        self._ids: list[int] | None = None  # by token ids
+        self._tokens: list[int] = []  # all of the conversation before the turn
+        self._turn: Tokens = {}  # tokens of the turn that comes
         self._answered: dict[str, Any] = {}  # the last answer
-        self._waits: _Request | None = None  # for the model's turn
+        self._waits: Request | None = None  # for the model's turn
         self._turns = 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
-        """The messages and tools of the agent's first request, as JSON."""
+        """The messages and tools of the agent's first request, or its token ids, as JSON."""
         self._server.sessions[self._key] = self._session
         given = {**row, **self._params, "seed": seed, "model": MODEL}
         given |= {"base_url": self._server.url, "api_key": self._key}
@@ -109,11 +113,18 @@ class AgentAdapter:
             if event.error is not None:
                 raise event.error
             raise NotAllowed("the agent ended before it had asked the model anything")
-        self._waits, self._chat = event, _messages(event.body)
+        self._waits, self._ids = event, event.ids
+        if self._ids is not None:
+            return Given(observation=json.dumps({"ids": self._ids}))
+        self._chat = _messages(event.body)
         return _said(self._chat, event.body.get("tools"))
 
+    def see(self, tokens: Tokens) -> None:
+        """The tokens of the turn that comes next."""
+        self._turn = tokens
+
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
-        """The new messages of the agent's next request, as JSON; or its reward, at the end."""
+        """What is new in the agent's next request, as JSON; or its reward, at the end."""
         assert self._waits is not None, "the agent waits for each turn"
         message = self._answer(text, calls if self._waits.body.get("tools") else None)
         event = self._next()
@@ -123,6 +134,16 @@ class AgentAdapter:
                 raise event.error
             return Given(observation=None, reward=_plain_number(event.result), done=True)
         self._waits = event
+        if (self._ids is None) != (event.ids is None):
+            raise NotAllowed(
+                f"the agent's request after turn {self._turns} is one of "
+                f"{'messages' if event.ids is None else 'token ids'} and the one before was not. An "
+                "episode is one conversation, in messages or in token ids"
+            )
+        return self._new_ids(event.ids) if event.ids is not None else self._new(event, message)
+
+    def _new(self, event: Request, message: Message) -> Given:
+        """The messages of a request that were not there; `message`: the model's last turn."""
         chat = _messages(event.body)
         before = [*self._chat, message]
         for place, (was, now) in enumerate(zip(before, chat, strict=False)):
@@ -132,6 +153,21 @@ class AgentAdapter:
             raise NotAllowed(_not_on(self._turns, len(chat), None))
         self._chat = chat
         return _said(chat[len(before) :])
+
+    def _new_ids(self, ids: list[int]) -> Given:
+        """The token ids of a request that come after all that was read and written before."""
+        before = self._tokens
+        if ids[: len(before)] != before or len(ids) == len(before):
+            pairs = zip(ids, before, strict=False)
+            place = next((n for n, (now, was) in enumerate(pairs) if now != was), len(ids))
+            shown = f"has {ids[place]}" if place < min(len(ids), len(before)) else "ends"
+            raise NotAllowed(
+                f"the agent's request after turn {self._turns} {shown} at token {place + 1}, where "
+                "it does not go on from the request before and its answer. An episode is one "
+                "conversation that grows at its end"
+            )
+        self._ids = ids
+        return Given(observation=json.dumps({"ids": ids[len(before) :]}))
 
     def finish(self) -> Given:
         """Tell an agent that waits for a turn that there is none; its reward, if it returns one."""
@@ -150,11 +186,15 @@ class AgentAdapter:
         if self._waits is not None:
             self._waits.answer.put(_LET_GO)
 
-    def _next(self) -> _Request | _End:
+    def _next(self) -> Request | _End:
         """What the agent does next; a request that was sent again gets its answer again."""
         while True:
             event = self._session.events.get()
-            if isinstance(event, _End) or not event.again or _messages(event.body) != self._chat:
+            if isinstance(event, _End) or not event.again:
+                return event
+            if event.ids != self._ids or (
+                event.ids is None and _messages(event.body) != self._chat
+            ):
                 return event
             event.answer.put((200, self._answered))
 
@@ -183,12 +223,15 @@ class AgentAdapter:
                 }
                 for number, one in enumerate(calls)
             ]
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": "tool_calls" if calls else "stop",
-        }
-        self._answered = {"choices": [choice]}
+        written = Written(
+            text=text,
+            message=message,
+            prompt_ids=[*self._tokens, *self._turn.get("given", ())],
+            ids=self._turn.get("written", ()),
+            logprobs=self._turn.get("logprobs", ()),
+        )
+        self._tokens = [*written.prompt_ids, *written.ids]
+        self._answered = self._waits.answered(written)
         self._waits.answer.put((200, self._answered))
         return message
 
@@ -239,112 +282,10 @@ def _said(messages: Sequence[Message], tools: Any = None) -> Given:
     return Given(observation=json.dumps(said, ensure_ascii=False))
 
 
-def _refused(text: str, status: int, code: str | None = None) -> tuple[int, dict[str, Any]]:
-    """An answer that clients do not ask for again."""
-    return status, {"error": {"message": text, "type": "invalid_request_error", "code": code}}
-
-
 # How servers answer a prompt that is too long: at that, agent programs end and give a reward.
-_AT_LIMIT = _refused(
+_AT_LIMIT = refused(
     "the episode is over: it has reached a limit, of turns or of the model's context length",
     400,
     "context_length_exceeded",
 )
-_LET_GO = _refused("the episode is over", 403)
-
-
-class _Server:
-    """The API, on a port of this machine. Each key is an episode's."""
-
-    def __init__(self) -> None:
-        self.sessions: dict[str, _Session] = {}
-        http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        http.daemon_threads = True
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
-
-    def answered(self, key: str, body: Any, again: bool) -> tuple[int, dict[str, Any]]:
-        """The answer to a chat request; waits for the model's turn.
-
-        again: the client has sent it before.
-        """
-        session = self.sessions.get(key)
-        if session is None:
-            return _refused("this key is of no episode", 401)
-        if session.over is not None:
-            return session.over
-        if not isinstance(body, dict) or not _is_chat(body.get("messages")):
-            return _refused("messages has to be a list of messages with a role", 400)
-        if body.get("n") not in (None, 1):
-            return _refused("n has to be 1: an episode has one answer a turn", 400)
-        answer: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
-        session.events.put(_Request(body, again, answer))
-        return answer.get()
-
-
-def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
-    )
-
-
-def _handler(server: _Server) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            if self.path.rstrip("/") == "/v1/models":
-                self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-            else:
-                self._send(*_refused(f"there is no {self.path}", 404))
-
-        def do_POST(self) -> None:
-            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.path.rstrip("/") != "/v1/chat/completions":
-                self._send(*_refused(f"there is no {self.path}", 404))
-                return
-            try:
-                body = json.loads(text)
-            except ValueError:
-                body = None
-            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-            # OpenAI's clients count how often they have sent a request.
-            again = self.headers.get("x-stainless-retry-count", "0") != "0"
-            status, answer = server.answered(key, body, again)
-            if status == 200:
-                answer = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": 0} | answer
-                answer |= {"object": "chat.completion", "model": MODEL}
-                if body.get("stream"):
-                    self._stream(answer)
-                    return
-            self._send(status, answer)
-
-        def _send(self, status: int, answer: Mapping[str, Any]) -> None:
-            data = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def _stream(self, answer: Mapping[str, Any]) -> None:
-            """The whole answer as one event, for clients that ask for a stream."""
-            (choice,) = answer["choices"]
-            delta = dict(choice["message"])
-            for number, call in enumerate(delta.get("tool_calls", ())):
-                call["index"] = number
-            piece = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}
-            chunk = {**answer, "object": "chat.completion.chunk", "choices": [piece]}
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
-            self.close_connection = True
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not told one by one."""
-
-    return Handler
+_LET_GO = refused("the episode is over", 403)

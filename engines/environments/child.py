@@ -23,6 +23,7 @@ from configs import imports
 from configs.imports import described
 from engines.environments import (
     adapters,
+    agent_api,
     agents,
     contract,
     library_adapters,
@@ -53,7 +54,7 @@ OURS = (
     *(
         str(module.__file__)
         for module in (
-            *(imports, adapters, agents, contract, library_adapters, openenv_adapter),
+            *(imports, adapters, agent_api, agents, contract, library_adapters, openenv_adapter),
             tools,
         )
     ),
@@ -180,6 +181,9 @@ class Sessions:
         with randomness.in_place():
             if isinstance(call, Finish):
                 return adapter.finish()
+            if call.tokens is not None:
+                assert isinstance(adapter, agents.AgentAdapter), "others are not told tokens"
+                adapter.see(call.tokens)
             return adapter.act(call.text, call.calls)
 
     def _close(self, session: str) -> None:

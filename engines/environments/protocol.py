@@ -16,6 +16,9 @@ from engines.processes import child_messages
 from engines.processes.child_messages import Broken, Packed, by_name
 
 ToolCall: TypeAlias = "Mapping[str, Any]"  # {"name": str, "arguments": dict}
+# Of a turn: "given", token ids that the model read since its last turn (the prompt at first),
+# "written", those of the turn, and "logprobs" of them.
+Tokens: TypeAlias = "Mapping[str, Any]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,8 @@ class Ready:
     digest: str  # sha256 of its code, as far as that can be read
     packages: Mapping[str, str]  # versions of its packages that are installed
     tools: Sequence[Mapping[str, Any]]  # JSON schemas; empty where it takes text
-    # Whether its observations are JSON: {"messages": chat messages, "tools": JSON schemas}.
+    # Whether its observations are JSON: {"messages": chat messages, "tools": JSON schemas}, or
+    # {"ids": token ids}. Then it is told the tokens of each turn.
     chats: bool = False
 
 
@@ -58,6 +62,7 @@ class Act:
     session: str
     text: str
     calls: Sequence[ToolCall] | None  # for an environment with tools; None: no calls
+    tokens: Tokens | None = None  # for one that is told them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

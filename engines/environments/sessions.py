@@ -28,6 +28,7 @@ from engines.environments.protocol import (
     Outcome,
     Ready,
     Reply,
+    Tokens,
     ToolCall,
 )
 from engines.processes.child_process import CallLost, CallTimedOut, ProcessDied
@@ -53,6 +54,7 @@ class PastTurn:
     text: str
     calls: Calls
     digest: str  # of the observation that answered it: `digest_of`
+    tokens: Tokens | None = None  # for an environment that is told them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class Turn:
     past: tuple[PastTurn, ...]
     text: str
     calls: Calls  # for an environment with tools; None: no calls
+    tokens: Tokens | None = None  # for an environment that is told them
 
 
 def digest_of(observation: str) -> str:
@@ -280,7 +283,7 @@ class _Player:
         """The answer to a turn, or at the end; None where the process has no such session."""
         call: Act | Finish = Finish(session=name)
         if turn is not None:
-            call = Act(session=name, text=turn.text, calls=turn.calls)
+            call = Act(session=name, text=turn.text, calls=turn.calls, tokens=turn.tokens)
         reply = self._call(session, call)
         return reply if isinstance(reply, Outcome) else None
 

@@ -1,0 +1,227 @@
+"""The API that agents ask the model over: a server that only this machine reaches.
+
+An OpenAI-compatible one, with two routes that take token ids in the place of messages, in the forms
+of vLLM's server: /v1/completions with a list of ids as its prompt, and /inference/v1/generate. Only
+the standard library is imported, as in all that runs in the process of the environments.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeAlias
+
+MODEL = "policy"  # the model's name, whatever a request calls it
+
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
+_GENERATE = "/inference/v1/generate"
+
+Message = dict[str, Any]
+Answer: TypeAlias = "tuple[int, dict[str, Any]]"  # HTTP status and body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A turn of the model, as an agent is given it."""
+
+    text: str
+    message: Message  # the same as a message, with its calls of tools
+    prompt_ids: Sequence[int]  # token ids of the whole conversation before it
+    ids: Sequence[int]  # of the turn
+    logprobs: Sequence[float]  # of each, as it was sampled
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """How many tokens were read and written."""
+        read, wrote = len(self.prompt_ids), len(self.ids)
+        return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request that waits for its answer."""
+
+    route: str
+    body: Mapping[str, Any]
+    again: bool  # whether its client has sent it before, and given up waiting
+    answer: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
+
+    @property
+    def ids(self) -> list[int] | None:
+        """The token ids that it gives; None for a chat."""
+        if self.route == _CHAT:
+            return None
+        found: list[int] = self.body["prompt" if self.route == _COMPLETIONS else "token_ids"]
+        return found
+
+    def answered(self, written: Written) -> dict[str, Any]:
+        """The body that answers it."""
+        asked = bool(self.body.get("return_token_ids"))
+        if self.route == _CHAT:
+            reason = "tool_calls" if written.message.get("tool_calls") else "stop"
+            choice = {"index": 0, "message": written.message, "finish_reason": reason}
+            if self.body.get("logprobs"):
+                choice["logprobs"] = {"content": _logprobs(written)}
+            if asked:
+                choice["token_ids"] = list(written.ids)
+            more = {"prompt_token_ids": list(written.prompt_ids)} if asked else {}
+            return {**_head("chat.completion"), "choices": [choice], **more, "usage": written.usage}
+        choice = {"index": 0, "finish_reason": "stop", "token_ids": list(written.ids)}
+        if self.route == _GENERATE:
+            choice["logprobs"] = {"content": _logprobs(written)}
+            return {
+                "request_id": secrets.token_hex(8),
+                "choices": [choice],
+                "prompt_token_ids": list(written.prompt_ids),
+                "usage": written.usage,
+            }
+        choice |= {"text": written.text, "prompt_token_ids": list(written.prompt_ids)}
+        if self.body.get("logprobs") is not None:
+            choice["logprobs"] = {
+                "tokens": [one["token"] for one in _logprobs(written)],
+                "token_logprobs": list(written.logprobs),
+            }
+        return {**_head("text_completion"), "choices": [choice], "usage": written.usage}
+
+
+def _head(kind: str) -> dict[str, Any]:
+    name = f"cmpl-{secrets.token_hex(8)}"
+    return {"id": name, "object": kind, "created": 0, "model": MODEL}
+
+
+def _logprobs(written: Written) -> list[dict[str, Any]]:
+    """Of each token, by its number: no tokenizer is here that knows its text."""
+    return [
+        {"token": f"token_id:{id}", "token_id": id, "logprob": logprob, "top_logprobs": []}
+        for id, logprob in zip(written.ids, written.logprobs, strict=True)
+    ]
+
+
+def refused(text: str, status: int, code: str | None = None) -> Answer:
+    """An answer that clients do not ask for again."""
+    return status, {"error": {"message": text, "type": "invalid_request_error", "code": code}}
+
+
+class Session(Protocol):
+    """What an episode is to the server."""
+
+    over: Answer | None  # what every request is answered from now on
+
+    def ask(self, request: Request) -> Answer:
+        """Wait for the model's turn."""
+
+
+class Server:
+    """The API, on a port of this machine. Each key is an episode's."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        http.daemon_threads = True
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
+
+    def answered(self, key: str, request: Request) -> Answer:
+        """The answer to a request; waits for the model's turn."""
+        session = self.sessions.get(key)
+        if session is None:
+            return refused("this key is of no episode", 401)
+        if session.over is not None:
+            return session.over
+        if wrong := _wrong(request):
+            return refused(wrong, 400)
+        return session.ask(request)
+
+
+def _wrong(request: Request) -> str | None:
+    """What keeps a request from being answered, in a sentence."""
+    body = request.body
+    if request.route == _CHAT:
+        if not _is_chat(body.get("messages")):
+            return "messages has to be a list of messages with a role"
+    else:
+        name = "prompt" if request.route == _COMPLETIONS else "token_ids"
+        ids = body.get(name)
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+            return f"{name} has to be a list of token ids; /v1/chat/completions takes text"
+    if body.get("n") not in (None, 1):
+        return "n has to be 1: an episode has one answer a turn"
+    if body.get("stream") and request.route == _GENERATE:
+        return "stream has to be false: a turn is given whole"
+    return None
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+    )
+
+
+def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path.rstrip("/") == "/v1/models":
+                self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+            else:
+                self._send(*refused(f"there is no {self.path}", 404))
+
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            route = self.path.rstrip("/")
+            if route not in (_CHAT, _COMPLETIONS, _GENERATE):
+                self._send(*refused(f"there is no {self.path}", 404))
+                return
+            try:
+                body = json.loads(text)
+            except ValueError:
+                body = None
+            # OpenAI's clients count how often they have sent a request.
+            again = self.headers.get("x-stainless-retry-count", "0") != "0"
+            body = body if isinstance(body, dict) else {}
+            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+            status, answer = server.answered(key, Request(route=route, body=body, again=again))
+            if status == 200 and body.get("stream"):
+                self._stream(answer)
+            else:
+                self._send(status, answer)
+
+        def _send(self, status: int, answer: Mapping[str, Any]) -> None:
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _stream(self, answer: Mapping[str, Any]) -> None:
+            """The whole answer as one event, for clients that ask for a stream."""
+            (choice,) = answer["choices"]
+            chunk = dict(answer)
+            if "message" in choice:
+                delta = dict(choice["message"])
+                if "tool_calls" in delta:
+                    numbered = enumerate(delta["tool_calls"])
+                    delta["tool_calls"] = [{**call, "index": n} for n, call in numbered]
+                rest = {name: value for name, value in choice.items() if name != "message"}
+                chunk |= {"object": "chat.completion.chunk", "choices": [{**rest, "delta": delta}]}
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are not told one by one."""
+
+    return Handler
