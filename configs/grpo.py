@@ -12,6 +12,7 @@ from configs.cluster.sharing import check_sharing
 from configs.data import DataConfig, ReasoningGymSource
 from configs.environment import cpu_multiplies_bfloat16
 from configs.episodes import EpisodesConfig
+from configs.judge import Judging
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.retraining import (
@@ -145,7 +146,7 @@ class GRPOConfig(Settings):
         Judges and unit tests keep deadlines of their own, and the calls of a worker's slots wait for
         each other there: at a judge each for its own, at unit tests all for those of the step.
         """
-        judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
+        judges = [one.deadline for one in self.rewards.functions if isinstance(one, Judging)]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
         samples = self.groups_at_once * self.samples_per_prompt
         tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
@@ -178,7 +179,7 @@ class GRPOConfig(Settings):
         """Pools on which some role of the run lives; others are not started."""
         roles: list[Role] = [*self.engine_roles, "reward"]
         roles += [] if self.episodes is None else ["environment"]
-        roles += ["reward_model"] if self.rewards.models else []
+        roles += ["reward_model"] if self.rewards.on_engines else []
         return {self.cluster.roles.pool_of(role) for role in roles}
 
     @property
@@ -373,10 +374,12 @@ class GRPOConfig(Settings):
         if self.cluster.share_devices:
             check_sharing(self.cluster, self.engine_roles, self.max_staleness)
             pool = self.cluster.roles.pool_of("reward_model")
-            if self.rewards.models and pool in map(self.cluster.roles.pool_of, self.engine_roles):
+            if self.rewards.on_engines and pool in map(
+                self.cluster.roles.pool_of, self.engine_roles
+            ):
                 raise ValueError(
-                    f"cluster.share_devices = true, but reward models do not give the devices of "
-                    f"pool {pool} back. Set cluster.roles.reward_model to another pool."
+                    "cluster.share_devices = true, but reward models and judges do not give the "
+                    f"devices of pool {pool} back. Set cluster.roles.reward_model to another pool."
                 )
         return self
 

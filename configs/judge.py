@@ -1,4 +1,4 @@
-"""A language model that scores samples by a rubric, asked over HTTP."""
+"""Language models that score samples by a rubric: asked over HTTP, or on workers of the run."""
 
 import os
 import re
@@ -9,6 +9,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from configs.base import Settings
 from configs.environment import refuse_password, refuse_secrets
+from configs.model import PretrainedModel
+from configs.rollout import RolloutConfig
 
 # The last such line counts. What a number goes on with, as in 7,5 or 1.2.3, makes it no number.
 SCORE_LINE = r"(?i)\bscore\b[^\w-]{0,8}(-?\d+(?:\.\d+)?)(?![\d.,]*\d)"
@@ -24,17 +26,11 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-class JudgeReward(Settings):
-    """A model behind an OpenAI-compatible API that scores each sample by a rubric."""
+class Judging(Settings):
+    """What judges have in common: a rubric, and how an answer becomes a score."""
 
-    kind: Literal["judge"] = "judge"
     name: str = Field("judge", description="Name under which the score is logged.")
     weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
-    url: str = Field(
-        description="Base address of the API: requests go to URL/chat/completions. For vLLM's own "
-        "server http://HOST:8000/v1."
-    )
-    model: str = Field(description="Name of the model, as the API has it.")
     rubric: Annotated[str, AfterValidator(_absolute)] = Field(
         description="File with what the judge is asked. {prompt}, {completion} and any column of "
         "the data, such as {answer}, are put in; other braces stay. It has to be under the same "
@@ -58,6 +54,59 @@ class JudgeReward(Settings):
     seed: int = Field(
         0, ge=0, description="Seed of the first vote; the others have those after it."
     )
+    deadline: float = Field(
+        300.0,
+        gt=0,
+        description="Deadline of a scoring call, all its samples and votes together, in seconds; "
+        "samples that are not judged by then are failed. In the place of rewards.timeout.",
+    )
+
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name
+
+    @field_validator("score")
+    @classmethod
+    def _has_one_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"rewards.functions[].score = {pattern!r} is no regular expression: {error}."
+            ) from None
+        if groups != 1:
+            raise ValueError(
+                f"rewards.functions[].score = {pattern!r} has {groups} groups. Put the number, and "
+                "nothing else, into round brackets; (?:…) for others."
+            )
+        return pattern
+
+    @model_validator(mode="after")
+    def _votes_mean_something(self) -> Self:
+        low, high = self.scale
+        if not low < high:
+            raise ValueError(
+                f"rewards.functions[].scale = [{low:g}, {high:g}] has its lowest score first, then "
+                "its highest. Set it to the scores of the rubric, such as [0, 10]."
+            )
+        if self.votes > 1 and self.temperature == 0:
+            raise ValueError(
+                f"rewards.functions[].votes = {self.votes} with temperature = 0 pays for the same "
+                "answer several times. Set temperature above 0, or votes = 1."
+            )
+        return self
+
+
+class JudgeReward(Judging):
+    """A model behind an OpenAI-compatible API that scores each sample by a rubric."""
+
+    kind: Literal["judge"] = "judge"
+    url: str = Field(
+        description="Base address of the API: requests go to URL/chat/completions. For vLLM's own "
+        "server http://HOST:8000/v1."
+    )
+    model: str = Field(description="Name of the model, as the API has it.")
     options: dict[str, int | float | bool | str] = Field(
         default_factory=dict,
         description="More fields of each request, such as reasoning_effort. No credentials.",
@@ -88,17 +137,6 @@ class JudgeReward(Settings):
         description="Seconds before the first retry; doubles with each, up to a minute. Where the "
         "endpoint says how long to wait (Retry-After), at least that.",
     )
-    deadline: float = Field(
-        300.0,
-        gt=0,
-        description="Deadline of a scoring call, all its samples and votes together, in seconds; "
-        "samples that are not judged by then are failed. In the place of rewards.timeout.",
-    )
-
-    @property
-    def label(self) -> str:
-        """Name under which the score is logged."""
-        return self.name
 
     @field_validator("url")
     @classmethod
@@ -124,22 +162,6 @@ class JudgeReward(Settings):
             )
         return name
 
-    @field_validator("score")
-    @classmethod
-    def _has_one_group(cls, pattern: str) -> str:
-        try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(
-                f"rewards.functions[].score = {pattern!r} is no regular expression: {error}."
-            ) from None
-        if groups != 1:
-            raise ValueError(
-                f"rewards.functions[].score = {pattern!r} has {groups} groups. Put the number, and "
-                "nothing else, into round brackets; (?:…) for others."
-            )
-        return pattern
-
     @field_validator("options")
     @classmethod
     def _adds_only(
@@ -155,17 +177,64 @@ class JudgeReward(Settings):
                 )
         return options
 
+
+class LocalJudgeReward(Judging):
+    """A frozen model that scores each sample by a rubric, on the pool of the reward models."""
+
+    kind: Literal["local_judge"] = "local_judge"
+    model: str = Field(
+        description="Hub id or directory of a language model. It lives on the pool of "
+        "cluster.roles.reward_model, each worker holds one."
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a hub model; none takes the default branch."
+    )
+    engine: Literal["vllm", "transformers"] = Field("vllm", description="What the judge runs in.")
+    template: Literal["chat", "plain"] = Field(
+        "chat",
+        description="chat: the rubric's text as a user's message of the judge's own chat template; "
+        "plain: the text alone.",
+    )
+    max_length: int = Field(
+        8192,
+        ge=2,
+        description="Longest question and answer together, in the judge's tokens; a sample whose "
+        "question leaves no room for max_tokens is failed, not cut.",
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Number format of its weights."
+    )
+    max_sequences: int = Field(64, ge=1, description="Answers that it writes at once.")
+    kv_cache_gib: float = Field(
+        2.0, gt=0, description="Memory of vLLM's key-value cache on CPU, in GiB."
+    )
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="Share of the GPU's memory that vLLM may take."
+    )
+
+    @property
+    def checkpoint(self) -> PretrainedModel:
+        """Where its files are."""
+        return PretrainedModel(path=self.model, revision=self.revision)
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The settings of the engine that it runs in."""
+        return RolloutConfig(
+            engine=self.engine,
+            max_new_tokens=self.max_tokens,
+            seed=self.seed,
+            dtype=self.dtype,
+            max_sequences=self.max_sequences,
+            kv_cache_gib=self.kv_cache_gib,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+        )
+
     @model_validator(mode="after")
-    def _votes_mean_something(self) -> Self:
-        low, high = self.scale
-        if not low < high:
+    def _answers_have_room(self) -> Self:
+        if self.max_tokens >= self.max_length:
             raise ValueError(
-                f"rewards.functions[].scale = [{low:g}, {high:g}] has its lowest score first, then "
-                "its highest. Set it to the scores of the rubric, such as [0, 10]."
-            )
-        if self.votes > 1 and self.temperature == 0:
-            raise ValueError(
-                f"rewards.functions[].votes = {self.votes} with temperature = 0 pays for the same "
-                "answer several times. Set temperature above 0, or votes = 1."
+                f"rewards.functions[].max_tokens = {self.max_tokens} leaves no room for a question "
+                f"within max_length = {self.max_length}. Set max_length higher, or max_tokens lower."
             )
         return self

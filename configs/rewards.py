@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, Settings
-from configs.judge import JudgeReward
+from configs.judge import JudgeReward, LocalJudgeReward
 from configs.reward_model import RewardModelReward
 from configs.sandbox import ProcessSandbox, SandboxConfig
 
@@ -132,7 +132,7 @@ class UnitTestsReward(Settings):
         return self.name
 
 
-# What is called in a process of its own; a reward model has engines.
+# What is called in a process of its own; reward models and judges of the run's own have engines.
 CalledReward = (
     ReasoningGymReward
     | MathReward
@@ -142,7 +142,9 @@ CalledReward = (
     | JudgeReward
 )
 
-Reward = Annotated[CalledReward | RewardModelReward, Field(discriminator="kind")]
+EngineReward = RewardModelReward | LocalJudgeReward
+
+Reward = Annotated[CalledReward | EngineReward, Field(discriminator="kind")]
 
 
 class RewardsConfig(Settings):
@@ -164,9 +166,19 @@ class RewardsConfig(Settings):
     )
 
     @property
+    def on_engines(self) -> tuple[EngineReward, ...]:
+        """The functions that are models, whose engines are a role of their own."""
+        return tuple(one for one in self.functions if isinstance(one, EngineReward))
+
+    @property
     def models(self) -> tuple[RewardModelReward, ...]:
-        """The reward models among the functions, whose engines are a role of their own."""
+        """The reward models among them."""
         return tuple(one for one in self.functions if isinstance(one, RewardModelReward))
+
+    @property
+    def judges(self) -> tuple[LocalJudgeReward, ...]:
+        """The judges among them."""
+        return tuple(one for one in self.functions if isinstance(one, LocalJudgeReward))
 
     @model_validator(mode="after")
     def _names_differ(self) -> "RewardsConfig":

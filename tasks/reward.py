@@ -119,7 +119,7 @@ def model_scores(
         samples: [N].
         out_key: where the scores go; made of samples and settings, so it names the call too.
     """
-    if not run.config.rewards.models:
+    if not run.config.rewards.on_engines:
         return None
     with attempted(run, step, "reward_model", number) as attempt:
         scores: ModelScores = run.engines.reward_models.call(

@@ -74,7 +74,9 @@ class RolesConfig(Settings):
         None, description="Pool of the environments of episodes; none: that of rewards."
     )
     reward_model: str | None = Field(
-        None, description="Pool of the reward models; none: that of rewards. Each worker holds all."
+        None,
+        description="Pool of the reward models and of judges of kind local_judge; none: that of "
+        "rewards. Each worker holds all.",
     )
 
     def pool_of(self, role: Role) -> str:

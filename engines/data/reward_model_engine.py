@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
+from configs.judge import LocalJudgeReward
 from configs.reward_model import RewardModelReward
 from engines.data.data_engine import ERROR
 from engines.data.results import ModelScores, RowsSpec
-from engines.data.sample_texts import read_texts
+from engines.data.sample_texts import SampleTexts, read_texts
 from engines.rewards.protocol import Unscored
 from engines.rewards.reward_model import RewardModel
+from engines.rewards.runner import RewardCode
 from engines.workers.engine import Engine, Memory
 from storage.batches.columns import EXTRA, SCORE
 from storage.batches.refs import BatchRef
@@ -32,6 +35,17 @@ class RewardModelSpec(RowsSpec):
     """From what the engine is built; the model is the policy's, for its tokenizer."""
 
     reward_models: tuple[RewardModelReward, ...] = Field(description="The reward models.")
+    judges: tuple[LocalJudgeReward, ...] = Field((), description="The judges.")
+    run: str = Field("", description="The run, below which judges' answers and weights are kept.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What one model makes of N samples."""
+
+    name: str
+    scores: Sequence[float | Unscored]
+    columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # of the samples
 
 
 class RewardModelEngine(Engine):
@@ -57,20 +71,32 @@ class RewardModelEngine(Engine):
         began = time.monotonic()
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
         columns: dict[str, object] = {}
-        for name, model in self._models.items():
-            with self._lock:
-                scores = model.scores(texts.prompts, texts.completions)
-            columns[f"{SCORE}{name}"] = np.array(
-                [np.nan if isinstance(one, Unscored) else one for one in scores], dtype=np.float32
+        for found in self.scored(texts):
+            columns[f"{SCORE}{found.name}"] = np.array(
+                [np.nan if isinstance(one, Unscored) else one for one in found.scores],
+                dtype=np.float32,
             )
-            columns[f"{EXTRA}{name}/{ERROR}"] = [
-                one.reason if isinstance(one, Unscored) else None for one in scores
+            columns[f"{EXTRA}{found.name}/{ERROR}"] = [
+                one.reason if isinstance(one, Unscored) else None for one in found.scores
             ]
+            for column, values in found.columns.items():
+                columns[f"{EXTRA}{found.name}/{column}"] = list(values)
         return ModelScores(
             ref=write_batch(self._store, out_key, columns),
-            code=tuple(model.code for model in self._models.values()),
+            code=self.code,
             seconds=time.monotonic() - began,
         )
+
+    def scored(self, texts: SampleTexts) -> Iterator[Scored]:
+        """What each of the models makes of samples."""
+        for name, model in self._models.items():
+            with self._lock:
+                yield Scored(name=name, scores=model.scores(texts.prompts, texts.completions))
+
+    @property
+    def code(self) -> tuple[RewardCode, ...]:
+        """What each of them is."""
+        return tuple(model.code for model in self._models.values())
 
     def memory_held(self, memory: Memory) -> Mapping[str, int]:
         """The weights, on a GPU or not."""

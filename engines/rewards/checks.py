@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from configs.data import DataConfig, ReasoningGymSource
-from configs.judge import JudgeReward
+from configs.judge import JudgeReward, Judging
 from configs.reward_model import RewardModelReward
 from configs.rewards import (
     EnvironmentReward,
@@ -41,7 +41,7 @@ def check_rewards(
             )
     needed = [data.prompt_column]
     needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
-    judges = [r for r in rewards.functions if isinstance(r, JudgeReward)]
+    judges = [r for r in rewards.functions if isinstance(r, Judging)]
     named = itertools.chain(*(read_rubric(r.rubric).columns for r in judges))
     needed += [column for column in named if column not in given]
     for reward in rewards.functions:
@@ -51,7 +51,7 @@ def check_rewards(
     for position, reward in enumerate(rewards.functions):
         if isinstance(reward, UnitTestsReward):
             prove(reward.sandbox, f"rewards.functions.{position}.sandbox")
-    here = (MathReward, EnvironmentReward, JudgeReward, RewardModelReward, UnitTestsReward)
+    here = (MathReward, EnvironmentReward, Judging, RewardModelReward, UnitTestsReward)
     loaded = [r for r in rewards.functions if not isinstance(r, here)]
     if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
         loaded.append(ReasoningGymReward())  # its process proves the task and its parameters
@@ -60,7 +60,8 @@ def check_rewards(
             rewards.model_copy(update={"functions": tuple(loaded)}), data, source, given
         )
     for reward in judges:  # last: a request costs something
-        check_judge(reward)
+        if isinstance(reward, JudgeReward):
+            check_judge(reward)
 
 
 def _check_functions(

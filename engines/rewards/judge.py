@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from configs.judge import JudgeReward
+from configs.judge import JudgeReward, Judging, LocalJudgeReward
+from engines import models
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.judge_endpoint import (
     Counts,
@@ -26,8 +27,9 @@ from engines.rewards.judge_endpoint import (
 )
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import BatchScorer, Logs, RewardCall, Unscored
+from engines.rewards.reward_model import named
 
-_KEPT_CHARACTERS = 2000  # of an answer, beside the sample: its end, where the score stands
+KEPT_CHARACTERS = 2000  # of an answer, beside the sample: its end, where the score stands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,20 @@ class Verdict:
         """Standard deviation of the votes; None where there are not two."""
         scores = [vote.score for vote in self.votes if vote and vote.score is not None]
         return statistics.pstdev(scores) if len(scores) > 1 else None
+
+
+def verdict_on(reward: Judging, votes: Sequence[Vote | None]) -> Verdict:
+    """What a sample's votes come to, none of which failed."""
+    scores = [vote.score for vote in votes if vote is not None and vote.score is not None]
+    if 2 * len(scores) <= reward.votes:
+        low, high = reward.scale
+        reason = (
+            f"{reward.votes - len(scores)} of {reward.votes} votes gave no score between {low:g} "
+            f"and {high:g}, though asked twice"
+        )
+        return Verdict(votes=tuple(votes), score=None, error=reason)
+    combined = statistics.median(scores) if reward.combine == "median" else _mean(scores)
+    return Verdict(votes=tuple(votes), score=combined, error=None)
 
 
 def judge_scorer(
@@ -130,7 +146,7 @@ class JudgeScorer(BatchScorer):
         logs.log_extra(
             "answers",
             [
-                [vote and vote.answer[-_KEPT_CHARACTERS:] for vote in verdict.votes]
+                [vote and vote.answer[-KEPT_CHARACTERS:] for vote in verdict.votes]
                 for verdict in verdicts
             ],
         )
@@ -177,16 +193,7 @@ class _Asking:
         votes = tuple(None if isinstance(one, BaseException) else one for one in results)
         if failures:
             return Verdict(votes=votes, score=None, error=str(failures[0]))
-        scores = [vote.score for vote in votes if vote is not None and vote.score is not None]
-        if 2 * len(scores) <= reward.votes:
-            low, high = reward.scale
-            reason = (
-                f"{reward.votes - len(scores)} of {reward.votes} votes gave no score between {low:g} "
-                f"and {high:g}, though asked twice"
-            )
-            return Verdict(votes=votes, score=None, error=reason)
-        combined = statistics.median(scores) if reward.combine == "median" else _mean(scores)
-        return Verdict(votes=votes, score=combined, error=None)
+        return verdict_on(reward, votes)
 
     async def _vote(self, text: str, number: int) -> Vote:
         """RequestFailed."""
@@ -248,6 +255,14 @@ def check_judge(reward: JudgeReward) -> None:
                     f"The reward {reward.label} cannot be had: {error}. Set url, model and "
                     "key_variable of rewards.functions[] to an endpoint that answers, or start it."
                 ) from None
+
+
+def check_local_judge(reward: LocalJudgeReward) -> None:
+    """Check before a run what can be: nothing is loaded, a hub model not downloaded. ValueError."""
+    try:
+        models.check_model(reward.checkpoint)
+    except ValueError as error:
+        raise ValueError(named(error)) from None
 
 
 def _mean(scores: Sequence[float]) -> float:

@@ -17,6 +17,7 @@ from engines.rewards.judge_rubric import Rubric
 from storage.objects import documents
 from storage.objects.digests import canonical
 from storage.objects.errors import ObjectMissing, StoreError
+from storage.objects.json_values import JsonValue
 from storage.objects.store import Store
 
 log = logging.getLogger(__name__)
@@ -32,9 +33,12 @@ class JudgeAnswers:
     run: str
 
     def key(self, reward: JudgeReward, rubric: Rubric, text: str, seed: int) -> str:
-        """Where the answer to a question lies."""
-        asked = canonical([reward.url, rubric.digest, request_body(reward, text, seed)])
-        name = hashlib.sha256(asked).hexdigest()
+        """Where an endpoint's answer to a question lies."""
+        return self.key_of([reward.url, rubric.digest, request_body(reward, text, seed)])
+
+    def key_of(self, asked: JsonValue) -> str:
+        """Where the answer lies to all that was asked, and of whom."""
+        name = hashlib.sha256(canonical(asked)).hexdigest()
         return f"{self.run}/judged/{name[:2]}/{name[2:]}.json"
 
     def read(self, key: str) -> str | None:

@@ -20,9 +20,9 @@ import numpy as np
 from configs.data import DataConfig
 from configs.imports import is_file
 from configs.judge import HOW_ASKED, JudgeReward
-from configs.reward_model import RewardModelReward
 from configs.rewards import (
     CalledReward,
+    EngineReward,
     EnvironmentReward,
     FunctionReward,
     MathReward,
@@ -111,7 +111,7 @@ class RewardRunner:
             sharers: runners of the run that share what a judge's endpoint allows.
         """
         self._rewards = rewards
-        self._called = [one for one in rewards.functions if not isinstance(one, RewardModelReward)]
+        self._called = [one for one in rewards.functions if not isinstance(one, EngineReward)]
         self._processes = [
             RewardProcess(_start_message(reward, rewards, data, answers, sharers))
             for reward in self._called

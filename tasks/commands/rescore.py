@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from configs.grpo import GRPOConfig
-from configs.reward_model import RewardModelReward
-from configs.rewards import FunctionReward, MathReward, ReasoningGymReward, Reward, RewardsConfig
+from configs.rewards import (
+    EngineReward,
+    FunctionReward,
+    MathReward,
+    ReasoningGymReward,
+    Reward,
+    RewardsConfig,
+)
 from engines.data.chat_template import prompts_of
 from engines.data.data_engine import with_episodes
 from engines.models import load_tokenizer, materialize
@@ -102,9 +108,9 @@ def reward_of(word: str, own: RewardsConfig) -> Reward:
     The latter is a function, by module or file, math or reasoning_gym.
     """
     for reward in own.functions:
-        if reward.label == word and isinstance(reward, RewardModelReward):
+        if reward.label == word and isinstance(reward, EngineReward):
             raise ValueError(
-                f"--reward {word} is a reward model, which needs engines, and rescoring starts none. "
+                f"--reward {word} is a model, which needs engines, and rescoring starts none. "
                 "Its scores are in the run: python -m flows.lineage shows them."
             )
         if reward.label == word:

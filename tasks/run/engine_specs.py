@@ -50,17 +50,19 @@ def data_spec(config: GRPOConfig, files: RunStore) -> DataSpec:
     )
 
 
-def reward_model_spec(config: GRPOConfig, store: Store) -> RewardModelSpec:
-    """From what a run's reward models are built."""
+def reward_model_spec(config: GRPOConfig, files: RunStore) -> RewardModelSpec:
+    """From what a run's reward models and judges are built."""
     return RewardModelSpec(
         model=config.model,
         model_cache=str(MODELS.absolute()),
         data=config.data,
         reward_models=config.rewards.models,
+        judges=config.rewards.judges,
+        run=files.run,
         max_new_tokens=config.rollout.max_new_tokens,
-        store_uri=store.uri,
+        store_uri=files.store.uri,
         store_options=config.store.options,
-        cache_bytes=store.cache_bytes,
+        cache_bytes=files.store.cache_bytes,
     )
 
 

@@ -102,7 +102,7 @@ class Engines:
         self._usage = StoreUsage()
         self.roles = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
-        self.roles += ["reward_model"] if run.config.rewards.models else []
+        self.roles += ["reward_model"] if run.config.rewards.on_engines else []
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once.
@@ -183,6 +183,9 @@ class Engines:
             name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools
         }
         environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
+        for judge in config.rewards.judges:
+            pool = config.cluster.roles.pool_of("reward_model")
+            environment[pool] = environment.get(pool, {}) | worker_environment(judge.rollout)
         settings = config.cluster.model_copy(update={"pools": pools})
         cluster = open_cluster(
             settings, environment, cancel=self._run.cancelled, preload=ENGINE_MODULES
@@ -206,7 +209,7 @@ class Engines:
             environments=(
                 None if config.episodes is None else self._environments(cluster, config.episodes)
             ),
-            reward_models=self._reward_models(cluster) if config.rewards.models else None,
+            reward_models=self._reward_models(cluster) if config.rewards.on_engines else None,
         )
 
     def _trainer(
@@ -269,8 +272,10 @@ class Engines:
         return self._pool(cluster, "environment", "environment", engine)
 
     def _reward_models(self, cluster: Cluster) -> EnginePool:
-        spec = reward_model_spec(self._run.config, self._run.store)
-        engine = EngineSpec.of("engines.data.reward_model_engine:RewardModelEngine", spec)
+        spec = reward_model_spec(self._run.config, self._run.files)
+        judging = "engines.judges.judging_engine:JudgingEngine"
+        plain = "engines.data.reward_model_engine:RewardModelEngine"
+        engine = EngineSpec.of(judging if spec.judges else plain, spec)
         return self._pool(cluster, "reward_model", "reward_model", engine)
 
     def _pool(

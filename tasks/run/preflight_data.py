@@ -5,7 +5,7 @@ from __future__ import annotations
 from configs.data import DataConfig, ReasoningGymSource
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
-from configs.judge import JudgeReward
+from configs.judge import Judging
 from configs.model import Model
 from configs.rewards import MathReward, ReasoningGymReward, UnitTestsReward
 from engines.data.chat_template import Prompt, fits_template, prompt_of
@@ -14,6 +14,7 @@ from engines.data.environment_engine import seed_of
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
 from engines.rewards.checks import check_rewards
+from engines.rewards.judge import check_local_judge
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.reward_model import check_reward_model
@@ -34,6 +35,8 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
         given = (*given, PLAYER)
     for reward in config.rewards.models:
         check_reward_model(reward)
+    for judge in config.rewards.judges:
+        check_local_judge(judge)
     check_rewards(config.rewards, config.data, source, given)
     if config.evaluation is not None:
         data += f"; evaluation: {check_evaluation(config)}"
@@ -101,7 +104,7 @@ def check_evaluation(config: GRPOConfig) -> str:
     for reward in config.rewards.functions:
         if isinstance(reward, MathReward):
             source.check_columns([reward.answer_column])
-        elif isinstance(reward, JudgeReward):
+        elif isinstance(reward, Judging):
             source.check_columns(read_rubric(reward.rubric).columns)
         elif isinstance(reward, UnitTestsReward):
             source.check_columns(reward.columns)

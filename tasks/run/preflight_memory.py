@@ -228,7 +228,7 @@ def _of_worker(
     if name == roles.rollout and not (pool.gpus and config.rollout.engine == "vllm"):
         sampling = {f"rollout's {w}": size for w, size in rollout_bytes(config, shape).items()}
     device = {**held, **passing}
-    if config.rewards.models and name == roles.pool_of("reward_model"):
+    if config.rewards.on_engines and name == roles.pool_of("reward_model"):
         device.update(reward_model_bytes(config))
     if pool.gpus:
         return {**device, **sampling}, host
