@@ -109,5 +109,5 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def rows(size: int = 8) -> list[dict[str, Any]]:
-    """The numbers of the tasks; what is asked comes from verifiers."""
-    return [{"question": "", "task": number} for number in range(size)]
+    """The numbers of the tasks; what the model is asked comes from verifiers."""
+    return [{"question": f"task {number}", "task": number} for number in range(size)]

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
+from configs.model import RandomModel
+from engines.models import materialize
 from engines.sandboxes.processes import lacking
 from storage.audit.audit import audit
 from storage.batches.columns import SampleStatus
@@ -25,11 +27,16 @@ pytestmark = pytest.mark.cluster
 def test_a_judge_and_a_reward_model_score_a_run(launch: Launch, tmp_path: Path) -> None:
     recipe = yaml.safe_load((ROOT / "configs/recipes/tiny.yaml").read_text())
     model = draw_reward_model(tmp_path / "models")
+    own = materialize(RandomModel(seed=3), tmp_path / "models")
     with serving() as judge:
         recipe["rewards"]["functions"] += [
             {"kind": "judge", "url": judge.url, "model": "strict", "rubric": "rubric.txt"}
             | {"key_variable": "JUDGE_KEY", "weight": 2.0, "retry_pause": 0.01},
             {"kind": "reward_model", "model": str(model), "template": "plain", "weight": 0.5},
+            # A random model, of whose words any digit is the score.
+            {"kind": "local_judge", "name": "own", "model": str(own), "engine": "transformers"}
+            | {"template": "plain", "dtype": "float32", "max_tokens": 100, "max_length": 300}
+            | {"rubric": "rubric.txt", "score": r"(\d)", "votes": 3, "temperature": 1.0},
         ]
         run = launch(
             "mine.yaml",
@@ -42,21 +49,25 @@ def test_a_judge_and_a_reward_model_score_a_run(launch: Launch, tmp_path: Path) 
         store = run.files.store
         for commit in run.commits():
             samples = commit.refs["samples"]
-            digits, judged, scored, reward = (
+            digits, judged, scored, told, reward = (
                 np.array(samples.fetch_list(store, name))
                 for name in (
                     *("score/share_of_digits", "score/judge", "score/reward_model"),
-                    "reward",
+                    *("score/own", "reward"),
                 )
             )
             assert judged == pytest.approx(0.7)
             assert len(set(scored.tolist())) > 8, "the model tells samples apart"
-            assert reward == pytest.approx(digits + 2 * judged + 0.5 * scored, abs=1e-5)
+            assert len(set(told.tolist())) > 4, "so does the judge of its own"
+            expected = digits + 2 * judged + 0.5 * scored + told
+            assert reward == pytest.approx(expected, abs=1e-5)
             (answers, *_) = samples.fetch_list(store, "extra/judge/answers")
             assert "Score: 7" in json.dumps(answers)
             (code_of,) = commit.reward_code.values()
             kinds = {one["settings"]["kind"]: one for one in code_of}
             assert kinds["judge"]["source"] and kinds["reward_model"]["source"]
+            assert kinds["local_judge"]["source"] == kinds["judge"]["source"], "one rubric"
+            assert kinds["local_judge"]["module"]
         asked = len(judge.requests)
         assert 16 <= asked <= 33, "one request a sample at most, and one before the run"
         assert audit(run.files).problems == []

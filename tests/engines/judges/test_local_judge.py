@@ -240,15 +240,26 @@ def test_a_random_model_judges_and_its_nonsense_is_failed(
     assert len([key for key in store.list("r/judged/models") if "manifest" in key]) == 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("engine", "temperature"),
+    [
+        ("transformers", 0.0),
+        ("transformers", 1.0),
+        pytest.param("vllm", 1.0, marks=[pytest.mark.vllm, pytest.mark.slow]),
+    ],
+)
 def test_the_same_question_gets_the_same_answer(
-    model: Path, tmp_path: Path, temperature: float
+    model: Path, tmp_path: Path, engine: str, temperature: float
 ) -> None:
+    if engine == "vllm":
+        pytest.importorskip("vllm")
     answers = []
     for number, beside in enumerate((["2"], ["5", "2", "7"])):
         folder = tmp_path / str(number)
         folder.mkdir()
-        reward = setting(model, folder, temperature=temperature)
+        reward = setting(
+            model, folder, engine=engine, temperature=temperature, votes=1, kv_cache_gib=0.1
+        )
         judge = LocalJudge(reward, spec(folder, reward))
         questions = [f"A: {one}" for one in beside]
         found = judge._generated(questions, 4, time.monotonic() + 600)
