@@ -39,7 +39,7 @@ from engines.data.results import (
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
-from engines.environments.protocol import Outcome, Told, Tokens, ToolCall
+from engines.environments.protocol import Outcome, Tokens, Told, ToolCall
 from engines.environments.sessions import Environments, PastTurn, Turn, digest_of
 from engines.workers.engine import Engine
 from storage.batches.columns import Author, SampleStatus
@@ -131,14 +131,14 @@ class EnvironmentEngine(Engine):
             return self._conversation.prompts(rows, observations), []
         # An agent asks all that is asked. Those of different tools are rendered one after the other;
         # token ids are taken as they are.
-        given = {n: found for n, one in enumerate(observations) if (found := ids_of(one))}
+        given = {n: there for n, one in enumerate(observations) if (there := ids_of(one))}
         asked = {n: chat_of(one) for n, one in enumerate(observations) if n not in given}
         column = self._spec.data.prompt_column
         by_tools: dict[str, list[int]] = {}
         for number, chat in asked.items():
             by_tools.setdefault(json.dumps(chat.tools), []).append(number)
         longest = self._spec.data.max_prompt_tokens
-        ids = {n: found for n, found in given.items() if len(found) <= longest}
+        ids = {n: there for n, there in given.items() if len(there) <= longest}
         dropped = dict.fromkeys(given.keys() - ids.keys(), TOO_LONG)
         for tools, numbers in by_tools.items():
             conversation = self._conversation_with(tools)

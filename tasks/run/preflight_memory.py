@@ -7,6 +7,7 @@ would make it fit.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -106,7 +107,9 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     """
     weights, batches = 0, [0]
     for reward in config.rewards.models:
-        facts = model_facts(reward.checkpoint)
+        facts = None
+        with contextlib.suppress(ValueError):  # what is wrong is said where rewards are checked
+            facts = model_facts(reward.checkpoint)
         if facts is None or facts.shape is None:
             continue
         shape, size = facts.shape, BYTES[reward.dtype]
