@@ -16,6 +16,8 @@ from pathlib import Path
 
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
+from configs.model import PretrainedModel
+from configs.rollout import RolloutConfig
 from engines.model_facts import ModelShape, model_facts
 from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank, resident_bytes
 from engines.workers.out_of_memory import GIB, size_of
@@ -50,7 +52,7 @@ def check_memory(config: GRPOConfig) -> list[str]:
             raise ValueError(_refusal(config, shape, place))
     lines = [line for role in _roles(config) for line in [_of_role(config, shape, role)]]
     lines.append(_of_rollout(config, shape))
-    if taken := reward_model_bytes(config):
+    if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
         lines.append(f"reward_model, each worker: {_listed(taken)}")
     for place in places:
         bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
@@ -85,18 +87,45 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
 def rollout_bytes(config: GRPOConfig, shape: ModelShape) -> dict[str, int]:
     """What an engine that samples holds; on a GPU all of vLLM's share is called keys and values."""
     rollout = config.rollout
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    at_once = min(config.cluster.pools[config.cluster.roles.rollout].slots, config.shards_at_once)
+    samples = at_once * -(-config.samples_per_step // config.shards_at_once)
+    return engine_bytes(rollout, shape, min(samples, rollout.max_sequences), longest)
+
+
+def engine_bytes(
+    rollout: RolloutConfig, shape: ModelShape, samples: int, longest: int
+) -> dict[str, int]:
+    """The same of any such engine, with so many samples at once of at most so many tokens."""
     tables = 2 * shape.vocabulary * shape.hidden  # the head is a weight of its own
     inside = shape.parameters - (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
     weights = BYTES[rollout.dtype] * (inside + tables) // rollout.tensor_parallel_size
     if rollout.engine == "vllm":
         return {"weights": weights, "keys and values": int(rollout.kv_cache_gib * GIB)}
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    at_once = min(config.cluster.pools[config.cluster.roles.rollout].slots, config.shards_at_once)
-    samples = at_once * -(-config.samples_per_step // config.shards_at_once)
-    samples = min(samples, rollout.max_sequences)
     longest = 1 << (longest - 1).bit_length()  # a row's room is doubled as it grows
     token = 2 * shape.layers * shape.kv_heads * shape.head_size * BYTES[rollout.dtype]
     return {"weights": weights, "keys and values": samples * longest * token}
+
+
+def judge_bytes(config: GRPOConfig) -> dict[str, int]:
+    """What the judges on a worker hold, but for those whose share of a GPU vLLM takes."""
+    on_gpu = config.cluster.pools[config.cluster.roles.pool_of("reward_model")].gpus > 0
+    found: dict[str, int] = {}
+    for judge in config.rewards.judges:
+        shape = _shape_of(judge.checkpoint)
+        if shape is None or (on_gpu and judge.engine == "vllm"):
+            continue
+        taken = engine_bytes(judge.rollout, shape, judge.max_sequences, judge.max_length)
+        found.update({f"{judge.label}'s {what}": size for what, size in taken.items()})
+    return found
+
+
+def _shape_of(model: PretrainedModel) -> ModelShape | None:
+    """The sizes of a model beside the policy; None where its files are not here, or are wrong."""
+    with contextlib.suppress(ValueError):  # which is said where rewards are checked
+        facts = model_facts(model)
+        return None if facts is None else facts.shape
+    return None
 
 
 def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
@@ -107,12 +136,9 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     """
     weights, batches = 0, [0]
     for reward in config.rewards.models:
-        facts = None
-        with contextlib.suppress(ValueError):  # what is wrong is said where rewards are checked
-            facts = model_facts(reward.checkpoint)
-        if facts is None or facts.shape is None:
+        shape, size = _shape_of(reward.checkpoint), BYTES[reward.dtype]
+        if shape is None:
             continue
-        shape, size = facts.shape, BYTES[reward.dtype]
         inside = shape.layers * shape.layer_parameters + (shape.vocabulary + 2) * shape.hidden
         weights += size * inside
         tokens = min(reward.batch_tokens, config.samples_per_step * reward.max_length)
@@ -158,6 +184,10 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
             vllm = config.rollout.engine == "vllm" and name == config.cluster.roles.rollout
             if vllm and total is not None:
                 of_gpu["vLLM"] = int(config.rollout.gpu_memory_utilization * total)
+            if total is not None and name == config.cluster.roles.pool_of("reward_model"):
+                for judge in config.rewards.judges:
+                    if judge.engine == "vllm":
+                        of_gpu[f"{judge.label}'s vLLM"] = int(judge.gpu_memory_utilization * total)
             if config.cluster.share_devices:
                 of_gpu, away = _in_turn(of_gpu)
                 of_host = {**of_host, **away}
@@ -254,6 +284,11 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         return f"{said} Set rollout.gpu_memory_utilization lower."
     if place.largest == "reward models' batch":
         return f"{said} Set batch_tokens of the reward model (rewards.functions[]) lower."
+    if any(place.largest.startswith(f"{judge.label}'s ") for judge in config.rewards.judges):
+        return (
+            f"{said} Set kv_cache_gib of the judge (rewards.functions[]), on a GPU "
+            "gpu_memory_utilization, lower."
+        )
     if place.largest == "reward models' weights":
         return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
     for words, changed in _smaller(config):

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from configs.grpo import GRPOConfig
+from configs.model import RandomModel
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
+from engines.models import materialize
 from engines.rewards.reward_model import RewardModel
 from tasks.run import preflight_memory
 from tasks.run.preflight_memory import check_memory, host_memory, reward_model_bytes
@@ -142,6 +144,34 @@ def test_roles_that_share_a_gpu_are_counted_one_at_a_time() -> None:
     lines = check_memory(settings(*shared, "cluster.share_devices=true"))
     (gpu,) = (line for line in lines if line.startswith("a GPU of pool train"))
     assert "of 141.0 GiB" in gpu
+
+
+def test_judges_of_the_runs_own_are_in_the_plan(tmp_path: Path) -> None:
+    drawn = materialize(RandomModel(), tmp_path / "judge")
+    rubric = tmp_path / "rubric.md"
+    rubric.write_text("Rate {completion}.")
+    judge = f"kind: local_judge, model: '{drawn}', rubric: '{rubric}', max_length: 2048"
+
+    def words(*judges: str, pool: str = "workers: 1") -> list[str]:
+        functions = ", ".join(f"{{{judge}, {more}}}" for more in judges)
+        return [
+            f"rewards.functions=[{functions}]",
+            "cluster.roles.reward_model=models",
+            f"cluster.pools.models={{{pool}, threads: 1}}",
+        ]
+
+    *_, line, _ = check_memory(settings(*words("engine: transformers, dtype: float32")))
+    # 64 answers of 2,048 tokens at once, of two layers with two heads of 32 numbers, twice.
+    assert line.endswith(f"judge's keys and values {64 * 2048 * 2 * 2 * 2 * 32 * 4 // MIB} MiB")
+    *_, line, _ = check_memory(settings(*words("kv_cache_gib: 1.5")))
+    assert line.endswith("judge's keys and values 1.5 GiB")
+
+    on_gpu = "workers: 1, gpus: 1, gpu_memory_gib: 80"
+    far = ("cluster.kind=address", "cluster.address=tcp://s:8786", "store.uri=file:///shared")
+    check_memory(settings(*words("votes: 1", pool=on_gpu), *far))
+    said = refused(*words("name: one", "name: two", pool=on_gpu), *far)
+    assert "a GPU of pool models has to hold 136.0 GiB, and has 80.0 GiB" in said
+    assert "gpu_memory_utilization, lower" in said
 
 
 def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
