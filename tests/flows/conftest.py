@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,13 @@ import psutil
 import pytest
 from filelock import FileLock
 
+from storage.audit.audit import audit
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.run_store import RunStore
 from tasks.launch.server import EmbeddedServer
-from tests.faults.planted import Fault
+from tests.faults.ledger import committed, story
+from tests.faults.planted import Fault, Faults
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,6 +123,36 @@ def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
             if run.process.poll() is None:
                 run.process.kill()
                 run.process.wait()
+
+
+def ends_alike(
+    whole: Launched, launch: Launch, folder: Path, words: Sequence[str], fault: Fault
+) -> None:
+    """A run that a fault strikes, resumed where its flow died, ends as one to which nothing happened.
+
+    folder: for the fault's notes.
+    """
+    faults = Faults(folder / "faults", [fault])
+    run = launch(*words, environment=faults.environment)
+    code, out = run.end()
+    if code:
+        assert fault.target.startswith("tasks."), out
+        code, out = launch("--resume", run.files.run, environment=faults.environment).end()
+    assert code == 0, out
+    assert faults.missed == []
+    assert story(committed(run.files)) == story(whole.commits())
+    assert audit(run.files).problems == []
+
+
+# Settings of steps that do not wait for their longest episodes, and hand them on.
+CARRYING = (
+    "steps=4",
+    "max_staleness=2",
+    "rollout.shards=4",
+    "rollout.over_sampling=1.5",
+    "rollout.partial_rollout=carry",
+    "algorithm.correction=[{kind: truncate}]",
+)
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from storage.audit.transcripts import tokenizer_of
 from storage.batches.columns import Author
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
-from tests.faults.ledger import committed, story
-from tests.faults.planted import Fault, Faults
-from tests.flows.conftest import ROOT, Launch, Launched, starting
+from tests.faults.ledger import committed
+from tests.faults.planted import Fault
+from tests.flows.conftest import CARRYING, ROOT, Launch, Launched, ends_alike, starting
 
 pytestmark = pytest.mark.cluster
 
@@ -157,16 +157,7 @@ KILLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("who", KILLS)
 def test_killed_in_mid_episode(launch: Launch, whole: Launched, tmp_path: Path, who: str) -> None:
-    faults = Faults(tmp_path / "faults", [KILLS[who]])
-    run = launch(*WORDS, environment=faults.environment)
-    code, out = run.end()
-    if code:
-        assert who.startswith("flow"), out
-        code, out = launch("--resume", run.files.run, environment=faults.environment).end()
-    assert code == 0, out
-    assert faults.missed == []
-    assert story(committed(run.files)) == story(whole.commits())
-    assert audit(run.files).problems == []
+    ends_alike(whole, launch, tmp_path, WORDS, KILLS[who])
 
 
 @pytest.mark.slow
@@ -203,15 +194,7 @@ def test_greedy_baselines_and_the_evaluation_have_all_players(launch: Launch) ->
 @pytest.mark.slow
 def test_unfinished_episodes_are_carried(launch: Launch) -> None:
     """Steps that do not wait: who waits for another player goes on waiting in the next step."""
-    run = launch(
-        *WORDS,
-        "steps=4",
-        "max_staleness=2",
-        "rollout.shards=4",
-        "rollout.over_sampling=1.5",
-        "rollout.partial_rollout=carry",
-        "algorithm.correction=[{kind: truncate}]",
-    )
+    run = launch(*WORDS, *CARRYING)
     code, out = run.end()
     assert code == 0, out
     commits = committed(run.files, max_staleness=2)
