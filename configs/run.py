@@ -1,0 +1,190 @@
+"""The settings of a run: the parts put together, and what follows from them."""
+
+import math
+from typing import ClassVar
+
+from pydantic import Field
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.base import Settings
+from configs.cluster.cluster import ClusterConfig, Role
+from configs.data import DataConfig
+from configs.episodes import EpisodesConfig
+from configs.judge import Judging
+from configs.lora import LoraConfig
+from configs.model import Model
+from configs.retraining import (
+    CONTINUE_FROM,
+    ContinueData,
+    ContinueState,
+    EvaluationConfig,
+    PromotionConfig,
+)
+from configs.rewards import RewardsConfig
+from configs.rollout import RolloutConfig
+from configs.staleness_guard import StalenessGuardConfig
+from configs.storage import StoreConfig, TrackingConfig
+from configs.train import TrainConfig
+
+
+class RunConfig(Settings):
+    """The settings of a run that trains a policy."""
+
+    has_critic: ClassVar[bool] = False
+
+    name: str = Field(
+        "grpo",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Family of the run: names its runs, its MLflow model and its deployment.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of everything that has no seed of its own.")
+    steps: int = Field(100, ge=1, description="RL steps of the run.")
+    prompts_per_step: int = Field(8, ge=1, description="Prompts drawn for each step.")
+    group_size: int = Field(
+        8, ge=1, description="Completions sampled for each prompt; episodes with several players."
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Policy versions by which a sample's oldest token may lag behind the version "
+        "that trains on it. With n, n + 1 steps are under way at once; 0 is synchronous.",
+    )
+    staleness_guard: StalenessGuardConfig | None = Field(
+        None, description="What is done where samples get too far off the policy that trains."
+    )
+    model: Model = Field(description="The language model that is trained.")
+    data: DataConfig = Field(description="Prompts.")
+    rewards: RewardsConfig = Field(description="Scoring.")
+    episodes: EpisodesConfig | None = Field(
+        None, description="Answers of several turns, with an environment; none: of one turn."
+    )
+    algorithm: AlgorithmConfig = Field(
+        default_factory=AlgorithmConfig, description="Advantages, loss, KL, entropy, selection."
+    )
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="The update.")
+    lora: LoraConfig | None = Field(
+        None,
+        description="Train an adapter on the frozen model, which is then the reference too; none: "
+        "train all weights. A critic always has all its weights trained.",
+    )
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Workers.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="Batches and weights.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="MLflow.")
+
+    continue_from: str | None = Field(
+        None,
+        pattern=CONTINUE_FROM,
+        description="Begin with the weights of models:/NAME@ALIAS, of RUN, or of RUN@STEP.",
+    )
+    continue_state: ContinueState = Field(
+        "weights",
+        description="Taken over from there: the policy's weights alone (a critic begins anew), or "
+        "the trainer's whole state.",
+    )
+    continue_data: ContinueData = Field(
+        "unseen",
+        description="Rows drawn: unseen ones first, and none is a skipped run; on from the place "
+        "reached there; or from the beginning.",
+    )
+    evaluation: EvaluationConfig | None = Field(
+        None, description="Test of the last policy version on held-out rows."
+    )
+    promotion: PromotionConfig | None = Field(
+        None, description="When the last policy version becomes the champion."
+    )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Completions of one step; of several players each has its own."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Completions of one prompt: group_size, of each player of an episode."""
+        return self.group_size * (1 if self.episodes is None else self.episodes.players)
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups that a step has under way; it trains on prompts_per_step of them."""
+        return math.ceil(self.rollout.over_sampling * self.prompts_per_step - 1e-9)
+
+    @property
+    def over_samples(self) -> bool:
+        """Whether more groups are under way than a step waits for."""
+        return self.groups_at_once > self.prompts_per_step
+
+    @property
+    def shards_at_once(self) -> int:
+        """Shards that a step has under way; of a single group each where it over-samples."""
+        return self.groups_at_once if self.over_samples else self.rollout.shards
+
+    @property
+    def carries(self) -> bool:
+        """Whether groups that a step does not wait for go on in the next."""
+        return self.over_samples and self.rollout.partial_rollout == "carry"
+
+    @property
+    def saves_tokens_every(self) -> float | None:
+        """Seconds between saves of the tokens of answers in progress; None: they are not saved."""
+        return self.rollout.save_every if self.rollout.partial_rollout == "carry" else None
+
+    @property
+    def reserved_versions(self) -> int:
+        """Versions of max_staleness in which no step begins to sample.
+
+        One where groups are carried: each may then be carried once at least.
+        """
+        return 1 if self.carries else 0
+
+    @property
+    def scoring_deadline(self) -> float:
+        """Seconds after which a call of the workers that score counts as hung.
+
+        Judges and unit tests keep deadlines of their own, and the calls of a worker's slots wait for
+        each other there: at a judge each for its own, at unit tests all for those of the step.
+        """
+        judges = [one.deadline for one in self.rewards.functions if isinstance(one, Judging)]
+        slots = self.cluster.pools[self.cluster.roles.reward].slots
+        samples = self.groups_at_once * self.samples_per_prompt
+        tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
+        waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
+        return self.rollout.deadline + waits
+
+    @property
+    def fewest_prompts(self) -> int:
+        """Prompts with which a step is made; fewer are left only where data.epochs end."""
+        return self.prompts_per_step if self.data.last_step == "drop" else 1
+
+    @property
+    def trained_roles(self) -> list[Role]:
+        """Roles with an optimizer."""
+        return ["actor", "critic"] if self.has_critic else ["actor"]
+
+    @property
+    def engine_roles(self) -> list[Role]:
+        """Roles whose engines hold a model, in the order in which those of a shared pool start.
+
+        What samples is first: vLLM looks how much memory is free. The actor, which publishes the
+        first weights, is last.
+        """
+        found: list[Role] = ["rollout"]
+        found += ["ref"] if self.has_reference_engine else []
+        return found + list(reversed(self.trained_roles))
+
+    @property
+    def used_pools(self) -> set[str]:
+        """Pools on which some role of the run lives; others are not started."""
+        roles: list[Role] = [*self.engine_roles, "reward"]
+        roles += [] if self.episodes is None else ["environment"]
+        roles += ["reward_model"] if self.rewards.on_engines else []
+        return {self.cluster.roles.pool_of(role) for role in roles}
+
+    @property
+    def has_reference_engine(self) -> bool:
+        """Whether engines hold the frozen reference; that of an adapter is the base below it."""
+        return self.algorithm.needs_reference and self.lora is None
+
+    def train_of(self, role: Role) -> TrainConfig:
+        """The settings with which a role is trained."""
+        return self.train
