@@ -1,4 +1,4 @@
-"""How a data row becomes prompt tokens, and what reward functions see as its prompt.
+"""How a data row, or what an agent asks, becomes a prompt, and what reward functions see of it.
 
 The tokenizer is the caller's: this module loads none. Which rows are drawn is in
 storage/prompts/cursor.py.
@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from configs.data import DataConfig
 from storage.objects.json_values import Row
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, str]  # role, content
 Prompt: TypeAlias = "str | list[Message]"
+Role: TypeAlias = Literal["user", "tool"]  # of an observation; tool: the result of a tool
 Tool: TypeAlias = dict[str, Any]  # JSON schema, as transformers.utils.get_json_schema gives it
 
 TOO_LONG = "prompt_too_long"
@@ -230,3 +231,42 @@ def state_number(value: object) -> int:
 def decode(response_ids: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Completions as text for reward functions, without special tokens (as TRL gives them)."""
     return tokenizer.batch_decode([list(ids) for ids in response_ids], skip_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What an agent asks."""
+
+    messages: list[Message]
+    tools: list[Tool]
+
+
+def chat_of(observation: str) -> Chat:
+    """The messages and tools in an agent's observation, which is JSON.
+
+    Calls of tools in earlier turns are no part of a prompt: they are among its tokens.
+    """
+    said = json.loads(observation)
+    messages = [
+        {"role": one["role"], "content": one.get("content") or ""} for one in said["messages"]
+    ]
+    return Chat(messages, said.get("tools") or [])
+
+
+def ids_of(observation: str) -> list[int] | None:
+    """The token ids in an agent's observation; None where it gives messages."""
+    found: list[int] | None = json.loads(observation).get("ids")
+    return found
+
+
+def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
+    """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture."""
+    roles = {message["role"] for message in messages}
+    if roles == {"tool"}:
+        return "\n".join(message["content"] for message in messages), "tool"
+    if roles == {"user"}:
+        return "\n\n".join(message["content"] for message in messages), "user"
+    raise ValueError(
+        f"the agent's new messages are of the roles {', '.join(sorted(roles))}; between two turns of "
+        "the model they have to be a user's, or results of tools"
+    )

@@ -10,15 +10,15 @@ earlier turns as they were, whatever follows them; `Conversation.check` refuses 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.data import DataConfig
 from engines.data.chat_template import (
     Message,
+    Role,
     TokenizedPrompts,
     Tool,
     first_chat,
@@ -34,8 +34,6 @@ from storage.objects.json_values import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Role: TypeAlias = Literal["user", "tool"]  # tool: the result of a tool
 
 _QUESTION, _ANSWER, _OBSERVED = "question41", "answer52", "result63"  # of dummy conversations
 _THOUGHT = "thought74\n</think>\n\n"
@@ -359,45 +357,6 @@ class Conversation:
         if self._special is not None:
             for found in self._special.finditer(text, start, stop):
                 yield found.start() + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """What an agent asks."""
-
-    messages: list[Message]
-    tools: list[Tool]
-
-
-def chat_of(observation: str) -> Chat:
-    """The messages and tools in an agent's observation, which is JSON.
-
-    Calls of tools in earlier turns are no part of a prompt: they are among its tokens.
-    """
-    said = json.loads(observation)
-    messages = [
-        {"role": one["role"], "content": one.get("content") or ""} for one in said["messages"]
-    ]
-    return Chat(messages, said.get("tools") or [])
-
-
-def ids_of(observation: str) -> list[int] | None:
-    """The token ids in an agent's observation; None where it gives messages."""
-    found: list[int] | None = json.loads(observation).get("ids")
-    return found
-
-
-def said_by(messages: Sequence[Message]) -> tuple[str, Role]:
-    """New messages of an agent as one, and its role; ValueError, in one sentence, for a mixture."""
-    roles = {message["role"] for message in messages}
-    if roles == {"tool"}:
-        return "\n".join(message["content"] for message in messages), "tool"
-    if roles == {"user"}:
-        return "\n\n".join(message["content"] for message in messages), "user"
-    raise ValueError(
-        f"the agent's new messages are of the roles {', '.join(sorted(roles))}; between two turns of "
-        "the model they have to be a user's, or results of tools"
-    )
 
 
 def _common(one: Iterable[object], other: Iterable[object]) -> int:

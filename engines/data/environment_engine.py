@@ -21,8 +21,16 @@ from pydantic import Field
 
 from configs.data import Source
 from configs.episodes import EpisodesConfig
-from engines.data.chat_template import TOO_LONG, TokenizedPrompts, state_number
-from engines.data.conversation import Conversation, Delta, Role, chat_of, ids_of, said_by
+from engines.data.chat_template import (
+    TOO_LONG,
+    Role,
+    TokenizedPrompts,
+    chat_of,
+    ids_of,
+    said_by,
+    state_number,
+)
+from engines.data.conversation import Conversation, Delta
 from engines.data.episode_rows import Episode, episode_columns, read_episodes
 from engines.data.players import dealt, players_prompts
 from engines.data.results import (

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from configs.data import DataConfig, FileSource
 from configs.model import PretrainedModel
 from engines import models
-from engines.data.chat_template import tokenize
-from engines.data.conversation import Conversation, Role
+from engines.data.chat_template import Role, tokenize
+from engines.data.conversation import Conversation
 from storage.batches.columns import Author
 from tests.engines.data.chat_templates import (
     DEFAULT_SYSTEM,
