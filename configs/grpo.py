@@ -226,6 +226,20 @@ class GRPOConfig(RunConfig):
                     f"problems, but data.source.kind = {self.data.source.kind}. "
                     "Set it to math or function."
                 )
+        for model in self.rewards.models:
+            alone = None
+            if self.group_size == 1:
+                alone = "group_size = 1"
+            elif self.evaluation is not None and self.evaluation.samples == 1:
+                alone = "evaluation.samples = 1"
+            elif self.algorithm.needs_baselines:
+                alone = f"algorithm.advantage.kind = {self.algorithm.advantage.kind}"
+            if model.pairwise is not None and alone is not None:
+                raise ValueError(
+                    f"The reward {model.label} compares the answers to a prompt, and {alone} has "
+                    "prompts with one answer. Set more, or pairwise = null with a model that scores "
+                    "each alone."
+                )
         return self
 
     @model_validator(mode="after")

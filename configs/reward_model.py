@@ -2,10 +2,38 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.base import Settings
 from configs.model import PretrainedModel
+
+
+class Pairwise(Settings):
+    """A model that reads two answers: its number is the log-odds that the first is better."""
+
+    template: str = Field(
+        "{prompt}\n\nAnswer A:\n{first}\n\nAnswer B:\n{second}\n\nWhich answer is better?",
+        description="What the model reads: {prompt}, {first} and {second} are put in, each once. As "
+        "the model was trained.",
+    )
+    opponents: int | None = Field(
+        None,
+        ge=1,
+        description="Each answer of a prompt is compared with so many after it, and so with as many "
+        "before it, in a circle. None: with all.",
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _has_its_places(cls, template: str) -> str:
+        for place in ("{prompt}", "{first}", "{second}"):
+            if template.count(place) != 1:
+                raise ValueError(
+                    f"rewards.functions[].pairwise.template = {template!r} has {place} "
+                    f"{template.count(place)} times. Put {{prompt}}, {{first}} and {{second}} into "
+                    "it, each once."
+                )
+        return template
 
 
 class RewardModelReward(Settings):
@@ -25,6 +53,11 @@ class RewardModelReward(Settings):
         "chat",
         description="chat: prompt and completion as messages of the reward model's own chat "
         "template; plain: the one's text, then the other's.",
+    )
+    pairwise: Pairwise | None = Field(
+        None,
+        description="For a model that compares two answers: the score of a sample is then the mean "
+        "probability that it is better than others of its prompt. None: each is scored alone.",
     )
     max_length: int = Field(
         4096, ge=2, description="Longest sample, in its tokens; a longer one is failed, not cut."

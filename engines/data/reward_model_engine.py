@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.judge import LocalJudgeReward
@@ -25,7 +26,7 @@ from engines.rewards.protocol import Unscored
 from engines.rewards.reward_model import RewardModel
 from engines.rewards.runner import RewardCode
 from engines.workers.engine import Engine, Memory
-from storage.batches.columns import EXTRA, SCORE
+from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -70,8 +71,9 @@ class RewardModelEngine(Engine):
         """
         began = time.monotonic()
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
+        failed = samples.fetch_numpy(self._store, "status")[0] == SampleStatus.FAILED
         columns: dict[str, object] = {}
-        for found in self.scored(texts):
+        for found in self.scored(texts, failed, len(samples) // len(prompts)):
             columns[f"{SCORE}{found.name}"] = np.array(
                 [np.nan if isinstance(one, Unscored) else one for one in found.scores],
                 dtype=np.float32,
@@ -87,11 +89,21 @@ class RewardModelEngine(Engine):
             seconds=time.monotonic() - began,
         )
 
-    def scored(self, texts: SampleTexts) -> Iterator[Scored]:
-        """What each of the models makes of samples."""
-        for name, model in self._models.items():
+    def scored(
+        self, texts: SampleTexts, failed: NDArray[np.bool_], group_size: int
+    ) -> Iterator[Scored]:
+        """What each of the models makes of N samples, of which group_size each belong to one prompt.
+
+        failed: bool [N]: those that are no answers; none is compared with them.
+        """
+        for reward in self._spec.reward_models:
             with self._lock:
-                yield Scored(name=name, scores=model.scores(texts.prompts, texts.completions))
+                model = self._models[reward.label]
+                if reward.pairwise is None:
+                    scores = model.scores(texts.prompts, texts.completions)
+                else:
+                    scores = compared(model, texts, failed, group_size)
+            yield Scored(name=reward.label, scores=scores)
 
     @property
     def code(self) -> tuple[RewardCode, ...]:
@@ -116,3 +128,20 @@ class RewardModelEngine(Engine):
             "Set batch_tokens of the reward model (rewards.functions[]) lower, or give "
             "cluster.roles.reward_model a pool of its own."
         )
+
+
+def compared(
+    model: RewardModel, texts: SampleTexts, failed: NDArray[np.bool_], group_size: int
+) -> list[float | Unscored]:
+    """The scores of N samples by a model that compares the answers to one prompt."""
+    found: list[float | Unscored] = [Unscored(reason="the sample had failed")] * len(failed)
+    for first in range(0, len(failed), group_size):
+        answers = {
+            number: texts.completions[number]
+            for number in range(first, first + group_size)
+            if not failed[number]
+        }
+        if answers:
+            for number, score in model.compared(texts.prompts[first], answers).items():
+                found[number] = score
+    return found

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec, Scored
 from engines.data.sample_texts import SampleTexts
 from engines.judges.local_judge import LocalJudge
@@ -18,9 +21,11 @@ class JudgingEngine(RewardModelEngine):
         super().__init__(spec)
         self._judges = [LocalJudge(one, spec) for one in spec.judges]
 
-    def scored(self, texts: SampleTexts) -> Iterator[Scored]:
+    def scored(
+        self, texts: SampleTexts, failed: NDArray[np.bool_], group_size: int
+    ) -> Iterator[Scored]:
         """What each of the models and judges makes of samples."""
-        yield from super().scored(texts)
+        yield from super().scored(texts, failed, group_size)
         for judge in self._judges:
             yield judge.scored(texts)
 

@@ -1,14 +1,18 @@
 """A reward model: a frozen sequence classifier of transformers with one label, its number the score.
 
+Or it reads two answers, and its number says which is better (configs/reward_model.py:Pairwise).
+
 Trained on pairs (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155, eq. 1) such numbers mean
 something only against each other: they have no zero and no unit.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,6 +20,7 @@ from configs.reward_model import RewardModelReward
 from engines import models
 from engines.processes.user_code import installed
 from engines.progress import report
+from engines.rewards.judge_rubric import as_text
 from engines.rewards.protocol import Unscored
 from engines.rewards.runner import RewardCode
 from storage.objects.digests import Digester
@@ -66,17 +71,62 @@ class RewardModel:
         self, prompts: Sequence[Prompt], completions: Sequence[str]
     ) -> list[float | Unscored]:
         """The score of each of N samples."""
+        return self._numbers([self.tokens(p, c) for p, c in zip(prompts, completions, strict=True)])
+
+    def compared(
+        self, prompt: Prompt, completions: Mapping[int, str]
+    ) -> dict[int, float | Unscored]:
+        """The mean probability of each answer to a prompt that it is better than others.
+
+        completions: answers that can be compared, by number. Both orders of a pair are read, so that
+        the place of an answer does not count: P(i > j) = (s(f(i, j)) + 1 - s(f(j, i))) / 2 with the
+        logistic function s and the model's number f (Bradley and Terry; pairs in both orders as in
+        LLM-Blender, arXiv:2306.02561).
+        """
+        assert self._reward.pairwise is not None, "the model scores answers alone"
+        pairs = paired(list(completions), self._reward.pairwise.opponents)
+        both = [(i, j) for pair in pairs for i, j in (pair, pair[::-1])]
+        numbers = self._numbers(
+            [self._pair(prompt, completions[i], completions[j]) for i, j in both]
+        )
+        won: dict[int, list[float]] = {number: [] for number in completions}
+        reason = "there is no other answer to compare with"
+        for (i, j), one, other in zip(pairs, numbers[::2], numbers[1::2], strict=True):
+            if isinstance(one, Unscored) or isinstance(other, Unscored):
+                reason = (one if isinstance(one, Unscored) else cast("Unscored", other)).reason
+                continue
+            probability = (_logistic(one) + 1.0 - _logistic(other)) / 2.0
+            won[i].append(probability)
+            won[j].append(1.0 - probability)
+        return {
+            number: sum(found) / len(found) if found else Unscored(reason=reason)
+            for number, found in won.items()
+        }
+
+    def _pair(self, prompt: Prompt, first: str, second: str) -> list[int]:
+        """Two answers to a prompt as the model's tokens."""
+        assert self._reward.pairwise is not None
+        parts = {"{prompt}": as_text(prompt), "{first}": first, "{second}": second}
+        places = re.split(r"(\{prompt\}|\{first\}|\{second\})", self._reward.pairwise.template)
+        text = "".join(parts.get(part, part) for part in places)
+        if self._reward.template == "plain":
+            return cast("list[int]", self._tokenizer(text)["input_ids"])
+        chat = [{"role": "user", "content": text}]
+        ids = self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+        return cast("list[int]", ids)
+
+    def _numbers(self, rows: Sequence[list[int]]) -> list[float | Unscored]:
+        """The model's number for each of some rows of tokens."""
         found: list[float | Unscored] = []
-        rows: dict[int, list[int]] = {}  # tokens by sample, of those that can be scored
+        fits: dict[int, list[int]] = {}
         longest = self._reward.max_length
-        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            tokens = self.tokens(prompt, completion)
+        for number, tokens in enumerate(rows):
             if 0 < len(tokens) <= longest:
-                rows[number] = tokens
+                fits[number] = tokens
             reason = f"{len(tokens)} tokens of the reward model, and max_length = {longest}"
             found.append(Unscored(reason=reason))
-        for batch in batches(rows, self._reward.batch_tokens, alone=self._pad is None):
-            for number, score in zip(batch, self._forward([rows[n] for n in batch]), strict=True):
+        for batch in batches(fits, self._reward.batch_tokens, alone=self._pad is None):
+            for number, score in zip(batch, self._forward([fits[n] for n in batch]), strict=True):
                 found[number] = (
                     score
                     if math.isfinite(score)
@@ -106,6 +156,29 @@ class RewardModel:
                 input_ids=ids.to(self._device), attention_mask=mask.to(self._device)
             ).logits
         return cast("list[float]", logits[:, 0].float().tolist())
+
+
+def paired(numbers: Sequence[int], opponents: int | None) -> list[tuple[int, int]]:
+    """Which of some answers are compared, each pair once.
+
+    opponents: with how many after it each is, in a circle; None: all with all.
+    Example: paired([4, 5, 7], None) == [(4, 5), (4, 7), (5, 7)]
+    """
+    count = len(numbers)
+    if opponents is None or 2 * opponents >= count - 1:
+        return list(itertools.combinations(numbers, 2))
+    return [
+        (numbers[place], numbers[(place + distance) % count])
+        for place in range(count)
+        for distance in range(1, opponents + 1)
+    ]
+
+
+def _logistic(number: float) -> float:
+    """1 / (1 + exp(-number)), of any number without overflow."""
+    if number >= 0:
+        return 1.0 / (1.0 + math.exp(-number))
+    return math.exp(number) / (1.0 + math.exp(number))
 
 
 def batches(rows: dict[int, list[int]], batch_tokens: int, alone: bool = False) -> list[list[int]]:

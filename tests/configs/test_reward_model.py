@@ -33,3 +33,14 @@ def test_calls_that_wait_for_a_judge_are_not_hung() -> None:
     judged = load_recipe(GRPOConfig, "tiny", [f"rewards.functions=[{judge}]"])
     slots = judged.cluster.pools["cpu"].slots
     assert judged.scoring_deadline == judged.rollout.deadline + slots * 50
+
+
+def test_answers_are_compared_where_a_prompt_has_several() -> None:
+    pairs = "rewards.functions=[{kind: reward_model, model: some/where, pairwise: {}}]"
+    load_recipe(GRPOConfig, "tiny", [pairs])
+    for word in ("group_size=1", "algorithm.advantage.kind=remax"):
+        said = f"{word.replace('=', ' = ')} has prompts with one answer"
+        with pytest.raises(ConfigError, match=said):
+            load_recipe(GRPOConfig, "tiny", [pairs, word])
+    with pytest.raises(ConfigError, match=r"has \{second\} 0 times"):
+        load_recipe(GRPOConfig, "tiny", [pairs[:-3] + "template: '{prompt}{first}'}}]"])

@@ -14,6 +14,7 @@ import pytest
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
+from configs.reward_model import Pairwise
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec
 from engines.models import load_tokenizer, materialize
@@ -127,6 +128,34 @@ def test_what_the_model_cannot_score_is_failed(run: Mock) -> None:
     assert column(run, done.ref, "status")[1] == SampleStatus.FAILED
     (said,) = [one for one in done.ref.fetch_list(run.store, "extra/reward_model/error") if one]
     assert str(said).endswith("tokens of the reward model, and max_length = 200")
+
+
+def test_answers_are_compared_within_their_prompt(
+    run: Mock, config: GRPOConfig, tmp_path: Path
+) -> None:
+    (alone,) = config.rewards.models
+    engine = RewardModelEngine(
+        RewardModelSpec(
+            reward_models=(alone.model_copy(update={"pairwise": Pairwise()}),),
+            model=config.model,
+            model_cache=str(tmp_path / "models"),
+            data=config.data,
+            max_new_tokens=16,
+            store_uri=config.store.uri,
+            store_options={},
+        )
+    )
+    (shard,) = sampled(run, ["12", "ab", "1b", "2222"])
+    status = np.array([0, 0, 0, SampleStatus.FAILED])
+    written = write_batch(run.store, "r/status.safetensors", {"status": status})
+    samples = shard.ref.drop(["status"]).with_columns(written)
+    found = engine.score(shard.prompts, samples, "r/scores.safetensors")
+    one, other, *rest = column(run, found.ref, "score/reward_model")
+    assert one == pytest.approx(1 - other) and one != other and np.isnan(rest).all()
+    assert found.ref.fetch_list(run.store, "extra/reward_model/error") == [
+        *(None, None),
+        *("there is no other answer to compare with", "the sample had failed"),
+    ]
 
 
 def test_without_reward_models_no_engine_is_asked(run: Mock) -> None:

@@ -217,7 +217,10 @@ def sampled(folder: Path, tokenizer: Any, answers: Sequence[str]) -> tuple[Any, 
         store, "r/prompts.safetensors", {"row": [{"question": "1+1?", "answer": "2"}]}
     )
     ids = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in answers]
-    columns = {"response_ids": [np.array(one, np.int32) for one in ids]}
+    columns = {
+        "response_ids": [np.array(one, np.int32) for one in ids],
+        "status": np.zeros(len(ids), np.int64),
+    }
     return prompts, write_batch(store, "r/samples.safetensors", columns)
 
 

@@ -15,7 +15,7 @@ from configs.model import RandomModel
 from configs.reward_model import RewardModelReward
 from engines.models import materialize
 from engines.rewards.protocol import Unscored
-from engines.rewards.reward_model import RewardModel, batches, check_reward_model
+from engines.rewards.reward_model import RewardModel, batches, check_reward_model, paired
 from tests.engines.rewards.reward_models import draw_reward_model
 
 PROMPTS = ["1+1?", [{"role": "user", "content": "2+2?"}], "3+3?"]
@@ -139,3 +139,54 @@ def test_its_identity_is_of_weights_and_words(folder: Path, tmp_path: Path) -> N
     words = loaded(changed).code
     assert words.source == first.source and words.module != first.module
     assert json.dumps(first.settings)
+
+
+ANSWERS = {3: "two", 5: "It is 2.", 6: "3", 9: "2"}  # by number
+PAIR = "{prompt}|{first}|{second}"
+
+
+def test_an_answer_is_compared_with_the_others_in_both_orders(folder: Path) -> None:
+    directory = draw_reward_model(folder, seed=3)
+    model = loaded(directory, template="plain", pairwise={"template": PAIR})
+    plain = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+
+    def number(first: str, second: str) -> float:
+        ids = torch.tensor([model._tokenizer(f"1+1?|{first}|{second}")["input_ids"]])
+        with torch.inference_mode():
+            return float(torch.sigmoid(plain(input_ids=ids).logits.double()))
+
+    found = model.compared("1+1?", ANSWERS)
+    for one, answer in ANSWERS.items():
+        others = [other for number, other in ANSWERS.items() if number != one]
+        beats = [(number(answer, other) + 1 - number(other, answer)) / 2 for other in others]
+        assert found[one] == pytest.approx(sum(beats) / 3, abs=1e-5)
+    assert sum(found.values()) == pytest.approx(len(ANSWERS) / 2)  # type: ignore[arg-type]
+    assert model.compared("1+1?", dict(reversed(ANSWERS.items()))) == pytest.approx(found)
+    assert model.compared("1+1?", {0: "2", 1: "2"}) == pytest.approx({0: 0.5, 1: 0.5})
+
+
+def test_an_answer_that_cannot_be_compared_has_no_score(folder: Path) -> None:
+    directory = draw_reward_model(folder)
+    model = loaded(directory, template="plain", max_length=12, pairwise={"template": PAIR})
+    (alone,) = model.compared("1?", {4: "2"}).values()
+    assert alone == Unscored(reason="there is no other answer to compare with")
+    found = model.compared("1?", {0: "2", 1: "3", 2: "much too long"})
+    assert found[0] == pytest.approx(1 - found[1])  # type: ignore[operator]
+    assert isinstance(found[2], Unscored) and "max_length = 12" in found[2].reason
+
+
+def test_what_stands_in_an_answer_is_no_place_of_the_template(folder: Path) -> None:
+    model = loaded(draw_reward_model(folder), template="plain", pairwise={"template": PAIR})
+    ids = model._pair("1?", "{second}", "{prompt}")
+    assert model._tokenizer.decode(ids) == "1?|{second}|{prompt}"
+
+
+def test_with_whom_each_is_compared() -> None:
+    assert paired([4, 5, 7], None) == [(4, 5), (4, 7), (5, 7)]
+    assert paired([], None) == paired([3], 1) == []
+    few = paired(list(range(6)), 1)
+    assert few == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0)]
+    for opponents in (1, 2, 3):
+        pairs = paired(list(range(7)), opponents)
+        assert len({frozenset(pair) for pair in pairs}) == len(pairs) == 7 * opponents
+    assert len(paired(list(range(6)), 3)) == 15
