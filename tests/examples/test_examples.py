@@ -68,6 +68,7 @@ def said(folder: Path, command: list[str], run: str) -> str:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_own_prompts_reward_estimator_and_loss(launch: Launch, tmp_path: Path) -> None:
     copied(tmp_path)
     train, lineage, rescore = (one for one in documented() if one[0] != "my_flow")

@@ -161,6 +161,7 @@ def test_commands_show_the_turns(
     assert "the environments say the same again" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_greedy_baselines_and_the_evaluation_are_episodes_too(
     launch: Launch, tmp_path: Path
 ) -> None:

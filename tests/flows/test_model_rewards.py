@@ -24,6 +24,7 @@ from tests.flows.conftest import ROOT, Launch
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_a_judge_and_a_reward_model_score_a_run(launch: Launch, tmp_path: Path) -> None:
     recipe = yaml.safe_load((ROOT / "configs/recipes/tiny.yaml").read_text())
     model = draw_reward_model(tmp_path / "models")
@@ -33,6 +34,8 @@ def test_a_judge_and_a_reward_model_score_a_run(launch: Launch, tmp_path: Path) 
             {"kind": "judge", "url": judge.url, "model": "strict", "rubric": "rubric.txt"}
             | {"key_variable": "JUDGE_KEY", "weight": 2.0, "retry_pause": 0.01},
             {"kind": "reward_model", "model": str(model), "template": "plain", "weight": 0.5},
+            {"kind": "reward_model", "name": "pairs", "model": str(model), "template": "plain"}
+            | {"pairwise": {}, "weight": 4.0},
             # A random model, of whose words any digit is the score.
             {"kind": "local_judge", "name": "own", "model": str(own), "engine": "transformers"}
             | {"template": "plain", "dtype": "float32", "max_tokens": 100, "max_length": 300}
@@ -49,17 +52,19 @@ def test_a_judge_and_a_reward_model_score_a_run(launch: Launch, tmp_path: Path) 
         store = run.files.store
         for commit in run.commits():
             samples = commit.refs["samples"]
-            digits, judged, scored, told, reward = (
+            digits, judged, scored, told, better, reward = (
                 np.array(samples.fetch_list(store, name))
                 for name in (
                     *("score/share_of_digits", "score/judge", "score/reward_model"),
-                    *("score/own", "reward"),
+                    *("score/own", "score/pairs", "reward"),
                 )
             )
             assert judged == pytest.approx(0.7)
             assert len(set(scored.tolist())) > 8, "the model tells samples apart"
             assert len(set(told.tolist())) > 4, "so does the judge of its own"
-            expected = digits + 2 * judged + 0.5 * scored + told
+            groups = better.reshape(-1, recipe["group_size"])
+            assert groups.mean(axis=1) == pytest.approx(0.5), "who is better, another is worse"
+            expected = digits + 2 * judged + 0.5 * scored + told + 4 * better
             assert reward == pytest.approx(expected, abs=1e-5)
             (answers, *_) = samples.fetch_list(store, "extra/judge/answers")
             assert "Score: 7" in json.dumps(answers)
