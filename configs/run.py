@@ -10,7 +10,6 @@ from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
 from configs.data import DataConfig
 from configs.episodes import EpisodesConfig
-from configs.judge import Judging
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.retraining import (
@@ -144,12 +143,17 @@ class RunConfig(Settings):
         Judges and unit tests keep deadlines of their own, and the calls of a worker's slots wait for
         each other there: at a judge each for its own, at unit tests all for those of the step.
         """
-        judges = [one.deadline for one in self.rewards.functions if isinstance(one, Judging)]
+        judges = [one.deadline for one in self.rewards.functions if one.kind == "judge"]
         slots = self.cluster.pools[self.cluster.roles.reward].slots
         samples = self.groups_at_once * self.samples_per_prompt
         tests = [one.seconds(samples) for one in self.rewards.functions if one.kind == "unit_tests"]
         waits = slots * max(judges, default=0.0) + max(tests, default=0.0)
         return self.rollout.deadline + waits
+
+    @property
+    def model_scoring_deadline(self) -> float:
+        """The same of the workers of reward models and of the run's own judges, which take turns."""
+        return self.rollout.deadline + sum(one.deadline for one in self.rewards.judges)
 
     @property
     def fewest_prompts(self) -> int:

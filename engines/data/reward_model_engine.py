@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.judge import LocalJudgeReward
@@ -71,9 +70,8 @@ class RewardModelEngine(Engine):
         """
         began = time.monotonic()
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
-        failed = samples.fetch_numpy(self._store, "status")[0] == SampleStatus.FAILED
         columns: dict[str, object] = {}
-        for found in self.scored(texts, failed, len(samples) // len(prompts)):
+        for found in self.scored(texts, samples):
             columns[f"{SCORE}{found.name}"] = np.array(
                 [np.nan if isinstance(one, Unscored) else one for one in found.scores],
                 dtype=np.float32,
@@ -89,20 +87,15 @@ class RewardModelEngine(Engine):
             seconds=time.monotonic() - began,
         )
 
-    def scored(
-        self, texts: SampleTexts, failed: NDArray[np.bool_], group_size: int
-    ) -> Iterator[Scored]:
-        """What each of the models makes of N samples, of which group_size each belong to one prompt.
-
-        failed: bool [N]: those that are no answers; none is compared with them.
-        """
+    def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[Scored]:
+        """What each of the models makes of samples; `texts`: their texts."""
         for reward in self._spec.reward_models:
             with self._lock:
                 model = self._models[reward.label]
                 if reward.pairwise is None:
                     scores = model.scores(texts.prompts, texts.completions)
                 else:
-                    scores = compared(model, texts, failed, group_size)
+                    scores = compared(self._store, model, texts, samples)
             yield Scored(name=reward.label, scores=scores)
 
     @property
@@ -131,17 +124,20 @@ class RewardModelEngine(Engine):
 
 
 def compared(
-    model: RewardModel, texts: SampleTexts, failed: NDArray[np.bool_], group_size: int
+    store: Store, model: RewardModel, texts: SampleTexts, samples: BatchRef
 ) -> list[float | Unscored]:
-    """The scores of N samples by a model that compares the answers to one prompt."""
+    """The scores of N samples by a model that compares answers: those of one prompt and player.
+
+    A sample that had failed is no answer, and none is compared with it.
+    """
+    failed = samples.fetch_numpy(store, "status")[0] == SampleStatus.FAILED
     found: list[float | Unscored] = [Unscored(reason="the sample had failed")] * len(failed)
-    for first in range(0, len(failed), group_size):
-        answers = {
-            number: texts.completions[number]
-            for number in range(first, first + group_size)
-            if not failed[number]
-        }
-        if answers:
-            for number, score in model.compared(texts.prompts[first], answers).items():
-                found[number] = score
+    answers: dict[int, dict[int, str]] = {}
+    for number, group in enumerate(samples.own_groups(store).tolist()):
+        if not failed[number]:
+            answers.setdefault(group, {})[number] = texts.completions[number]
+    for of_group in answers.values():
+        prompt = texts.prompts[min(of_group)]
+        for number, score in model.compared(prompt, of_group).items():
+            found[number] = score
     return found

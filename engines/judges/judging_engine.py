@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec, Scored
 from engines.data.sample_texts import SampleTexts
 from engines.judges.local_judge import LocalJudge
 from engines.rewards.runner import RewardCode
 from engines.workers.engine import Memory
+from storage.batches.refs import BatchRef
 
 
 class JudgingEngine(RewardModelEngine):
@@ -21,11 +19,9 @@ class JudgingEngine(RewardModelEngine):
         super().__init__(spec)
         self._judges = [LocalJudge(one, spec) for one in spec.judges]
 
-    def scored(
-        self, texts: SampleTexts, failed: NDArray[np.bool_], group_size: int
-    ) -> Iterator[Scored]:
+    def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[Scored]:
         """What each of the models and judges makes of samples."""
-        yield from super().scored(texts, failed, group_size)
+        yield from super().scored(texts, samples)
         for judge in self._judges:
             yield judge.scored(texts)
 

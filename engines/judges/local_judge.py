@@ -125,7 +125,8 @@ class LocalJudge:
         late = f"not judged within rewards.functions[].deadline = {reward.deadline:g} s"
         until = time.monotonic() + reward.deadline
         votes: dict[str, list[Vote]] = {}
-        for again in (False, True):
+        # A second try of the likeliest tokens would be the first one's answer.
+        for again in (False, True) if reward.temperature else (False,):
             for question, answers in self._asked(asked, again, until).items():
                 if answers is None:
                     verdicts[question] = _none(late)

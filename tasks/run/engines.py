@@ -276,7 +276,8 @@ class Engines:
         judging = "engines.judges.judging_engine:JudgingEngine"
         plain = "engines.data.reward_model_engine:RewardModelEngine"
         engine = EngineSpec.of(judging if spec.judges else plain, spec)
-        return self._pool(cluster, "reward_model", "reward_model", engine)
+        deadline = self._run.config.model_scoring_deadline
+        return self._pool(cluster, "reward_model", "reward_model", engine, deadline)
 
     def _pool(
         self,

@@ -33,6 +33,11 @@ def test_calls_that_wait_for_a_judge_are_not_hung() -> None:
     judged = load_recipe(GRPOConfig, "tiny", [f"rewards.functions=[{judge}]"])
     slots = judged.cluster.pools["cpu"].slots
     assert judged.scoring_deadline == judged.rollout.deadline + slots * 50
+    own = "{kind: local_judge, name: N, model: m, rubric: r.md, deadline: 40}"
+    both = ", ".join(own.replace("N", name) for name in ("one", "two"))
+    local = load_recipe(GRPOConfig, "tiny", [f"rewards.functions=[{both}]"])
+    assert local.scoring_deadline == local.rollout.deadline
+    assert local.model_scoring_deadline == local.rollout.deadline + 80
 
 
 def test_answers_are_compared_where_a_prompt_has_several() -> None:

@@ -146,16 +146,25 @@ def test_answers_are_compared_within_their_prompt(
         )
     )
     (shard,) = sampled(run, ["12", "ab", "1b", "2222"])
-    status = np.array([0, 0, 0, SampleStatus.FAILED])
-    written = write_batch(run.store, "r/status.safetensors", {"status": status})
-    samples = shard.ref.drop(["status"]).with_columns(written)
-    found = engine.score(shard.prompts, samples, "r/scores.safetensors")
-    one, other, *rest = column(run, found.ref, "score/reward_model")
+
+    def scored(name: str, **columns: object) -> tuple[list[float], list[object]]:
+        written = write_batch(run.store, f"r/{name}.safetensors", columns)
+        samples = shard.ref.drop(["status"]).with_columns(written)
+        found = engine.score(shard.prompts, samples, f"r/{name}-scores.safetensors")
+        errors = found.ref.fetch_list(run.store, "extra/reward_model/error")
+        return column(run, found.ref, "score/reward_model"), errors
+
+    groups, good = np.array([0, 0, 1, 1]), np.zeros(SAMPLES, np.int64)
+    (one, other, *rest), errors = scored(
+        "failed", group_id=groups, status=np.array([0, 0, 0, SampleStatus.FAILED])
+    )
     assert one == pytest.approx(1 - other) and one != other and np.isnan(rest).all()
-    assert found.ref.fetch_list(run.store, "extra/reward_model/error") == [
-        *(None, None),
-        *("there is no other answer to compare with", "the sample had failed"),
-    ]
+    assert errors[2:] == ["there is no other answer to compare with", "the sample had failed"]
+    # Two players of one prompt: each is compared with its own.
+    seats = np.array([0, 1, 0, 1])
+    scores, _ = scored("players", group_id=np.zeros(SAMPLES, np.int64), player=seats, status=good)
+    assert scores[0] + scores[2] == pytest.approx(1.0) == scores[1] + scores[3]
+    assert scores[0] + scores[1] != pytest.approx(1.0)
 
 
 def test_without_reward_models_no_engine_is_asked(run: Mock) -> None:

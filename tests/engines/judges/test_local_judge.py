@@ -157,6 +157,9 @@ def test_votes_are_asked_again_and_combined(told: Any) -> None:
     (failed,) = judge.scored(texts("z")).scores
     assert isinstance(failed, Unscored)
     assert failed.reason.startswith("3 of 3 votes gave no score between 0 and 10")
+    certain, engine = told(lambda *_: "no idea", temperature=0.0, name="certain")
+    certain.scored(texts("z"))
+    assert len(engine.asked) == 1, "the likeliest tokens are the same again"
 
 
 def test_an_answer_is_stored_and_asked_for_once(told: Any, tmp_path: Path) -> None:
@@ -217,10 +220,7 @@ def sampled(folder: Path, tokenizer: Any, answers: Sequence[str]) -> tuple[Any, 
         store, "r/prompts.safetensors", {"row": [{"question": "1+1?", "answer": "2"}]}
     )
     ids = [tokenizer(one, add_special_tokens=False)["input_ids"] for one in answers]
-    columns = {
-        "response_ids": [np.array(one, np.int32) for one in ids],
-        "status": np.zeros(len(ids), np.int64),
-    }
+    columns = {"response_ids": [np.array(one, np.int32) for one in ids]}
     return prompts, write_batch(store, "r/samples.safetensors", columns)
 
 
