@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +20,7 @@ import numpy as np
 from configs.imports import imported_class
 from configs.judge import LocalJudgeReward
 from engines import models
-from engines.data.reward_model_engine import RewardModelSpec, Scored
+from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec, Scored
 from engines.data.sample_texts import SampleTexts
 from engines.processes.user_code import installed
 from engines.progress import report
@@ -40,6 +40,7 @@ from engines.rollout.contract import (
 from engines.rollout.engine import RolloutEngine
 from engines.workers.engine import Memory
 from storage.batches.columns import UNFINISHED
+from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, find_manifest
@@ -125,8 +126,8 @@ class LocalJudge:
         late = f"not judged within rewards.functions[].deadline = {reward.deadline:g} s"
         until = time.monotonic() + reward.deadline
         votes: dict[str, list[Vote]] = {}
-        # A second try of the likeliest tokens would be the first one's answer.
-        for again in (False, True) if reward.temperature else (False,):
+        twice = reward.temperature > 0  # the likeliest tokens would be the same again
+        for again in (False, True) if twice else (False,):
             for question, answers in self._asked(asked, again, until).items():
                 if answers is None:
                     verdicts[question] = _none(late)
@@ -143,7 +144,7 @@ class LocalJudge:
                 if one not in verdicts and any(vote.score is None for vote in votes[one])
             ]
         for question, given in votes.items():
-            verdicts.setdefault(question, verdict_on(reward, given))
+            verdicts.setdefault(question, verdict_on(reward, given, twice))
         return verdicts
 
     def tokens(self, question: str) -> list[int]:
@@ -290,6 +291,38 @@ class LocalJudge:
         model = models.load_for_training(self._directory, self._reward.dtype)
         files = models.companion_files(self._directory)
         return publish(self._store, self._spec.run, 0, model.state_dict().items(), files, key=key)
+
+
+class JudgingEngine(RewardModelEngine):
+    """Scores samples by all reward models and judges of a run."""
+
+    def __init__(self, spec: RewardModelSpec) -> None:
+        super().__init__(spec)
+        self._judges = [LocalJudge(one, spec) for one in spec.judges]
+
+    def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[Scored]:
+        """What each of the models and judges makes of samples."""
+        yield from super().scored(texts, samples)
+        for judge in self._judges:
+            yield judge.scored(texts)
+
+    @property
+    def code(self) -> tuple[RewardCode, ...]:
+        """What each of them is."""
+        return (*super().code, *(judge.code for judge in self._judges))
+
+    def memory_held(self, memory: Memory) -> Mapping[str, int]:
+        """What each model and each judge's engine holds."""
+        found = dict(super().memory_held(memory))
+        for judge in self._judges:
+            for what, size in judge.memory_held(memory).items():
+                found[f"{judge.code.name}'s {what}"] = size
+        return found
+
+    def close(self) -> None:
+        """End the judges' engines."""
+        for judge in self._judges:
+            judge.close()
 
 
 def _none(error: str) -> Verdict:

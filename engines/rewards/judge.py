@@ -55,14 +55,14 @@ class Verdict:
         return statistics.pstdev(scores) if len(scores) > 1 else None
 
 
-def verdict_on(reward: Judging, votes: Sequence[Vote | None]) -> Verdict:
-    """What a sample's votes come to, none of which failed."""
+def verdict_on(reward: Judging, votes: Sequence[Vote | None], twice: bool = True) -> Verdict:
+    """What a sample's votes come to, none of which failed; `twice`: those without a score had two."""
     scores = [vote.score for vote in votes if vote is not None and vote.score is not None]
     if 2 * len(scores) <= reward.votes:
         low, high = reward.scale
         reason = (
             f"{reward.votes - len(scores)} of {reward.votes} votes gave no score between {low:g} "
-            f"and {high:g}, though asked twice"
+            f"and {high:g}{', though asked twice' if twice else ''}"
         )
         return Verdict(votes=tuple(votes), score=None, error=reason)
     combined = statistics.median(scores) if reward.combine == "median" else _mean(scores)

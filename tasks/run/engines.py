@@ -273,7 +273,7 @@ class Engines:
 
     def _reward_models(self, cluster: Cluster) -> EnginePool:
         spec = reward_model_spec(self._run.config, self._run.files)
-        judging = "engines.judges.judging_engine:JudgingEngine"
+        judging = "engines.judges.local_judge:JudgingEngine"
         plain = "engines.data.reward_model_engine:RewardModelEngine"
         engine = EngineSpec.of(judging if spec.judges else plain, spec)
         deadline = self._run.config.model_scoring_deadline

@@ -18,8 +18,7 @@ from configs.rewards import RewardsConfig
 from engines.data.reward_model_engine import RewardModelSpec
 from engines.data.sample_texts import SampleTexts
 from engines.judges import local_judge
-from engines.judges.judging_engine import JudgingEngine
-from engines.judges.local_judge import LocalJudge
+from engines.judges.local_judge import JudgingEngine, LocalJudge
 from engines.models import load_tokenizer, materialize
 from engines.rewards.checks import check_rewards
 from engines.rewards.judge import check_local_judge
@@ -158,8 +157,9 @@ def test_votes_are_asked_again_and_combined(told: Any) -> None:
     assert isinstance(failed, Unscored)
     assert failed.reason.startswith("3 of 3 votes gave no score between 0 and 10")
     certain, engine = told(lambda *_: "no idea", temperature=0.0, name="certain")
-    certain.scored(texts("z"))
+    (failed,) = certain.scored(texts("z")).scores
     assert len(engine.asked) == 1, "the likeliest tokens are the same again"
+    assert failed.reason == "1 of 1 votes gave no score between 0 and 10"
 
 
 def test_an_answer_is_stored_and_asked_for_once(told: Any, tmp_path: Path) -> None:
