@@ -24,10 +24,8 @@ from tests.faults.planted import Fault, Faults
 
 ROOT = Path(__file__).parents[2]
 
-# Kills the flow once its third step is committed, before MLflow is told.
-AFTER_STEP_3 = Fault(
-    id="told", target="storage.tracking.tracker:Tracker.log_step", action="kill", nth=3
-)
+# Kills the flow once its third step is committed, before MLflow is told or another step is begun.
+AFTER_STEP_3 = Fault(id="committed", target="tasks.run.run:Run.advance", action="kill", nth=3)
 
 
 @pytest.fixture(scope="session")

@@ -28,10 +28,8 @@ ASYNC = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
 # Answers take their time, so that new weights arrive in the middle of them.
 SLOW = Fault(id="slow", target="engines.rollout.hf_decoding:Decoding.step", action="delay")
 
-# Kills the flow once its fifth step is committed, before MLflow is told.
-AFTER_STEP_5 = Fault(
-    id="told", target="storage.tracking.tracker:Tracker.log_step", action="kill", nth=5
-)
+# Kills the flow once its fifth step is committed, before MLflow is told or the sixth trains.
+AFTER_STEP_5 = Fault(id="committed", target="tasks.run.run:Run.advance", action="kill", nth=5)
 
 
 def rows_trained(commits: list[Commit], store: Store) -> list[list[int]]:
