@@ -32,7 +32,7 @@ from engines.data.results import (
     ScoreResult,
 )
 from engines.data.sample_texts import read_texts
-from engines.rewards.failing_samples import Column
+from engines.rewards.failing_samples import Column, pooled
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS, TrainerState
 from engines.rewards.runner import RewardRunner, Scores, code_digest
@@ -168,7 +168,7 @@ class DataEngine(Engine):
             ),
             tracebacks=scores.tracebacks,
             failed=int(failed.sum()),
-            metrics=scores.metrics,
+            metrics=pooled([scores.metrics, {} if models is None else models.metrics]),
             code=code,
             seconds=seconds,
         )

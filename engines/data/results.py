@@ -67,6 +67,7 @@ class ModelScores:
     ref: BatchRef  # score/<function>, extra/<function>/error
     code: tuple[RewardCode, ...]  # what the models were
     seconds: float
+    metrics: dict[str, LoggedMetric] = field(default_factory=dict)  # by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from configs.reward_model import RewardModelReward
 from engines.data.data_engine import ERROR
 from engines.data.results import ModelScores, RowsSpec
 from engines.data.sample_texts import SampleTexts, read_texts
+from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.protocol import Unscored
 from engines.rewards.reward_model import RewardModel
 from engines.rewards.runner import RewardCode
@@ -46,6 +47,7 @@ class Scored:
     name: str
     scores: Sequence[float | Unscored]
     columns: Mapping[str, Sequence[object]] = field(default_factory=dict)  # of the samples
+    metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
 
 
 class RewardModelEngine(Engine):
@@ -71,6 +73,7 @@ class RewardModelEngine(Engine):
         began = time.monotonic()
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
         columns: dict[str, object] = {}
+        metrics: dict[str, LoggedMetric] = {}
         for found in self.scored(texts, samples):
             columns[f"{SCORE}{found.name}"] = np.array(
                 [np.nan if isinstance(one, Unscored) else one for one in found.scores],
@@ -81,10 +84,13 @@ class RewardModelEngine(Engine):
             ]
             for column, values in found.columns.items():
                 columns[f"{EXTRA}{found.name}/{column}"] = list(values)
+            for metric, value in found.metrics.items():
+                metrics[f"{found.name}/{metric}"] = value
         return ModelScores(
             ref=write_batch(self._store, out_key, columns),
             code=self.code,
             seconds=time.monotonic() - began,
+            metrics=metrics,
         )
 
     def scored(self, texts: SampleTexts, samples: BatchRef) -> Iterator[Scored]:

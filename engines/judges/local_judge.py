@@ -24,8 +24,10 @@ from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec,
 from engines.data.sample_texts import SampleTexts
 from engines.processes.user_code import installed
 from engines.progress import report
+from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.judge import KEPT_CHARACTERS, Verdict, Vote, verdict_on
 from engines.rewards.judge_answers import JudgeAnswers
+from engines.rewards.judge_endpoint import Counts
 from engines.rewards.judge_rubric import read_rubric, score_of
 from engines.rewards.protocol import Unscored
 from engines.rewards.reward_model import WEIGHTS, WORDS, digest_of, named
@@ -43,6 +45,7 @@ from storage.batches.columns import UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
+from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, find_manifest
 from storage.runs.weights_writing import publish, same
 
@@ -92,7 +95,10 @@ class LocalJudge:
             except ValueError as error:
                 questions.append(None)
                 verdicts[number] = _none(str(error))
-        judged = self.judged([one for one in dict.fromkeys(questions) if one is not None])
+        began = time.monotonic()
+        asked = Counts()
+        judged = self.judged([one for one in dict.fromkeys(questions) if one is not None], asked)
+        seconds = time.monotonic() - began
         found = [
             verdicts[number] if question is None else judged[question]
             for number, question in enumerate(questions)
@@ -109,10 +115,11 @@ class LocalJudge:
                     [vote.answer[-KEPT_CHARACTERS:] for vote in one.votes if vote] for one in found
                 ],
             },
+            metrics=_metrics(found, asked, seconds),
         )
 
-    def judged(self, questions: Sequence[str]) -> dict[str, Verdict]:
-        """What the judge makes of different questions. EngineDead."""
+    def judged(self, questions: Sequence[str], counts: Counts) -> dict[str, Verdict]:
+        """What the judge makes of different questions; adds to `counts`. EngineDead."""
         reward = self._reward
         verdicts: dict[str, Verdict] = {}
         for question in questions:
@@ -128,7 +135,7 @@ class LocalJudge:
         votes: dict[str, list[Vote]] = {}
         twice = reward.temperature > 0  # the likeliest tokens would be the same again
         for again in (False, True) if twice else (False,):
-            for question, answers in self._asked(asked, again, until).items():
+            for question, answers in self._asked(asked, again, until, counts).items():
                 if answers is None:
                     verdicts[question] = _none(late)
                     continue
@@ -170,7 +177,7 @@ class LocalJudge:
         return score_of(answer, self._reward.score, self._reward.scale)
 
     def _asked(
-        self, questions: Sequence[str], again: bool, until: float
+        self, questions: Sequence[str], again: bool, until: float, counts: Counts
     ) -> dict[str, list[str] | None]:
         """The answers to each question, one a vote, stored ones first; None: not in time."""
         reward = self._reward
@@ -189,6 +196,8 @@ class LocalJudge:
             stored = [self._answers.read(key) for key in keys[question]]
             if None not in stored:
                 found[question] = cast("list[str]", stored)
+        counts.votes += reward.votes * len(questions)
+        counts.cached += reward.votes * len(found)
         missing = [question for question in questions if question not in found]
         written = self._generated(missing, seed, until)
         for question, answers in zip(missing, written, strict=True):
@@ -208,7 +217,7 @@ class LocalJudge:
         if not questions:
             return []
         reward, count = self._reward, self._reward.votes
-        folder = f"{self._spec.run}/judged/asked/{uuid.uuid4().hex}"
+        folder = f"{RunStore(self._store, self._spec.run).questions_key}/{uuid.uuid4().hex}"
         prompts = write_batch(
             self._store,
             f"{folder}/questions.safetensors",
@@ -240,10 +249,11 @@ class LocalJudge:
             raise
         finally:
             late.cancel()
+            self._store.delete([*prompts.objects])
         ids = cast("list[list[int]]", ref.fetch_list(self._store, "response_ids"))
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         ends = ref.fetch_list(self._store, "finish_reason")
-        self._store.delete([*prompts.objects, *ref.objects])
+        self._store.delete([*ref.objects])
         found: list[list[str] | None] = []
         for start in range(0, len(texts), count):
             cut = UNFINISHED in ends[start : start + count]
@@ -327,6 +337,18 @@ class JudgingEngine(RewardModelEngine):
 
 def _none(error: str) -> Verdict:
     return Verdict(votes=(), score=None, error=error)
+
+
+def _metrics(verdicts: Sequence[Verdict], asked: Counts, seconds: float) -> dict[str, LoggedMetric]:
+    """Of a call's verdicts, one a sample; `seconds`: that judging them all took."""
+    found = {}
+    if verdicts:
+        found["seconds_per_sample"] = LoggedMetric(total=seconds, samples=len(verdicts))
+    if asked.votes:
+        found["answers_from_store"] = LoggedMetric(total=asked.cached, samples=asked.votes)
+    if spreads := [one.spread for one in verdicts if one.spread is not None]:
+        found["vote_spread"] = LoggedMetric.over(spreads)
+    return found
 
 
 def _number(question: str) -> int:

@@ -46,6 +46,11 @@ class LoggedMetric:
     total: float  # sum over the calls: mean of the call's values times its samples
     samples: int  # of those calls
 
+    @classmethod
+    def over(cls, values: Sequence[float]) -> LoggedMetric:
+        """A value for each of some samples; at least one."""
+        return cls(total=float(sum(values)), samples=len(values))
+
     @property
     def mean(self) -> float:
         """Mean over the samples."""

@@ -43,8 +43,10 @@ def clear(run: RunStore, head: int) -> list[str]:
         run.store.delete(first)  # readers trust the marker
         run.store.delete([key for key in keys if key not in first])
         removed += keys
+    asked = run.store.list(run.questions_key)  # of judges that died
+    run.store.delete(asked)
     run.store.delete_unfinished(run.run)
-    return removed
+    return removed + asked
 
 
 def _uncommitted(run: RunStore, head: int) -> list[tuple[list[str], str]]:

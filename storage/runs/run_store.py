@@ -97,6 +97,11 @@ class RunStore:
         """Steps that have a folder, committed or not, ascending."""
         return _numbers(self.store.children(f"{self.run}/steps"))
 
+    @property
+    def questions_key(self) -> str:
+        """Folder of what the run's own judges are asked at the moment."""
+        return f"{self.run}/judged/asked"
+
     def state_steps(self) -> list[int]:
         """Steps that have a folder of the role's trainer snapshot, finished or not, ascending."""
         return _numbers(self.store.children(self.state_folder))

@@ -21,6 +21,7 @@ from engines.judges import local_judge
 from engines.judges.local_judge import JudgingEngine, LocalJudge
 from engines.models import load_tokenizer, materialize
 from engines.rewards.checks import check_rewards
+from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.judge import check_local_judge
 from engines.rewards.protocol import Unscored
 from engines.rollout.contract import EngineDead, RolloutRequest, RolloutResult, ShardStats
@@ -151,6 +152,8 @@ def test_votes_are_asked_again_and_combined(told: Any) -> None:
     judge, engine = told(says, votes=3, temperature=0.5)
     found = judge.scored(texts("x"))
     assert found.scores == [pytest.approx((0.4 + 0.6 + 1.0) / 3)]
+    assert found.metrics["vote_spread"].mean == pytest.approx(np.std([0.4, 0.6, 1.0]))
+    assert found.metrics["answers_from_store"] == LoggedMetric(total=0, samples=6)
     assert [seed for _, seed in engine.asked] == [0, 3]
     judge, _ = told(lambda *_: "no idea", votes=3, temperature=0.5, name="other")
     (failed,) = judge.scored(texts("z")).scores
@@ -166,7 +169,9 @@ def test_an_answer_is_stored_and_asked_for_once(told: Any, tmp_path: Path) -> No
     judge, engine = told(lambda *_: "Score: 5")
     judge.scored(texts("x"))
     again, other = told(lambda *_: "Score: 9")
-    assert again.scored(texts("x")).scores == [0.5] and other.asked == []
+    found = again.scored(texts("x", "x"))
+    assert (found.scores, other.asked) == ([0.5, 0.5], [])
+    assert found.metrics["answers_from_store"].mean == 1.0
     assert len(engine.asked) == 1
     longer, asked = told(lambda *_: "Score: 9", max_tokens=13)
     assert longer.scored(texts("x")).scores == [0.9] and len(asked.asked) == 1
@@ -196,12 +201,13 @@ def test_a_row_without_a_value_is_failed(told: Any) -> None:
     ]
 
 
-def test_a_dead_engine_is_built_anew(told: Any) -> None:
+def test_a_dead_engine_is_built_anew(told: Any, tmp_path: Path) -> None:
     judge, engine = told(lambda *_: "Score: 5")
     engine.dead = True
     with pytest.raises(EngineDead):
         judge.scored(texts("x"))
     assert engine.closed
+    assert list(Store(f"file://{tmp_path}/store").list("r/judged/asked")) == []
     engine.dead = False
     assert judge.scored(texts("x")).scores == [0.5]
 
@@ -239,6 +245,8 @@ def test_a_random_model_judges_and_its_nonsense_is_failed(
     assert all(len(one) == 1 for one in answers)
     (code,) = result.code
     assert code.name == "judge" and code.module.startswith("xxh3:")
+    assert result.metrics["judge/answers_from_store"].mean == 0.0
+    assert result.metrics["judge/seconds_per_sample"].samples == 2
     assert code.settings["kind"] == "local_judge" and "deadline" not in code.settings
     assert len([key for key in store.list("r/judged/models") if "manifest" in key]) == 1
 

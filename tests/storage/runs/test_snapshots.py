@@ -56,3 +56,11 @@ def test_what_a_killed_flow_left_beyond_the_last_step_is_removed(run: RunStore, 
     removed = clear(run, head=4)
     assert removed == [f"{trained.state_key(5)}/0.bin", f"{trained.state_key(5)}/marker.json"]
     assert snapshots(trained) == [4]
+
+
+def test_what_a_killed_judge_was_asked_is_removed(run: RunStore) -> None:
+    key = f"{run.questions_key}/1/questions.safetensors"
+    run.store.write(key, b"questions")
+    run.store.write(f"{run.run}/judged/00/11.json", b"an answer")
+    assert clear(run, head=0) == [key]
+    assert run.store.exists(f"{run.run}/judged/00/11.json")
