@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engines.environments.adapters import load
+from engines.environments.protocol import Start
 from storage.runs.commit_log import Commit, read_commit
 from tests.flows.conftest import ROOT, Launch, Launched
 
@@ -108,6 +110,30 @@ def check_step(run: Launched, commit: Commit) -> None:
     answered = np.array([row["answer"] is not None for row in rows])
     assert np.isfinite(rewards[answered]).all()
     assert np.isnan(rewards[~answered]).all()
+
+
+def test_the_calculator_is_a_tool(tmp_path: Path) -> None:
+    copied(tmp_path)
+    path = f"{tmp_path}/calculator.py:Calculator"
+    start = Start(name="c", kind="class", path=path, id="", params={}, memory=2**32)
+    loaded = load(start)
+    (tool,) = loaded.ready.tools
+    assert tool["function"]["parameters"]["required"] == ["expression"]
+    environment = loaded.make()
+    environment.reset({"question": "12 + 30 = ?"}, seed=0)
+
+    def said(expression: str) -> str:
+        call = {"name": "calculate", "arguments": {"expression": expression}}
+        (result,) = environment.act("", [call]).results
+        return result
+
+    assert said("12 + 30") == "42"
+    assert said("-(2 - 30) * 4") == "112"
+    assert "only whole numbers" in said("__import__('os').getpid()")
+    assert "only whole numbers" in said("9 ** 99999")
+    assert "too large" in said("*".join(["99999"] * 9))
+    assert "SyntaxError" in said("12 +") or "invalid syntax" in said("12 +")
+    assert environment.act("42", None).done
 
 
 @pytest.mark.slow
