@@ -11,6 +11,14 @@ Lone = Annotated[
     Field(description="Advantage of a sample alone in its group: its reward, or zero."),
 ]
 Epsilon = Annotated[float, Field(ge=0, description="Added to the standard deviation.")]
+Whiten = Annotated[bool, Field(description="Scale to mean 0 and variance 1 over all tokens.")]
+PrefixWeight = Annotated[
+    Literal["per_leaf", "once"],
+    Field(
+        description="How often the tokens of a shared segment train: in each completion that has "
+        "them, or in one, with the mean advantage of all of these."
+    ),
+]
 
 
 class GAEAdvantage(Method):
@@ -171,6 +179,48 @@ class MultiTurnOptimalTokenBaselineAdvantage(Method):
     epsilon: float = Field(1e-8, ge=0, description="Added to the weights' sum.")
 
 
+class TreeAdvantage(Method):
+    """Reward against the mean of each subtree that the completion is in (arXiv:2508.17445)."""
+
+    kind: Literal["tree"] = "tree"
+    weight: Literal["group_size", "average"] = Field(
+        "group_size", description="Subtrees count by their completions, or all alike."
+    )
+    drop_equal_subgroups: bool = Field(
+        False, description="Leave out subtrees below the group whose rewards are all equal."
+    )
+    scale: Literal["none", "prompt_std"] = Field(
+        "none", description="Divide by the standard deviation of the group's rewards, or not."
+    )
+    epsilon: Epsilon = 1e-6
+    lone: Lone = "reward"
+    whiten: Whiten = True
+    prefix_weight: PrefixWeight = "per_leaf"
+
+
+class TreeSegmentAdvantage(Method):
+    """What each segment adds to the value of the node before it (arXiv:2508.17445)."""
+
+    kind: Literal["tree_segment"] = "tree_segment"
+    discount: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Of the value before, for each segment from there to the path's end.",
+    )
+    whiten: Whiten = True
+    prefix_weight: PrefixWeight = "per_leaf"
+
+
+class TreeSiblingAdvantage(Method):
+    """Each segment against the others that follow the same node (arXiv:2505.23564)."""
+
+    kind: Literal["tree_sibling"] = "tree_sibling"
+    lone: Lone = "reward"
+    whiten: Whiten = False
+    prefix_weight: PrefixWeight = "per_leaf"
+
+
 Advantage = Annotated[
     GRPOAdvantage
     | DrGRPOAdvantage
@@ -189,6 +239,9 @@ Advantage = Annotated[
     | GiGPOAdvantage
     | OptimalTokenBaselineAdvantage
     | MultiTurnOptimalTokenBaselineAdvantage
+    | TreeAdvantage
+    | TreeSegmentAdvantage
+    | TreeSiblingAdvantage
     | UserFunction,
     Field(discriminator="kind"),
 ]

@@ -1,8 +1,9 @@
 """Advantage estimators by name: from rewards to one advantage per token.
 
-The estimators: group_advantages.py (one number per sample, compared within its group) and
-token_advantages.py (critic, discounting, turns, a baseline for each position). A new one is one
-function and one line in ADVANTAGES, or a user's import path.
+The estimators: group_advantages.py (one number per sample, compared within its group),
+token_advantages.py (critic, discounting, turns, a baseline for each position) and
+tree_advantages.py (compared within the subtrees of a prompt's tree). A new one is one function and
+one line in ADVANTAGES, or a user's import path.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from engines.algorithms.token_advantages import (
     reinforce_plus_plus,
     remax,
 )
+from engines.algorithms.tree_advantages import tree, tree_segment, tree_sibling
 
 Estimator = Callable[..., Advantages]  # estimator(batch, **params)
 
@@ -58,6 +60,9 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "gigpo": gigpo,
     "optimal_token_baseline": optimal_token_baseline,
     "multi_turn_optimal_token_baseline": multi_turn_optimal_token_baseline,
+    "tree": tree,
+    "tree_segment": tree_segment,
+    "tree_sibling": tree_sibling,
 }
 
 
@@ -69,8 +74,9 @@ NEEDS: Mapping[str, frozenset[str]] = {
     "gigpo": frozenset({"steps", "states"}),
     "optimal_token_baseline": _BASELINE,
     "multi_turn_optimal_token_baseline": _BASELINE,
+    **dict.fromkeys(("tree", "tree_segment", "tree_sibling"), frozenset({"paths"})),
 }
-ALL_FIELDS = frozenset({"values", "ref_logprobs", "steps", "states"}) | _BASELINE
+ALL_FIELDS = frozenset({"values", "ref_logprobs", "steps", "states", "paths"}) | _BASELINE
 
 
 class Scope(enum.Enum):
@@ -102,16 +108,17 @@ def scope_of(kind: str, params: Mapping[str, Any]) -> Scope:
     }
     if over_batch.get(kind):
         return Scope.SAMPLES
-    if kind == "reinforce_plus_plus" or (kind == "gae" and params["whiten"]):
+    if kind == "reinforce_plus_plus" or params.get("whiten"):
         return Scope.TOKENS
     return Scope.TURNS if params.get("among") == "batch" else Scope.GROUP
 
 
-def before_whitening(batch: AdvantageBatch, params: Mapping[str, Any]) -> Advantages:
-    """What an estimator of Scope.TOKENS whitens: gae's advantages, or REINFORCE++'s returns."""
-    if "lam" in params:
-        return gae(batch, **{**params, "whiten": False})
-    return reinforce(batch, **params)
+def before_whitening(kind: str, batch: AdvantageBatch, params: Mapping[str, Any]) -> Advantages:
+    """What an estimator of Scope.TOKENS whitens: its advantages, or REINFORCE++'s returns."""
+    if "whiten" not in params:
+        return reinforce(batch, **params)
+    each = {"prefix_weight": "per_leaf"} if "prefix_weight" in params else {}
+    return ADVANTAGES[kind](batch, **{**params, **each, "whiten": False})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,57 @@ LOG_RATIO_BOUND = 20.0  # nats; beyond it a ratio is constant, so that exp canno
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Paths:
+    """Where N samples lie in the trees of their prompts: the S segments that they consist of.
+
+    Two samples of 5 and 4 tokens whose first 3 are a segment of both:
+
+        Paths(
+            rows=Rows.of_lengths(tensor([2, 2])),
+            nodes=tensor([1, 2, 1, 3]),
+            lengths=tensor([3, 2, 3, 1]),
+        )
+    """
+
+    rows: Rows  # N rows, S segments, from the prompt to the leaf
+    nodes: Tensor  # int64 [S]; number, from 0, in the prompt's tree; a node has one node before it
+    lengths: Tensor  # int64 [S]; response tokens
+
+    @classmethod
+    def flat(cls, rows: Rows) -> Paths:
+        """Every sample a path of its own, of one segment."""
+        count = rows.count
+        ids = torch.arange(count, device=rows.offsets.device)
+        return cls(rows=Rows.padded(count, 1, ids.device), nodes=ids, lengths=rows.lengths)
+
+    def inner(self) -> Tensor:
+        """Whether a segment has another one after it in its row, bool [S]."""
+        return self.rows.within() + 1 < self.rows.lengths[self.rows.ids]
+
+    def keys(self, groups: Tensor) -> Tensor:
+        """Numbers that are equal for segments of one node, int64 [S].
+
+        groups: int64 [N], from 0; samples of one prompt share a number.
+        """
+        most = int(self.nodes.max()) + 1 if self.nodes.numel() else 1
+        return groups[self.rows.ids] * most + self.nodes
+
+    def starts(self, tokens: Rows) -> Tensor:
+        """Place of each segment's first token among the T tokens of the samples, int64 [S]."""
+        ends = self.lengths.cumsum(0)
+        before = ends - self.lengths
+        first = torch.cat([before, before.new_zeros(1)])[self.rows.offsets[:-1]]
+        return before - first[self.rows.ids] + tokens.offsets[self.rows.ids]
+
+    def of_tokens(self, tokens: Rows) -> Tensor:
+        """The segment of each of the T tokens of the samples, -1 past the last one; int64 [T]."""
+        found = torch.full_like(tokens.ids, -1)
+        inside = Rows.of_lengths(self.lengths)
+        found[self.starts(tokens)[inside.ids] + inside.within()] = inside.ids
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageBatch:
     """A whole batch (all groups complete), response tokens only, on one device.
 
@@ -49,6 +100,7 @@ class AdvantageBatch:
     baselines: Tensor | None = None  # [N] reward of the greedy completion of the sample's prompt
     steps: Tensor | None = None  # int64 [T]; number of the turn of each token, ascending in a row
     states: Tensor | None = None  # int64 [T]; equal where the token's turn began in equal states
+    paths: Paths | None = None  # of the samples in the trees of their prompts; None: no trees
     components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N] partial rewards
     # Of batches that stand for more than they hold, see engines/data/advantage_parts.py:
     counts: Tensor | None = None  # float64 [N] tokens with mask 1; None: those of `mask`
@@ -58,6 +110,10 @@ class AdvantageBatch:
     def tokens(self) -> Tensor:
         """Tokens with mask 1 of each sample, float64 [N]."""
         return self.rows.tokens(self.mask, torch.float64) if self.counts is None else self.counts
+
+    def paths_or_flat(self) -> Paths:
+        """The paths; where there are no trees, each sample is a path of one segment."""
+        return Paths.flat(self.rows) if self.paths is None else self.paths
 
     def totals(self) -> Tensor:
         """Reward of each sample [N]: the sum of its tokens' rewards under mask 1, if any."""
@@ -92,6 +148,7 @@ class Advantages:
 
     advantages: Tensor  # [T], 0 where masked
     returns: Tensor | None = None  # [T], targets of a critic; None: the method has none
+    mask: Tensor | None = None  # bool [T]; the tokens that train, where not all of the batch's do
     metrics: MetricSums = field(default_factory=MetricSums)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import WeightCorrection
 from engines.algorithms.from_config import advantages_of, corrections_of, fields_of
-from engines.algorithms.inputs import AdvantageBatch, Advantages
+from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
 from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import without_truncated
 from engines.algorithms.rollout_correction import Mismatch, Step, correct
@@ -61,6 +62,8 @@ class Estimated:
         result: Advantages,
     ) -> Estimated:
         """With what the corrections are given."""
+        if result.mask is not None:
+            batch = replace(batch, mask=result.mask)
         if mismatch is not None:
             mismatch = replace(mismatch, advantages=result.advantages.float())
         return cls(batch=batch, mismatch=mismatch, steps=steps, result=result)
@@ -79,7 +82,7 @@ def write_advantages(
     result = advantages_of(batch, algorithm)
     found = Estimated.of(batch, mismatch, steps, result)
     advantages = result.advantages.float()
-    metrics = {**result.metrics.values(), **_summary(advantages[batch.mask])}
+    metrics = {**result.metrics.values(), **_summary(advantages[found.batch.mask])}
     if batch.values is not None and result.returns is not None:
         metrics["explained_variance"] = explained_variance(batch, result.returns)
     metrics = {f"advantage/{name}": value for name, value in metrics.items()}
@@ -187,6 +190,7 @@ def estimator_batch(
         baselines=chosen.baselines,
         steps=turns,
         states=states,
+        paths=_paths(store, samples) if "paths" in fields else None,
         components=chosen.components,
     )
 
@@ -201,6 +205,19 @@ def _turns(store: Store, samples: BatchRef, rows: Rows) -> tuple[Tensor, Tensor]
         state = "state_id" if "state_id" in samples.names else "group_id"
         states = numbers(store, samples, state)[rows.ids]
     return torch.zeros_like(states) if steps is None else steps, states
+
+
+def _paths(store: Store, samples: BatchRef) -> Paths | None:
+    """Where the samples lie in the trees of their prompts; None where they are of no trees."""
+    if "tree_path" not in samples.names:
+        return None
+    nodes, offsets = jagged(store, samples, "tree_path")
+    lengths, _ = jagged(store, samples, "tree_lengths")
+    return Paths(
+        rows=Rows.of_offsets(torch.from_numpy(offsets.copy())),
+        nodes=torch.from_numpy(nodes.astype(np.int64)),
+        lengths=torch.from_numpy(lengths.astype(np.int64)),
+    )
 
 
 def _path_weights(

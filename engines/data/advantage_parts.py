@@ -176,7 +176,7 @@ def _compared(batch: AdvantageBatch, scope: Scope, algorithm: AlgorithmConfig) -
         }
     if scope is Scope.SAMPLES:
         return {SUMS: batch.totals().numpy(), COUNTS: batch.tokens().numpy()}
-    raw = before_whitening(batch, arguments)
+    raw = before_whitening(algorithm.advantage.kind, batch, arguments)
     kept = batch.rows.kept(batch.mask)
     moments = RowMoments.of(kept.take(raw.advantages), kept.rows)
     return {

@@ -90,6 +90,8 @@ COLUMNS: dict[str, Declared] = {
     "correction_kept": Declared("jagged", "U8", "1 where no correction leaves the token out"),
     "turn_ids": Declared("jagged", "I64", "number of the turn of each response token"),
     "turn_states": Declared("jagged", "I64", "number of the state in which that turn began"),
+    "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
+    "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),
     "state_id": Declared("dense", "I64", "number of the state that the prompt shows, [N]"),
     "group_id": Declared("dense", "I64", "number of the prompt in the run, [N]"),

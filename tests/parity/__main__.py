@@ -13,7 +13,16 @@ from pathlib import Path
 
 import torch
 
-from tests.parity import advantages, corrections, policy, primitives, shaping, trl, values_kl
+from tests.parity import (
+    advantages,
+    corrections,
+    policy,
+    primitives,
+    shaping,
+    trees,
+    trl,
+    values_kl,
+)
 from tests.parity.answers import Adapter, Answer
 from tests.parity.check import Outcome, check, in_dtype
 from tests.parity.known import table
@@ -25,7 +34,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 def adapters() -> dict[str, Adapter]:
     """Adapter by the reference's function name."""
     found: dict[str, Adapter] = {}
-    for module in (primitives, advantages, policy, values_kl, corrections, shaping, trl):
+    for module in (primitives, advantages, policy, values_kl, corrections, shaping, trl, trees):
         found |= module.ADAPTERS
     found["gpg"] = gpg
     if (Path(__file__).parents[2] / "engines" / "train" / "packing.py").exists():

@@ -85,7 +85,7 @@ def vector_files(folder: Path) -> dict[Path, bool]:
 def _is_vectors(content: Json) -> bool:
     """Whether every case names a function; other vectors lie beside ours in other forms."""
     cases = content.get("cases")
-    return isinstance(cases, list) and all("function" in case for case in cases)
+    return isinstance(cases, list) and all("function" in case or "fn" in case for case in cases)
 
 
 def read_folder(folder: Path) -> Iterator[Case]:
@@ -94,7 +94,37 @@ def read_folder(folder: Path) -> Iterator[Case]:
         content = json.loads(path.read_text())
         default = content.get("default_tolerance", {"rtol": 1e-5, "atol": 1e-6})
         for record in content["cases"]:
-            yield read_case(record, default)
+            yield read_case(tree_record(record) if "fn" in record else record, default)
+
+
+TREE_OUTPUTS = ("pre_whiten", "modified_reward", "segment_advantage", "advantages")
+
+
+def tree_record(record: dict[str, Json]) -> dict[str, Json]:
+    """A case of tree_advantages.json, whose fields stand side by side, as the others have theirs.
+
+    Outputs by completion become lists in the order of `index`, those of several numbers flat ones.
+    """
+    index, outputs = record["index"], {}
+    for name in TREE_OUTPUTS:
+        if name in record:
+            given = record[name]
+            rows = [given[key] for key in index] if isinstance(given, dict) else given
+            outputs[name] = [
+                one for row in rows for one in (row if isinstance(row, list) else [row])
+            ]
+    inputs = {name: record[name] for name in ("index", "rewards", "lengths")}
+    known = {"fn", "name", *inputs, *TREE_OUTPUTS}
+    params = {name: value for name, value in record.items() if name not in known}
+    return {
+        "name": "/".join([record["fn"], record["name"], *(str(v) for v in params.values())]),
+        "function": record["fn"],
+        "dtype": "float64",
+        "params": params,
+        "inputs": inputs,
+        "outputs": outputs,
+        "tolerance": {"rtol": 0.0, "atol": 1e-6},
+    }
 
 
 def read_case(record: dict[str, Json], default: dict[str, float]) -> Case:

@@ -59,6 +59,9 @@ MORE: list[dict[str, Any]] = [
         "loss": {"kind": "decoupled"},
         "ratio_against": "old_logprobs",
     },
+    {"advantage": {"kind": "tree", "prefix_weight": "once", "scale": "prompt_std"}},
+    {"advantage": {"kind": "tree_segment", "whiten": False}},
+    {"advantage": {"kind": "tree_sibling", "whiten": True, "prefix_weight": "once"}},
 ]
 RECIPES = [{"advantage": {"kind": kind}} for kind in ADVANTAGES] + MORE
 OLD = {"ratio_against": "old_logprobs"}
@@ -123,6 +126,9 @@ def samples(store: Store, *, old: bool) -> BatchRef:
         "ref_logprobs": drawn(-3.0, -0.1),
         "values": drawn(-1.0, 1.0),
         "group_id": np.repeat(np.arange(GROUPS)[::-1].copy(), SIZE),
+        # Of each prompt's samples, 0 and 2 share their first 5 tokens.
+        "tree_path": [[[1, 2], [3], [1, 4], [5]][i % SIZE] for i in range(ROWS)],
+        "tree_lengths": [[5, n - 5] if i % 2 == 0 else [n] for i, n in enumerate(lengths)],
         "status": status,
         "reward": reward,
         "score/right": reward,
