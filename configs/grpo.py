@@ -63,6 +63,12 @@ class GRPOConfig(RunConfig):
                 "this flow does not train. Run it with python -m flows.ppo, or set "
                 "algorithm.advantage.kind = grpo or another estimator without a critic."
             )
+        if self.algorithm.compares_subtrees:
+            raise ValueError(
+                f"algorithm.advantage.kind = {self.algorithm.advantage.kind} compares completions "
+                "within subtrees, and this flow samples none. Run it with python -m flows.tree, or "
+                "set algorithm.advantage.kind = dr_grpo, which it would be here."
+            )
         return self
 
     @model_validator(mode="after")

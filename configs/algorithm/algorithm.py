@@ -28,6 +28,7 @@ Aggregation = Literal[
     "row-mean-token-sum",
 ]
 
+SEQUENCE_LOSSES = ("gspo", "luspo", "gmpo", "vespo")  # which look at a response as a whole
 UNBOUNDED_LOSSES = ("gpg", "reinforce")  # without a ratio, and so without a bound on it
 
 
@@ -131,6 +132,11 @@ class AlgorithmConfig(Settings):
         return self.advantage.kind == "remax"
 
     @property
+    def compares_subtrees(self) -> bool:
+        """Whether the advantages compare completions within the subtrees of a tree."""
+        return self.advantage.kind in ("tree", "tree_segment", "tree_sibling")
+
+    @property
     def needs_squares(self) -> bool:
         """Whether sum_pi_squared must be a column before the advantages."""
         return self.advantage.kind.endswith("optimal_token_baseline")
@@ -185,6 +191,25 @@ class AlgorithmConfig(Settings):
                 "algorithm.proximal = loglinear spares the log-probs before the update, but the "
                 "token baselines, a KL in the reward and normalised corrections need them, and then "
                 "the exact ones are there. Set algorithm.proximal = recompute."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_tokens_have_one_row(self) -> "AlgorithmConfig":
+        if getattr(self.advantage, "prefix_weight", "per_leaf") == "per_leaf":
+            return self
+        chosen = "algorithm.advantage.prefix_weight = once trains a shared token in one completion"
+        level = getattr(self.loss, "level", "token")
+        if self.loss.kind in SEQUENCE_LOSSES or level == "sequence":
+            raise ValueError(
+                f"{chosen}, and algorithm.loss.kind = {self.loss.kind} takes the ratio of whole "
+                "completions. Set prefix_weight = per_leaf, or algorithm.loss.kind = clipped."
+            )
+        if self.aggregation not in ("token-mean", "token-sum"):
+            raise ValueError(
+                f"{chosen}, and algorithm.aggregation = {self.aggregation} weighs tokens by the "
+                "length of theirs. Set prefix_weight = per_leaf, or algorithm.aggregation = "
+                "token-mean."
             )
         return self
 

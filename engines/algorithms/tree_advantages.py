@@ -52,7 +52,7 @@ def tree(
         batch: N samples, with paths.
         weight: w_g in proportion to the subtree's completions ("group_size"), or equal ("average").
         drop_equal_subgroups: leave out subtrees below the group whose rewards are all equal.
-        scale: "none", or "prompt_std": divide by the deviation (divisor n - 1) of the group's rewards.
+        scale: "none", or "prompt_std": divide by the group's standard deviation (divisor n - 1).
         epsilon: added to that deviation, in units of reward.
         lone: "reward" or "zero" for a group of one.
         whiten: scale to mean 0 and variance 1 over all tokens with mask 1.
@@ -119,7 +119,7 @@ def tree_sibling(
     """Segments against their siblings: A_k = S(node) - S(node before), S = 0 of the prompt.
 
     S = (V - mean) / std over the nodes that follow the same node (std with the divisor n), 0 where
-    their values are equal; V of a leaf is its reward, V of any other node the mean over the nodes that
+    their values are equal; V of a leaf is its reward, V of any other node the mean over those that
     follow it. Segment policy optimisation, arXiv:2505.23564, on a tree.
 
     Args:

@@ -24,6 +24,8 @@ from engines.data.chat_template import state_number, tokenize
 from engines.data.results import (
     AdvantageParts,
     AdvantagesResult,
+    GrownTrees,
+    Growth,
     ModelScores,
     PartResult,
     PromptsResult,
@@ -65,6 +67,7 @@ class DataEngine(Engine):
         "prompts",
         "row_digests",
         "probe",
+        "grow",
         "score",
         "repetition",
         "advantages",
@@ -125,6 +128,20 @@ class DataEngine(Engine):
                 f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
             )
         return tokens, [len(ids) // 2 for ids in tokens]
+
+    def grow(
+        self,
+        prompts: BatchRef,
+        growth: Growth,
+        out_key: str,
+        nodes: BatchRef | None = None,
+        asked: BatchRef | None = None,
+        level: BatchRef | None = None,
+    ) -> GrownTrees:
+        """Take up a level of the trees of some prompts, and say what is sampled next."""
+        from engines.data.trees import grow
+
+        return grow(self._store, prompts, growth, out_key, self._tokenizer, nodes, asked, level)
 
     def score(
         self,

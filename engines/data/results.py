@@ -13,6 +13,7 @@ from pydantic import Field
 from configs.base import Settings
 from configs.data import DataConfig
 from configs.model import Model
+from configs.tree import TreeSettings
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
 from storage.batches.refs import BatchRef
@@ -36,6 +37,25 @@ class PromptsResult:
 
     ref: BatchRef | None  # prompt_ids, group_id, prompt_row, row; None when all were dropped
     dropped: tuple[tuple[int, str], ...]  # (row number, reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """What says how the trees of a shard grow."""
+
+    tree: TreeSettings
+    n: int  # leaves of each
+    seed: int | None  # rollout.seed
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrownTrees:
+    """The trees of a shard's prompts, and what is sampled next."""
+
+    nodes: BatchRef | None  # a row for each segment so far; None before the first
+    asked: BatchRef | None = None  # rows to go on with; None: the trees have all of their leaves
+    samples: BatchRef | None = None  # then: group_size samples of each prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

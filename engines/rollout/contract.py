@@ -16,6 +16,7 @@ from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
 from engines.workers.engine import Memory
+from storage.batches.columns import SEGMENT
 from storage.batches.refs import BatchRef
 
 # idle: running shards finish under the old weights first. keep: they pause, keep their cached keys
@@ -66,6 +67,8 @@ class Sampling:
     n: int  # completions of each prompt
     max_new_tokens: int  # longest completion, in tokens
     max_turn_tokens: int = 0  # longest turn of an episode; 0 is off
+    segment_tokens: int = 0  # tokens of a segment, after which a completion waits; 0 is off
+    segments: int = 0  # so many at most; the last one goes on to the end
     temperature: float = 1.0
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
@@ -73,17 +76,30 @@ class Sampling:
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     seed: int | None = None  # None: not reproducible
 
-    def left(self, tokens: int, turn: int) -> int:
-        """How many tokens a completion of so many may still get, whose turn began at `turn`."""
-        left = self.max_new_tokens - tokens
-        return min(left, turn + self.max_turn_tokens - tokens) if self.max_turn_tokens else left
+    def most(self, begun: int, turn: int) -> int:
+        """The longest that a completion gets now, in tokens.
+
+        begun: tokens that it has already. turn: where its turn began.
+        """
+        found = self.max_new_tokens
+        if self.max_turn_tokens:
+            found = min(found, turn + self.max_turn_tokens)
+        if self.segment_tokens and (full := begun // self.segment_tokens) < self.segments - 1:
+            found = min(found, (full + 1) * self.segment_tokens)
+        return found
+
+    def limit(self, tokens: int) -> str:
+        """The finish reason at a limit of tokens: the end, or that of a segment."""
+        inside = self.segment_tokens and tokens < self.max_new_tokens
+        return SEGMENT if inside and tokens % self.segment_tokens == 0 else "length"
 
     @property
     def identity(self) -> dict[str, object]:
-        """What tells shards apart; as older versions had it where there are no turns."""
+        """What tells shards apart; as older versions had it where there are no turns or segments."""
         found = asdict(self)
-        if not self.max_turn_tokens:
-            del found["max_turn_tokens"]
+        for name in ("max_turn_tokens", "segment_tokens", "segments"):
+            if not found[name]:
+                del found[name]
         return found
 
     @classmethod
@@ -106,7 +122,9 @@ class Sampling:
 class RolloutRequest:
     """One shard: prompts to complete, and where the samples go."""
 
-    prompts: BatchRef  # columns prompt_ids, group_id, prompt_row
+    prompts: (
+        BatchRef  # columns prompt_ids, group_id, prompt_row; branch_seed, where a prompt has rows
+    )
     sampling: Sampling
     out_key: str  # store key of the object that is written
     step: int

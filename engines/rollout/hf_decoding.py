@@ -49,8 +49,9 @@ class Reader:
             return "stop"
         if self._stopped(row):
             return "stop"
-        room = self.max_model_len - len(row.prompt) - len(row.tokens)
-        return "length" if min(sampling.left(len(row.tokens), row.begun.turn), room) <= 0 else ""
+        most = sampling.most(len(row.begun.tokens), row.begun.turn)
+        full = len(row.tokens) >= min(most, self.max_model_len - len(row.prompt))
+        return sampling.limit(len(row.tokens)) if full else ""
 
     def _stopped(self, row: Row) -> bool:
         if not row.sampling.stop:

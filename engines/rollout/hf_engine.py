@@ -28,7 +28,7 @@ from engines.rollout.contract import (
 )
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.hf_decoding import Decoding, Reader, Row
-from engines.rollout.samples import Completion, PromptTokens, sample_seed
+from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
 from engines.workers.messages import Moved
 from engines.workers.storages import Storages, checksum
@@ -183,9 +183,8 @@ class HFEngine(RolloutEngine):
         sampling = request.sampling
         rows = []
         for number, one in enumerate(begun):
-            place, k = divmod(number, sampling.n)
-            sample = prompts.sample_id(place, k, sampling.n)
-            seed = sample_seed(sampling.seed, request.step, sample, len(one.tokens))
+            place = number // sampling.n
+            seed = prompts.seed(request, number, len(one.tokens))
             rows.append(Row(prompts.tokens[place], seed, sampling, self._reader, one))
         with self._in_flight(_Shard(request.out_key, rows)) as shard:
             while self._take_turn(shard):

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
-from storage.batches.columns import EPISODE, OF_PLAYERS, UNFINISHED, Author, SampleStatus
+from storage.batches.columns import EPISODE, OF_PLAYERS, SEGMENT, UNFINISHED, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -30,10 +30,18 @@ class PromptTokens:
 
     tokens: list[list[int]]  # [P] token ids of each
     numbers: list[int]  # [P] of each in the run
+    branches: list[int] | None = None  # [P] branch_seed of each; None: a prompt has one row
 
     def sample_id(self, row: int, k: int, n: int) -> int:
         """Number, in the run, of the k-th of n completions of prompt `row`."""
         return self.numbers[row] * n + k
+
+    def seed(self, request: RolloutRequest, number: int, begun: int) -> int | None:
+        """Seed of a row of a request's samples, which has `begun` tokens already (`sample_seed`)."""
+        sampling, (row, k) = request.sampling, divmod(number, request.sampling.n)
+        branch = None if self.branches is None else self.branches[row]
+        sample = self.sample_id(row, k, sampling.n)
+        return sample_seed(sampling.seed, request.step, sample, begun, branch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,16 +108,20 @@ class Completion:
 NOTHING = Completion(tokens=[], logprobs=[], spans=[], finish_reason=UNFINISHED)
 
 
-def sample_seed(seed: int | None, step: int, sample_id: int, begun: int = 0) -> int | None:
+def sample_seed(
+    seed: int | None, step: int, sample_id: int, begun: int = 0, branch: int | None = None
+) -> int | None:
     """Seed of one sample, in [0, 2**63): the same wherever and beside whatever it is drawn.
 
     `begun`: tokens that it has already, so that it does not meet the noise of its beginning again.
-    None where the shard has none.
+    `branch`: what tells it from others of its prompt that have the same beginning. None where the
+    shard has none.
     """
     if seed is None:
         return None
-    text = f"{seed}/{step}/{sample_id}{f'/{begun}' if begun else ''}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    text = f"{seed}/{step}/{sample_id}{f'/{begun}' if begun else ''}"
+    text += "" if branch is None else f"#{branch}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptTokens:
@@ -129,7 +141,10 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptT
             )
     ids = values.tolist()
     rows = [ids[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
-    return PromptTokens(tokens=rows, numbers=prompts.own_groups(store).tolist())
+    branches = None
+    if "branch_seed" in prompts.names:
+        branches = prompts.fetch_numpy(store, "branch_seed")[0].tolist()
+    return PromptTokens(tokens=rows, numbers=prompts.own_groups(store).tolist(), branches=branches)
 
 
 def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completion]:
@@ -165,6 +180,16 @@ def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completi
     ]
 
 
+def token_columns(completions: Sequence[Completion]) -> dict[str, object]:
+    """What completions consist of, as columns of N rows."""
+    return {
+        "response_ids": [np.array(c.tokens, np.int32) for c in completions],
+        "rollout_logprobs": [np.array(c.logprobs, np.float32) for c in completions],
+        "weight_spans": [np.array(c.spans, np.int64).reshape(-1) for c in completions],
+        "finish_reason": [c.finish_reason for c in completions],
+    }
+
+
 def write_samples(
     store: Store,
     request: RolloutRequest,
@@ -188,7 +213,7 @@ def write_samples(
     lengths = np.array([len(c.tokens) for c in completions], np.int64)
     last = [c.spans[-1][0] if c.spans else held for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
-    unfinished = [not c.ended for c in completions]
+    unfinished = [c.finish_reason in (UNFINISHED, SEGMENT) for c in completions]
     known = {**{v: c.digest for v, c in zip(last, completions, strict=True) if c.digest}, **digests}
     status = np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64)
     status[unfinished] = SampleStatus.UNFINISHED
@@ -205,15 +230,12 @@ def write_samples(
         request.out_key,
         {
             **({"author": authors} if kept else {}),
-            "response_ids": [np.array(c.tokens, np.int32) for c in completions],
-            "rollout_logprobs": [np.array(c.logprobs, np.float32) for c in completions],
-            "weight_spans": [np.array(c.spans, np.int64).reshape(-1) for c in completions],
+            **token_columns(completions),
             "response_mask": [(each == Author.POLICY).astype(np.uint8) for each in authors],
             "sample_id": np.array(
                 [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
             ),
             "status": status,
-            "finish_reason": [c.finish_reason for c in completions],
             "weights_digest": [known[version] for version in last],
             "worker": [worker] * rows,
             "attempt": np.full(rows, request.attempt, np.int64),

@@ -81,7 +81,7 @@ def sampling_params(
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        max_tokens=sampling.left(len(begun.tokens), begun.turn),
+        max_tokens=sampling.most(len(begun.tokens), begun.turn) - len(begun.tokens),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

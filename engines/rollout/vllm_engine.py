@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,9 +15,15 @@ from engines import models
 from engines.failures import WeightMismatch
 from engines.models import prepared
 from engines.rollout import vllm_arguments
-from engines.rollout.contract import RolloutRequest, RolloutSpec, SyncMode, worker_environment
+from engines.rollout.contract import (
+    RolloutRequest,
+    RolloutSpec,
+    Sampling,
+    SyncMode,
+    worker_environment,
+)
 from engines.rollout.engine import RolloutEngine
-from engines.rollout.samples import Completion, PromptTokens, sample_seed
+from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import Held, LoadReport
 from engines.workers.messages import Moved
@@ -204,7 +211,11 @@ class VllmEngine(RolloutEngine):
         tasks = [
             asyncio.create_task(
                 self._sample_row(
-                    row, prompts.tokens[i // n], salt, request, prompts.sample_id(i // n, i % n, n)
+                    row,
+                    prompts.tokens[i // n],
+                    salt,
+                    request.sampling,
+                    prompts.seed(request, i, len(row.begun.tokens)),
                 )
             )
             for i, row in enumerate(rows)
@@ -217,17 +228,19 @@ class VllmEngine(RolloutEngine):
                 task.cancel()
 
     async def _sample_row(
-        self, row: _Row, tokens: list[int], salt: str, request: RolloutRequest, sample_id: int
+        self, row: _Row, tokens: list[int], salt: str, sampling: Sampling, seed: int | None
     ) -> Completion:
         begun = row.begun
         if begun.ended:
             return begun
-        seed = sample_seed(request.sampling.seed, request.step, sample_id, len(begun.tokens))
-        params = vllm_arguments.sampling_params(request.sampling, self._ends, seed, begun)
+        params = vllm_arguments.sampling_params(sampling, self._ends, seed, begun)
         prompt: TokensPrompt = {"prompt_token_ids": tokens + begun.tokens, "cache_salt": salt}
         row.request = self._new_request()
         drawn = vllm_arguments.completion(await self._answer(prompt, params, row.request))
-        row.begun, row.request = begun.followed_by(drawn), ""
+        found = begun.followed_by(drawn)
+        if found.finish_reason == "length":
+            found = replace(found, finish_reason=sampling.limit(len(found.tokens)))
+        row.begun, row.request = found, ""
         self._drawn += len(drawn.tokens)
         return row.begun
 

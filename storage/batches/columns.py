@@ -32,6 +32,7 @@ class Author(enum.IntEnum):
 
 
 UNFINISHED = "unfinished"  # finish reason of a sample that was cut and can go on
+SEGMENT = "segment"  # finish reason of a path that has got a segment, and may go on
 WAITING = "waiting"  # finish reason of a sample that goes on when others have had their turns
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
@@ -90,6 +91,13 @@ COLUMNS: dict[str, Declared] = {
     "correction_kept": Declared("jagged", "U8", "1 where no correction leaves the token out"),
     "turn_ids": Declared("jagged", "I64", "number of the turn of each response token"),
     "turn_states": Declared("jagged", "I64", "number of the state in which that turn began"),
+    "branch_seed": Declared(
+        "dense", "I64", "what tells the row's noise from that of other rows of its prompt, [N]"
+    ),
+    "tree_node": Declared("dense", "I64", "number of the segment in its prompt's tree, [N]"),
+    "tree_parent": Declared("dense", "I64", "number of the segment before it; 0: the prompt, [N]"),
+    "tree_depth": Declared("dense", "I64", "segments from the prompt to the end of this one, [N]"),
+    "tree_share": Declared("dense", "I64", "leaves that the segment stands for, [N]"),
     "tree_path": Declared("jagged", "I64", "numbers of the nodes of the sample's segments"),
     "tree_lengths": Declared("jagged", "I64", "response tokens of each of those segments"),
     "baseline_reward": Declared("dense", "F32", "reward of the prompt's greedy completion, [N]"),

@@ -1,0 +1,160 @@
+"""The settings of a run with tree rollouts: those of GRPO, and how a prompt's completions branch."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.base import Settings
+from configs.grpo import GRPOConfig
+
+
+class FixedDivergence(Settings):
+    """Every path goes on in the same number of ways."""
+
+    kind: Literal["fixed"] = "fixed"
+    width: int = Field(2, ge=1, description="Segments that follow a segment, or the prompt.")
+
+
+class DrawnDivergence(Settings):
+    """Each path goes on in a number of ways that is drawn, all numbers alike."""
+
+    kind: Literal["drawn"] = "drawn"
+    fewest: int = Field(1, ge=1, description="Fewest segments that follow one, or the prompt.")
+    most: int = Field(3, ge=1, description="Most segments that follow one, or the prompt.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.fewest > self.most:
+            raise ValueError(
+                f"divergence.fewest = {self.fewest} is more than divergence.most = {self.most}. "
+                "Swap them."
+            )
+        return self
+
+
+Divergence = Annotated[FixedDivergence | DrawnDivergence, Field(discriminator="kind")]
+
+
+class RepetitionStop(Settings):
+    """When a path is over because it repeats itself."""
+
+    tokens: int = Field(16, ge=1, description="Longest run of tokens that counts as repeated.")
+    times: int = Field(8, ge=2, description="How often in a row it stands at the path's end.")
+
+
+class TreeStop(Settings):
+    """What ends a path after a segment, beside an end of sequence and rollout.stop."""
+
+    answer: str | None = Field(
+        None,
+        description="Regular expression; a path whose text holds it is over, as an answer given. "
+        "None: off.",
+    )
+    repetition: RepetitionStop | None = Field(
+        None, description="End a path that repeats itself, as one that was cut off; none: do not."
+    )
+
+    @field_validator("answer")
+    @classmethod
+    def _is_an_expression(cls, answer: str | None) -> str | None:
+        try:
+            re.compile(answer or "")
+        except re.error as error:
+            raise ValueError(f"'{answer}' is no regular expression: {error}.") from None
+        return answer
+
+
+class TreeSettings(Settings):
+    """How a prompt's completions branch. group_size is the number of leaves, exactly."""
+
+    segment_tokens: int = Field(
+        64, ge=1, description="Tokens of a segment; the last one of a path goes on to its end."
+    )
+    depth: int = Field(
+        4, ge=1, description="Segments of the longest path; 1: independent completions."
+    )
+    divergence: Divergence = Field(
+        FixedDivergence(), description="In how many ways a path goes on after a segment."
+    )
+    by: Literal["even", "logprob"] = Field(
+        "even",
+        description="How the leaves that are still to come are shared among the paths of a prompt: "
+        "evenly, or by the log-probs of their last segments.",
+    )
+    logprob_weight: float = Field(
+        1.0,
+        description="With by = logprob: shares go by exp(weight x mean log-prob of the segment); "
+        "below 0 unlikely segments get more.",
+    )
+    fall_back: bool = Field(
+        True,
+        description="A path that ends before it has branched is one leaf, and the leaves that it "
+        "leaves over go to other paths; once none goes on, branch again after an earlier segment. "
+        "Off: it stands for all of its leaves, which is unbiased.",
+    )
+    stop: TreeStop = Field(TreeStop(), description="What ends a path early.")
+
+    @model_validator(mode="after")
+    def _weight_is_used(self) -> Self:
+        if self.by == "even" and "logprob_weight" in self.model_fields_set:
+            default = type(self).model_fields["logprob_weight"].default
+            if self.logprob_weight != default:
+                raise ValueError(
+                    f"tree.logprob_weight = {self.logprob_weight:g} weighs log-probs, which tree.by "
+                    "= even does not look at. Set tree.by = logprob, or leave it out."
+                )
+        return self
+
+
+class TreeConfig(GRPOConfig):
+    """Tree rollouts (TreePO, arXiv:2508.17445): completions of a prompt share their beginnings."""
+
+    tree: TreeSettings = Field(
+        default_factory=TreeSettings, description="Segments, and how paths branch."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tree_by_default(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
+            return given
+        return {**given, "algorithm": {"advantage": {"kind": "tree"}, **given.get("algorithm", {})}}
+
+    @model_validator(mode="after")
+    def _segments_fit(self) -> Self:
+        tree, most = self.tree, self.rollout.max_new_tokens
+        if tree.segment_tokens * (tree.depth - 1) >= most:
+            fits = -(-most // tree.segment_tokens)
+            raise ValueError(
+                f"tree.depth = {tree.depth} segments of tree.segment_tokens = {tree.segment_tokens} "
+                f"are more than rollout.max_new_tokens = {most}. Set tree.depth to at most {fits}, "
+                "or tree.segment_tokens lower."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trees_stand_alone(self) -> Self:
+        if self.episodes is not None:
+            raise ValueError(
+                "episodes.environment answers turns, and this flow samples trees of one-turn "
+                "completions. Set episodes = null, or run it with python -m flows.grpo."
+            )
+        if self.over_samples or self.rollout.partial_rollout == "carry":
+            raise ValueError(
+                f"rollout.over_sampling = {self.rollout.over_sampling:g} with "
+                f"rollout.partial_rollout = {self.rollout.partial_rollout} leaves groups "
+                "unfinished, and a tree is trained on as a whole. Set rollout.over_sampling = 1 and "
+                "rollout.partial_rollout = off."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_has_its_inputs(self) -> Self:
+        if self.algorithm.needs_critic or self.algorithm.needs_baselines:
+            kind = self.algorithm.advantage.kind
+            raise ValueError(
+                f"algorithm.advantage.kind = {kind} needs what this flow does not make (a critic, or "
+                "greedy completions). Set algorithm.advantage.kind = tree."
+            )
+        return self

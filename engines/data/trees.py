@@ -1,0 +1,294 @@
+"""Trees of completions in the store: what was sampled becomes nodes, and what is sampled next.
+
+A node is a row with the tokens of its segment alone: it is stored once, with its parent. A level is
+asked for as rows of prompts with the tokens that their paths have so far (`asked`), and comes back
+from a rollout engine as those tokens and one segment more; neither is kept. Once all trees of a shard
+have their leaves, each leaf becomes a sample as any other: the concatenation of its nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from configs.tree import TreeSettings
+from engines.data.results import GrownTrees, Growth
+from engines.data.tree_plan import Branch, Node, Noise, branches, leaves, path_of, settled
+from engines.rollout.samples import (
+    NOTHING,
+    PROMPT_COLUMNS,
+    Completion,
+    read_begun,
+    token_columns,
+)
+from storage.batches.columns import SEGMENT, SampleStatus
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER, REPETITION = "answer", "repetition"  # finish reasons of paths that are ended here
+SUFFIX = ".safetensors"
+
+
+@dataclass(slots=True)
+class PromptTree:
+    """The tree of a prompt as it stands; lists by the number of the node, less one."""
+
+    group: int
+    nodes: list[Node]
+    segments: list[Completion]
+    workers: list[str]
+    attempts: list[int]
+
+    def path(self, number: int) -> Completion:
+        """The tokens from the prompt to the end of a node."""
+        found = NOTHING
+        for each in path_of(self.nodes, number):
+            found = found.followed_by(self.segments[each - 1])
+        return found
+
+
+def grow(
+    store: Store,
+    prompts: BatchRef,
+    growth: Growth,
+    out_key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    nodes: BatchRef | None = None,
+    asked: BatchRef | None = None,
+    level: BatchRef | None = None,
+) -> GrownTrees:
+    """Take up a level of the trees of P prompts, and say what is sampled next.
+
+    Args:
+        store: of the batches.
+        prompts: theirs, [P].
+        growth: how they grow.
+        out_key: of the nodes; what is asked for and the samples get keys beside it.
+        tokenizer: the model's, for `tree.stop.answer`.
+        nodes: of the levels before, as this function wrote them.
+        asked: the rows that were asked for, [B]; None: nothing was yet.
+        level: what a rollout engine made of them, [B].
+    """
+    trees = read_trees(store, prompts, nodes)
+    if asked is not None and level is not None:
+        written = write_level(store, trees, growth, asked, level, tokenizer, out_key)
+        nodes = written if nodes is None else BatchRef.concat([nodes, written])
+    wanted = [
+        (row, tree, one)
+        for row, tree in enumerate(trees)
+        for one in branches(
+            tree.nodes, growth.n, growth.tree, Noise(growth.seed, growth.step, tree.group)
+        )
+    ]
+    if wanted:
+        key = f"{out_key.removesuffix(SUFFIX)}-asked{SUFFIX}"
+        return GrownTrees(nodes=nodes, asked=write_asked(store, prompts, wanted, growth.n, key))
+    key = f"{out_key.removesuffix(SUFFIX)}-samples{SUFFIX}"
+    return GrownTrees(nodes=nodes, samples=write_leaves(store, prompts, trees, growth.n, key))
+
+
+def read_trees(store: Store, prompts: BatchRef, nodes: BatchRef | None) -> list[PromptTree]:
+    """The trees of P prompts, in their order."""
+    groups = prompts.fetch_numpy(store, "group_id")[0].tolist()
+    trees = {group: PromptTree(group, [], [], [], []) for group in groups}
+    if nodes is None:
+        return list(trees.values())
+    names = ("group_id", "tree_node", "tree_parent", "tree_depth", "tree_share", "attempt")
+    columns = [nodes.fetch_numpy(store, name)[0].tolist() for name in names]
+    segments = read_begun(store, nodes, len(nodes))
+    workers = nodes.fetch_list(store, "worker")
+    rows = zip(*columns, segments, workers, strict=True)
+    for group, number, parent, depth, share, attempt, segment, worker in rows:
+        node = Node(
+            number=number,
+            parent=parent,
+            depth=depth,
+            share=share,
+            over=segment.finish_reason != SEGMENT,
+            logprob=mean_of(segment),
+        )
+        add(trees[group], node, segment, str(worker), attempt)
+    return list(trees.values())
+
+
+def add(tree: PromptTree, node: Node, segment: Completion, worker: str, attempt: int) -> None:
+    """A further node of a tree; they come in the order of their numbers."""
+    assert node.number == len(tree.nodes) + 1
+    tree.nodes.append(node)
+    tree.segments.append(segment)
+    tree.workers.append(worker)
+    tree.attempts.append(attempt)
+
+
+def write_level(
+    store: Store,
+    trees: Sequence[PromptTree],
+    growth: Growth,
+    asked: BatchRef,
+    level: BatchRef,
+    tokenizer: PreTrainedTokenizerBase,
+    out_key: str,
+) -> BatchRef:
+    """Add a level to the trees, and store its nodes, a row each."""
+    by_group = {tree.group: tree for tree in trees}
+    begun = asked.lengths(store, "response_ids").tolist()
+    paths = read_begun(store, level, len(asked))
+    names = ("group_id", "tree_node", "tree_parent", "tree_depth", "tree_share")
+    columns = [asked.fetch_numpy(store, name)[0].tolist() for name in names]
+    attempts = level.fetch_numpy(store, "attempt")[0].tolist()
+    workers = level.fetch_list(store, "worker")
+    sampled: dict[int, list[tuple[Node, Completion, str, int]]] = {}
+    rows = zip(*columns, begun, paths, workers, attempts, strict=True)
+    for group, number, parent, depth, share, start, path, worker, attempt in rows:
+        why = ended_by(path, growth.tree, tokenizer) if path.finish_reason == SEGMENT else ""
+        segment = after(path, start, why or path.finish_reason)
+        node = Node(
+            number=number,
+            parent=parent,
+            depth=depth,
+            share=share,
+            over=segment.finish_reason != SEGMENT,
+            logprob=mean_of(segment),
+        )
+        sampled.setdefault(group, []).append((node, segment, str(worker), attempt))
+    order = []
+    for group, found in sampled.items():
+        now = settled([node for node, *_ in found], growth.tree)
+        for node, (_, segment, worker, attempt) in zip(now, found, strict=True):
+            add(by_group[group], node, segment, worker, attempt)
+            order.append((group, node, segment, worker, attempt))
+    nodes = [node for _, node, *_ in order]
+    return write_batch(
+        store,
+        out_key,
+        {
+            "group_id": np.array([group for group, *_ in order], np.int64),
+            "tree_node": np.array([node.number for node in nodes], np.int64),
+            "tree_parent": np.array([node.parent for node in nodes], np.int64),
+            "tree_depth": np.array([node.depth for node in nodes], np.int64),
+            "tree_share": np.array([node.share for node in nodes], np.int64),
+            **token_columns([segment for _, _, segment, *_ in order]),
+            "weights_digest": [segment.digest for _, _, segment, *_ in order],
+            "worker": [worker for *_, worker, _ in order],
+            "attempt": np.array([attempt for *_, attempt in order], np.int64),
+        },
+    )
+
+
+def write_asked(
+    store: Store,
+    prompts: BatchRef,
+    wanted: Sequence[tuple[int, PromptTree, Branch]],
+    n: int,
+    out_key: str,
+) -> BatchRef:
+    """Rows of prompts with what their paths have so far, as `RolloutRequest.begun` takes them.
+
+    wanted: the row of the prompt, its tree, and the segment to be sampled.
+    """
+    begun = [tree.path(one.parent) for _, tree, one in wanted]
+    plan = [one for *_, one in wanted]
+    written = write_batch(
+        store,
+        out_key,
+        {
+            **token_columns([path.followed_by(NOTHING) for path in begun]),  # it goes on
+            "weights_digest": [path.digest for path in begun],
+            "status": np.full(len(begun), SampleStatus.UNFINISHED, np.int64),
+            "tree_node": np.array([one.number for one in plan], np.int64),
+            "tree_parent": np.array([one.parent for one in plan], np.int64),
+            "tree_depth": np.array([one.depth for one in plan], np.int64),
+            "tree_share": np.array([one.share for one in plan], np.int64),
+            # A node is followed by n segments at most: each leads to a leaf of its own.
+            "branch_seed": np.array([one.parent * n + one.place for one in plan], np.int64),
+        },
+    )
+    rows = np.array([row for row, *_ in wanted])
+    return of_prompts(prompts, rows).with_columns(written)
+
+
+def write_leaves(
+    store: Store, prompts: BatchRef, trees: Sequence[PromptTree], n: int, out_key: str
+) -> BatchRef:
+    """The samples: n leaves of each tree, in the order of their nodes."""
+    found = [
+        (tree, number, tree.path(number), tree.group * n + place)
+        for tree in trees
+        for place, number in enumerate(leaves(tree.nodes))
+    ]
+    assert len(found) == n * len(trees), "every tree has all of its leaves"
+    whole = [path for _, _, path, _ in found]
+    paths = [path_of(tree.nodes, number) for tree, number, *_ in found]
+    cut = [path.finish_reason in ("length", REPETITION) for path in whole]
+    written = write_batch(
+        store,
+        out_key,
+        {
+            **token_columns(whole),
+            "response_mask": [np.ones(len(path.tokens), np.uint8) for path in whole],
+            "sample_id": np.array([sample for *_, sample in found], np.int64),
+            "status": np.where(cut, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64),
+            "weights_digest": [path.digest for path in whole],
+            "worker": [tree.workers[number - 1] for tree, number, *_ in found],
+            "attempt": np.array([tree.attempts[number - 1] for tree, number, *_ in found]),
+            "tree_path": [np.array(path, np.int64) for path in paths],
+            "tree_lengths": [
+                np.array([len(tree.segments[node - 1].tokens) for node in path], np.int64)
+                for (tree, *_), path in zip(found, paths, strict=True)
+            ],
+        },
+    )
+    return of_prompts(prompts, np.repeat(np.arange(len(prompts)), n)).with_columns(written)
+
+
+def of_prompts(prompts: BatchRef, rows: np.ndarray) -> BatchRef:
+    """The columns that samples have of their prompts; rows: the prompt of each."""
+    return prompts[[name for name in PROMPT_COLUMNS if name in prompts.names]].take(rows)
+
+
+def after(path: Completion, start: int, finish_reason: str) -> Completion:
+    """What a path has after `start` tokens, with spans counted from there."""
+    return Completion(
+        tokens=path.tokens[start:],
+        logprobs=path.logprobs[start:],
+        spans=[
+            (version, max(a - start, 0), b - start) for version, a, b in path.spans if b > start
+        ],
+        finish_reason=finish_reason,
+        digest=path.digest,
+    )
+
+
+def mean_of(segment: Completion) -> float:
+    """Mean log-prob of a segment's tokens, in nats; 0 of none."""
+    return float(np.mean(segment.logprobs)) if segment.logprobs else 0.0
+
+
+def ended_by(path: Completion, tree: TreeSettings, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why a path that has a segment more is over; empty where it goes on."""
+    stop = tree.stop
+    if stop.answer is not None:
+        text = str(tokenizer.decode(path.tokens, skip_special_tokens=True))
+        if re.search(stop.answer, text):
+            return ANSWER
+    if stop.repetition is not None:
+        longest, times = stop.repetition.tokens, stop.repetition.times
+        if any(repeats(path.tokens, length, times) for length in range(1, longest + 1)):
+            return REPETITION
+    return ""
+
+
+def repeats(tokens: Sequence[int], length: int, times: int) -> bool:
+    """Whether the tokens end in the same `length` tokens, `times` times in a row."""
+    tail = tokens[-length * times :]
+    return len(tail) == length * times and all(
+        a == b for a, b in zip(tail, tail[length:], strict=False)
+    )
