@@ -180,6 +180,9 @@ class PolicyBatch:
     staleness: Tensor | None = None  # [T] versions between the behaviour and the proximal policy
     ref_logprobs: Tensor | None = None  # [T] frozen reference
     entropy: Tensor | None = None  # [T] of the policy that trains, nats
+    teacher_logprobs: Tensor | None = None  # [T] of the teacher, in distillation
+    student_bins: Tensor | None = None  # [T, B] of the policy that trains, with gradient
+    teacher_bins: Tensor | None = None  # [T, B] of the same words and the tail (distillation.py)
     weights: Tensor | None = None  # [T] factors on the loss; None: the objective's correction
     kept: Tensor | None = None  # bool [T] the correction's verdicts that belong to `weights`
     # Chosen over the whole mini-batch by Objective.select; None: over this batch, where it is whole.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 CACHED_LOGITS = 2**22  # at most held at once on a CPU: 16 MiB, which its cache holds
+LEAST = 1e-30  # probability of a tail, relative to the likeliest word; its logarithm is finite then
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +23,9 @@ class TokenStatistics:
 
     logprobs: Tensor  # [T] log pi(label), nats; with gradient
     entropy: Tensor  # [T] nats; with gradient when asked for
-    sum_pi_squared: (
-        Tensor | None
-    )  # [T] sum over the words of pi^2, no gradient; None: not asked for
+    # What is None was not asked for.
+    sum_pi_squared: Tensor | None = None  # [T] sum over the words of pi^2, no gradient
+    bins: Tensor | None = None  # [T, k + 1] log pi of k words and of all others, with gradient
 
 
 def token_statistics(
@@ -36,6 +37,7 @@ def token_statistics(
     chunk: int = 1024,
     entropy_gradient: bool = False,
     squared: bool = False,
+    words: Tensor | None = None,
 ) -> TokenStatistics:
     """Log-probs and entropy of pi = softmax(hidden weight^T / temperature) at each label.
 
@@ -50,19 +52,26 @@ def token_statistics(
         chunk: At most chunk x V logits exist at once.
         entropy_gradient: Whether the entropy carries a gradient.
         squared: Whether sum_pi_squared is computed.
+        words: [T, k] int64, different words in [0, V) of which `bins` are computed. The tail is the
+            sum over the other words, not 1 less the words' probabilities.
     """
-    logprobs, entropy, squares = _TokenStatistics.apply(
-        hidden, weight, labels, temperature, chunk, entropy_gradient, squared
+    picked = labels[:, None] if words is None else torch.cat([labels[:, None], words], dim=-1)
+    logprobs, tail, entropy, squares = _TokenStatistics.apply(
+        hidden, weight, picked, temperature, chunk, entropy_gradient, squared, words is not None
     )
     return TokenStatistics(
-        logprobs=logprobs, entropy=entropy, sum_pi_squared=squares if squared else None
+        logprobs=logprobs[:, 0],
+        entropy=entropy,
+        sum_pi_squared=squares if squared else None,
+        bins=None if words is None else torch.cat([logprobs[:, 1:], tail[:, None]], dim=-1),
     )
 
 
 class _TokenStatistics(torch.autograd.Function):
     """The vocabulary is walked in blocks, all tokens at once, so that each weight is used once a pass
     and its gradient needs no sum over blocks. Sums are kept relative to the largest logit so far, z:
-    s = sum exp z, t = sum z exp z; then log pi = z_y - log s and H = log s - t / s.
+    s = sum exp z, t = sum z exp z; then log pi = z_y - log s and H = log s - t / s. The tail's sum is
+    over the words that are not picked beside the label: picked[:, 1:].
     """
 
     @staticmethod
@@ -70,24 +79,26 @@ class _TokenStatistics(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
+        picked: Tensor,
         temperature: float,
         chunk: int,
         entropy_gradient: bool,
         squared: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        tailed: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        blocks = _Blocks(hidden, weight, labels, temperature, kind, _width(hidden, weight, chunk))
-        sums, products, squares, picked = torch.zeros(
+        blocks = Blocks(hidden, weight, temperature, kind, block_width(hidden, weight, chunk))
+        sums, products, squares, rest = torch.zeros(
             4, hidden.shape[0], dtype=kind, device=hidden.device
         ).unbind()
+        found = torch.zeros(picked.shape, dtype=kind, device=hidden.device)
         peaks = torch.full_like(sums, torch.finfo(kind).min / 4)
         for start, logits in blocks:
             higher = torch.maximum(peaks, logits.amax(-1))
             fall = peaks - higher  # <= 0: what was summed so far shrinks by its exponential
             peaks = higher
-            inside, columns = blocks.labels_in(start, logits.shape[1])
-            picked = torch.where(inside, logits.gather(1, columns[:, None])[:, 0], picked)
+            inside, columns = within(picked, start, logits.shape[1])
+            found = torch.where(inside, logits.gather(1, columns), found)
             logits.sub_(peaks[:, None])
             probs = logits.exp()
             shrink = fall.exp()
@@ -96,33 +107,44 @@ class _TokenStatistics(torch.autograd.Function):
             if squared:
                 squares.mul_(shrink.square()).add_(probs.square().sum(-1))
             products.add_(logits.mul_(probs).sum(-1))
+            if tailed:
+                rest.mul_(shrink).add_(without(probs, inside[:, 1:], columns[:, 1:]).sum(-1))
         logs = sums.log()
-        logprobs, entropy = picked - peaks - logs, logs - products / sums
-        ctx.save_for_backward(hidden, weight, labels, peaks, logs, entropy)
-        ctx.temperature, ctx.chunk, ctx.entropy_gradient = temperature, chunk, entropy_gradient
+        logprobs = found - peaks[:, None] - logs[:, None]
+        tail, entropy = rest.clamp(min=LEAST).log() - logs, logs - products / sums
+        ctx.save_for_backward(hidden, weight, picked, peaks, logs, entropy, logprobs, tail)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.entropy_gradient, ctx.tailed = entropy_gradient, tailed
         squares = squares / sums.square()
-        ctx.mark_non_differentiable(*([squares] if entropy_gradient else [squares, entropy]))
-        return logprobs, entropy, squares
+        plain = [squares] if entropy_gradient else [squares, entropy]
+        ctx.mark_non_differentiable(*(plain if tailed else [*plain, tail]))
+        return logprobs, tail, entropy, squares
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, _: Tensor
+        ctx: Any, grad_logprobs: Tensor, grad_tail: Tensor, grad_entropy: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, peaks, logs, entropy = ctx.saved_tensors
-        kind, width = logs.dtype, _width(hidden, weight, ctx.chunk)
-        blocks = _Blocks(hidden, weight, labels, ctx.temperature, kind, width)
+        hidden, weight, picked, peaks, logs, entropy, logprobs, tail = ctx.saved_tensors
+        kind, width = logs.dtype, block_width(hidden, weight, ctx.chunk)
+        blocks = Blocks(hidden, weight, ctx.temperature, kind, width)
         grad_hidden = torch.zeros_like(hidden, dtype=kind) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        falling = grad_logprobs.neg()[:, None]
+        # d log pi_y / dz_j = [j = y] - p_j; d log tail / dz_j = [j in the tail] p_j / tail - p_j
+        at_picked, falling = grad_logprobs, grad_logprobs.sum(-1, keepdim=True).neg()
+        if ctx.tailed:
+            share = (grad_tail / tail.exp())[:, None]
+            falling = falling - grad_tail[:, None] + share
+            words = at_picked[:, 1:] - logprobs[:, 1:].exp() * share
+            at_picked = torch.cat([at_picked[:, :1], words], dim=-1)
         for start, log_probs in blocks:
             log_probs.sub_(peaks[:, None]).sub_(logs[:, None])
             if ctx.entropy_gradient:  # dH / dz_j = -p_j (log p_j + H)
                 slope = (log_probs + entropy[:, None]).mul_(-grad_entropy[:, None])
                 grad = log_probs.exp_().mul_(slope.add_(falling))
-            else:  # d log pi / dz_j = [j = y] - p_j
+            else:
                 grad = log_probs.exp_().mul_(falling)
-            inside, columns = blocks.labels_in(start, grad.shape[1])
-            grad.scatter_add_(1, columns[:, None], torch.where(inside, grad_logprobs, 0)[:, None])
+            inside, columns = within(picked, start, grad.shape[1])
+            grad.scatter_add_(1, columns, torch.where(inside, at_picked, 0))
             if ctx.temperature != 1:
                 grad.div_(ctx.temperature)
             cast = grad.to(hidden.dtype)
@@ -132,16 +154,41 @@ class _TokenStatistics(torch.autograd.Function):
                 grad_weight[start : start + grad.shape[1]] = cast.t() @ hidden
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+@torch.no_grad()
+def top_words(
+    hidden: Tensor, weight: Tensor, k: int, *, chunk: int = 1024, among: int | None = None
+) -> Tensor:
+    """The k likeliest words at each token, int64 [T, k], the likeliest first.
+
+    Of the probabilities 1/2, 1/8, 3/8 the two likeliest are [0, 2].
+
+    Args:
+        hidden, weight, chunk: As `token_statistics`; no temperature changes an order.
+        k: At most as many as there are words among which they are.
+        among: Only of the first so many words. None: of all.
+    """
+    kind = torch.promote_types(hidden.dtype, torch.float32)
+    among = weight.shape[0] if among is None else among
+    best = torch.full((hidden.shape[0], 0), -torch.inf, dtype=kind, device=hidden.device)
+    ids = torch.zeros(hidden.shape[0], 0, dtype=torch.int64, device=hidden.device)
+    for start, logits in Blocks(hidden, weight, 1.0, kind, block_width(hidden, weight, chunk)):
+        known = logits[:, : max(0, among - start)]
+        values, columns = known.topk(min(k, known.shape[1]), dim=-1)
+        values, ids = torch.cat([best, values], dim=-1), torch.cat([ids, columns + start], dim=-1)
+        best, places = values.topk(min(k, values.shape[1]), dim=-1)
+        ids = ids.gather(1, places)
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class Blocks:
     """Logits of all tokens for one block of the vocabulary after the other."""
 
     hidden: Tensor
     weight: Tensor
-    labels: Tensor
     temperature: float
     kind: torch.dtype
     width: int  # words of a block
@@ -159,16 +206,23 @@ class _Blocks:
         """The block's rows of the output head, in the dtype of the product."""
         return self.weight[start : start + self.width].to(self.hidden.dtype)
 
-    def labels_in(self, start: int, words: int) -> tuple[Tensor, Tensor]:
-        """Whether each token's label is in the block, bool [T], and where in it; 0 where it is not.
 
-        Without asking a device how many there are, which would wait for it.
-        """
-        inside = (self.labels >= start) & (self.labels < start + words)
-        return inside, torch.where(inside, self.labels - start, 0)
+def within(picked: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
+    """Whether each picked word is in a block, bool [T, n], and where in it; 0 where it is not.
+
+    Without asking a device how many there are, which would wait for it.
+    """
+    inside = (picked >= start) & (picked < start + words)
+    return inside, torch.where(inside, picked - start, 0)
 
 
-def _width(hidden: Tensor, weight: Tensor, chunk: int) -> int:
+def without(probs: Tensor, inside: Tensor, columns: Tensor) -> Tensor:
+    """A block's [T, words] with 0 at the words of which `within` says where they are."""
+    taken = torch.where(inside, probs.gather(1, columns), 0).neg_()
+    return probs.scatter_add(1, columns, taken)
+
+
+def block_width(hidden: Tensor, weight: Tensor, chunk: int) -> int:
     """Words of a block: chunk x V logits in all, on a CPU no more than its cache holds."""
     logits = chunk * weight.shape[0]
     if hidden.device.type == "cpu":

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engines.train.attention import PACKED
-from engines.train.logprobs import token_statistics
+from engines.train.logprobs import token_statistics, top_words
 from engines.train.micro_batch import PackedBatch
 from engines.train.sequence_parallel import SequenceGroup
 
@@ -39,6 +39,9 @@ class Policy(nn.Module):
         dtype: torch.dtype,
         entropy_gradient: bool = False,
         squared: bool = False,
+        words: Tensor | None = None,
+        top: int = 0,
+        among: int | None = None,
     ) -> tuple[Tensor, ...]:
         """Statistics of the R response tokens; a tuple, where FSDP looks for outputs' gradients.
 
@@ -50,24 +53,41 @@ class Policy(nn.Module):
             dtype: Of the output head's product.
             entropy_gradient: Whether a gradient flows through the entropy.
             squared: Whether sums over the vocabulary of pi^2 are wanted too.
+            words: [R, k] int64, words whose log-probs are wanted too, with all others' as a tail.
+            top: In their place, that many words that are likeliest here; 0: none.
+            among: Only of the first so many words of the vocabulary; None: of all.
 
         Returns:
-            Log-probs [R] and entropy [R] in nats, and with `squared` sums of pi^2 [R]; float32.
+            Log-probs [R] and entropy [R] in nats, and with `squared` sums of pi^2 [R]; float32. With
+            `words` or `top` log-probs of these and the tail [R, k + 1], and with `top` the words,
+            int64 [R, k].
         """
         states, places = decoder_states(self.model.get_decoder(), packed, sequence)
+        states, head = states.to(dtype), self.head.to(dtype)
+        if top:
+            words = top_words(states, head, top, chunk=chunk, among=among)
+        elif words is not None and places is not None:
+            words = words[places]
         stats = token_statistics(
-            states.to(dtype),
-            self.head.to(dtype),
+            states,
+            head,
             packed.labels if places is None else packed.labels[places],
             temperature=temperature,
             chunk=chunk,
             entropy_gradient=entropy_gradient,
             squared=squared,
+            words=words,
         )
         found: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
         if stats.sum_pi_squared is not None:
             found = (*found, stats.sum_pi_squared)
-        found = sequence.together(found, places, packed.labels.numel())
+        total = packed.labels.numel()
+        found = sequence.together(found, places, total)
+        if stats.bins is not None:
+            found = (*found, sequence.table(stats.bins, places, total))
+        if top:
+            assert words is not None
+            found = (*found, sequence.table(words, places, total))
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
         return tuple(each.clone() for each in found)
 

@@ -69,9 +69,16 @@ class Forward:
     dtype: torch.dtype  # of the output head's product
 
     def __call__(
-        self, packed: PackedBatch, *, entropy_gradient: bool = False, squared: bool = False
+        self,
+        packed: PackedBatch,
+        *,
+        entropy_gradient: bool = False,
+        squared: bool = False,
+        words: Tensor | None = None,
+        top: int = 0,
+        among: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """As `Policy.forward`: log-probs [R] and entropy [R] of the response tokens."""
+        """As `Policy.forward`: log-probs [R], entropy [R], … of the response tokens."""
         found: tuple[Tensor, ...] = self.policy(
             packed,
             self.sequence,
@@ -80,6 +87,9 @@ class Forward:
             dtype=self.dtype,
             entropy_gradient=entropy_gradient,
             squared=squared,
+            words=words,
+            top=top,
+            among=among,
         )
         return found
 

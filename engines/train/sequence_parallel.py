@@ -67,6 +67,12 @@ class SequenceGroup:
         found: Tensor = _Together.apply(torch.stack(values), places, total, self.group)
         return tuple(found.unbind())
 
+    def table(self, rows: Tensor, places: Tensor | None, total: int) -> Tensor:
+        """As `together`, of rows of numbers: [r, n] of each rank make [R, n]; a collective."""
+        if self.size == 1:
+            return rows
+        return torch.stack(self.together(rows.unbind(-1), places, total), dim=-1)
+
     def to_heads(
         self, query: Tensor, key: Tensor, value: Tensor, tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from tests.parity import (
     advantages,
     corrections,
+    distillation,
     policy,
     primitives,
     shaping,
@@ -34,7 +35,18 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 def adapters() -> dict[str, Adapter]:
     """Adapter by the reference's function name."""
     found: dict[str, Adapter] = {}
-    for module in (primitives, advantages, policy, values_kl, corrections, shaping, trl, trees):
+    modules = (
+        primitives,
+        advantages,
+        policy,
+        values_kl,
+        corrections,
+        shaping,
+        trl,
+        distillation,
+        trees,
+    )
+    for module in modules:
         found |= module.ADAPTERS
     found["gpg"] = gpg
     if (Path(__file__).parents[2] / "engines" / "train" / "packing.py").exists():

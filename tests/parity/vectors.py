@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.jagged import Rows
+from tests.parity import distillation
 
 Json = Any  # a value read from JSON
 
@@ -76,25 +77,32 @@ def _numbers(value: Json) -> Json:
 
 
 def vector_files(folder: Path) -> dict[Path, bool]:
-    """Every JSON file of a folder, in the order of the names, and whether it is of this format."""
+    """Every JSON file of a folder, in the order of the names, and whether its form is known."""
     return {
-        path: _is_vectors(json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))
+        path: _records(json.loads(path.read_text())) is not None
+        for path in sorted(folder.glob("*.json"))
     }
 
 
-def _is_vectors(content: Json) -> bool:
-    """Whether every case names a function; other vectors lie beside ours in other forms."""
+def _records(content: dict[str, Json]) -> list[dict[str, Json]] | None:
+    """The cases in this format, if they are or can be brought into it; others lie beside ours."""
+    if distillation.is_distillation(content):
+        return distillation.records(content)
     cases = content.get("cases")
-    return isinstance(cases, list) and all("function" in case or "fn" in case for case in cases)
+    if not isinstance(cases, list):
+        return None
+    if all("fn" in case for case in cases):
+        return [tree_record(case) for case in cases]
+    return cases if all("function" in case for case in cases) else None
 
 
 def read_folder(folder: Path) -> Iterator[Case]:
-    """The cases of the files of this format, in the order of the files' names."""
+    """The cases of the files of a known form, in the order of the files' names."""
     for path in (path for path, ours in vector_files(folder).items() if ours):
         content = json.loads(path.read_text())
         default = content.get("default_tolerance", {"rtol": 1e-5, "atol": 1e-6})
-        for record in content["cases"]:
-            yield read_case(tree_record(record) if "fn" in record else record, default)
+        for record in _records(content) or ():
+            yield read_case(record, default)
 
 
 TREE_OUTPUTS = ("pre_whiten", "modified_reward", "segment_advantage", "advantages")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.train.logprobs import token_statistics
+from engines.train.logprobs import token_statistics, top_words
 
 
 def inputs(tokens=13, size=6, words=17, dtype=torch.float64):
@@ -100,3 +100,50 @@ def test_bfloat16_sums_in_float32():
     logits = (hidden @ weight.t()).float()
     want = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(got.logprobs, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_bins_of_words_and_the_tail_equal_the_plain_formula(chunk, temperature):
+    hidden, weight, labels = inputs()
+    words = torch.stack([torch.randperm(17)[:4] for _ in range(13)])
+    words[0, 0] = labels[0]  # the label may be one of the words
+    words[0, 1:] = (labels[0] + torch.arange(1, 4)) % 17
+    got = token_statistics(
+        *(hidden, weight, labels), temperature=temperature, chunk=chunk, words=words
+    )
+    table = ((hidden @ weight.t()) / temperature).log_softmax(-1)
+    tail = table.scatter(1, words, -torch.inf).logsumexp(-1, keepdim=True)
+    bins = torch.cat([table.gather(1, words), tail], dim=-1)
+    picked = table.gather(-1, labels[:, None])[:, 0]
+    torch.testing.assert_close(got.bins, bins)
+    torch.testing.assert_close(got.logprobs, picked)
+    up, other = torch.randn(13, 5, dtype=torch.float64), torch.randn(13, dtype=torch.float64)
+    losses = [
+        (up * b).sum() + (other * p).sum() for b, p in ((got.bins, got.logprobs), (bins, picked))
+    ]
+    ours, theirs = (torch.autograd.grad(loss, (hidden, weight)) for loss in losses)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_small_tail_keeps_its_digits_and_an_empty_one_its_finite_gradient():
+    weight = torch.eye(3)
+    hidden = torch.tensor([[20.0, 0.0, 0.0], [200.0, 100.0, 0.0]], requires_grad=True)
+    words = torch.tensor([[0, 1], [0, 1]])
+    bins = token_statistics(hidden, weight, torch.zeros(2, dtype=torch.long), words=words).bins
+    exact = hidden.detach().double().log_softmax(-1)[0, 2]
+    assert float(bins[0, 2].detach()) == pytest.approx(
+        float(exact), rel=1e-6
+    )  # 1 - p_0 - p_1 would be 0
+    bins.sum().backward()
+    assert torch.isfinite(bins).all()
+    assert torch.isfinite(hidden.grad).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_the_likeliest_words_come_block_by_block(chunk):
+    hidden, weight, _ = inputs()
+    logits = hidden @ weight.t()
+    assert top_words(hidden, weight, 5, chunk=chunk).equal(logits.topk(5).indices)
+    found = top_words(hidden, weight, 5, chunk=chunk, among=9)
+    assert found.equal(logits[:, :9].topk(5).indices)
