@@ -127,7 +127,8 @@ class GRPOConfig(RunConfig):
         if self.train.recompute_old_logprobs is False and self.algorithm.needs_stored_logprobs:
             raise ValueError(
                 "train.recompute_old_logprobs = false, but the token baselines, a KL in the reward "
-                "and normalised corrections need the policy's log-probs before the update. "
+                "or of a teacher as an advantage, and normalised corrections need the policy's "
+                "log-probs before the update. "
                 "Set train.recompute_old_logprobs = auto."
             )
         return self
@@ -219,6 +220,15 @@ class GRPOConfig(RunConfig):
             raise ValueError(
                 f"store.whole_every = {self.store.whole_every} stores versions as differences, and "
                 "with lora a version is a small adapter already. Set store.whole_every = 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_rewarded(self) -> Self:
+        if self.needs_rewards and not self.rewards.functions:
+            raise ValueError(
+                "rewards.functions is empty, so every sample would be worth the same. Set "
+                "rewards.functions, such as [{kind: math}]."
             )
         return self
 

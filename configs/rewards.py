@@ -151,7 +151,7 @@ class RewardsConfig(Settings):
     """How samples are scored."""
 
     functions: tuple[Reward, ...] = Field(
-        min_length=1, description="Reward functions; a sample's reward is their weighted sum."
+        description="Reward functions; a sample's reward is their weighted sum."
     )
     timeout: float = Field(
         30.0,

@@ -156,6 +156,11 @@ class RunConfig(Settings):
         return self.rollout.deadline + sum(one.deadline for one in self.rewards.judges)
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether a run has to have reward functions."""
+        return True
+
+    @property
     def fewest_prompts(self) -> int:
         """Prompts with which a step is made; fewer are left only where data.epochs end."""
         return self.prompts_per_step if self.data.last_step == "drop" else 1
@@ -172,9 +177,12 @@ class RunConfig(Settings):
         What samples is first: vLLM looks how much memory is free. The actor, which publishes the
         first weights, is last.
         """
-        found: list[Role] = ["rollout"]
-        found += ["ref"] if self.has_reference_engine else []
-        return found + list(reversed(self.trained_roles))
+        return ["rollout", *self.frozen_roles, *reversed(self.trained_roles)]
+
+    @property
+    def frozen_roles(self) -> list[Role]:
+        """Roles of the train engine without an optimizer."""
+        return ["ref"] if self.has_reference_engine else []
 
     @property
     def used_pools(self) -> set[str]:

@@ -29,8 +29,9 @@ def advantage(
     logprobs: BatchRef | None,
     values: BatchRef | None = None,
     greedy: Sequence[Scored] = (),
+    taught: Sequence[BatchRef] = (),
 ) -> TrainBatch:
-    """Estimate advantages and choose the samples that train.
+    """Estimate advantages and choose the samples that train; `taught`: their teachers' columns.
 
     A group with a failed sample follows rewards.on_failure; a group that algorithm.selection
     leaves out is counted as filtered. Neither reaches the update.
@@ -40,6 +41,8 @@ def advantage(
     for columns in (logprobs, values):
         if columns is not None:
             samples = samples.with_columns(columns[[n for n in ADDED if n in columns.names]])
+    if taught:
+        samples = samples.with_columns(BatchRef.concat(taught))
     baselines = samples_of(run, step, greedy) if greedy else None
     key = key_of(
         "advantage",
@@ -72,6 +75,7 @@ def advantage(
         dropped=result.dropped,
         metrics=result.metrics,
         baselines=baselines,
+        taught=BatchRef.concat(taught) if taught else None,
     )
 
 

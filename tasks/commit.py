@@ -103,9 +103,10 @@ def commit(
     last = run.last if run.head > run.start else None  # a fork has its own bound
     verdict = verdict_on(run.config, run.gate.max_staleness, last, metrics)
     metrics |= recorded(run.config, verdict)
+    samples = samples_of(run, step, scored)
     refs = {
         "prompts": prompts.new,
-        "samples": samples_of(run, step, scored),
+        "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
         "batch": batch.ref,
         "baselines": batch.baselines,
         "carried": left_over.carried.prompts,

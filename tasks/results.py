@@ -121,6 +121,7 @@ class TrainBatch:
     dropped: dict[str, int]  # prompts left out for a failure, by reason
     metrics: Metrics
     baselines: BatchRef | None = None  # scored greedy completions, where the method wants them
+    taught: BatchRef | None = None  # the teachers' columns of all samples, where there are teachers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

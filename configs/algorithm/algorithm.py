@@ -189,8 +189,9 @@ class AlgorithmConfig(Settings):
         if self.needs_stored_logprobs:
             raise ValueError(
                 "algorithm.proximal = loglinear spares the log-probs before the update, but the "
-                "token baselines, a KL in the reward and normalised corrections need them, and then "
-                "the exact ones are there. Set algorithm.proximal = recompute."
+                "token baselines, a KL in the reward or of a teacher as an advantage, and normalised "
+                "corrections need them, and then the exact ones are there. Set algorithm.proximal = "
+                "recompute."
             )
         return self
 

@@ -17,7 +17,9 @@ from configs.cluster.kinds import (
 )
 from configs.environment import refuse_secrets
 
-Role = Literal["actor", "ref", "critic", "rollout", "reward", "environment", "reward_model"]
+Role = Literal[
+    "actor", "ref", "critic", "teacher", "rollout", "reward", "environment", "reward_model"
+]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
 
@@ -68,6 +70,11 @@ class RolesConfig(Settings):
     actor: str = Field("train", description="Pool of the policy that is trained.")
     ref: str = Field("train", description="Pool of the frozen reference policy.")
     critic: str | None = Field(None, description="Pool of the critic; none: that of the actor.")
+    teacher: str | None = Field(
+        None,
+        description="Pool of the teachers of a distillation, all of them on each worker; none: a "
+        "pool of their own, like the actor's with one worker.",
+    )
     rollout: str = Field("rollout", description="Pool of the engines that sample.")
     reward: str = Field("cpu", description="Pool that scores completions and makes advantages.")
     environment: str | None = Field(

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import MetricSums, mean_over
-from engines.algorithms.inputs import PolicyBatch
+from engines.algorithms.inputs import AdvantageBatch, Advantages, PolicyBatch
 
 BinDivergence = Callable[[Tensor, Tensor], Tensor]  # of the student's, the teacher's bins [T, B]
 
@@ -43,6 +44,11 @@ def reverse_kl_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
         [T], nats, detached; 0 where both agree.
     """
     return (teacher_logprobs - logprobs).detach()
+
+
+def no_advantages(batch: AdvantageBatch, **_: Any) -> Advantages:
+    """0 at each token, whatever the rewards: where a teacher alone teaches."""
+    return Advantages(advantages=batch.rewards.new_zeros(batch.mask.shape))
 
 
 def forward_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The only file here that knows the settings; the others take functions, tensors a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import ShapingConfig
+from configs.algorithm.distillation import DistillAlgorithm, ReverseKL
 from configs.algorithm.methods import Method, UserFunction
 from configs.imports import imported
 from engines.algorithms.advantages import (
@@ -25,6 +27,7 @@ from engines.algorithms.advantages import (
     estimate,
     scope_of,
 )
+from engines.algorithms.distillation import DistillationTerm, no_advantages, reverse_kl_advantages
 from engines.algorithms.inputs import AdvantageBatch, Advantages
 from engines.algorithms.kl import KL_ESTIMATORS
 from engines.algorithms.losses import POLICY_LOSSES, PolicyLoss
@@ -51,7 +54,16 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective:
         entropy_coefficient=algorithm.entropy.coefficient,
         entropy_floor=algorithm.entropy.floor,
         entropy_top_share=algorithm.entropy.top_share,
+        distillation=distillation_of(algorithm),
     )
+
+
+def distillation_of(algorithm: AlgorithmConfig) -> DistillationTerm | None:
+    """What a teacher's scores add to the objective; None without teachers."""
+    if not isinstance(algorithm, DistillAlgorithm):
+        return None
+    chosen = algorithm.distillation
+    return DistillationTerm(loss=chosen.loss.kind, coefficient=chosen.coefficient)
 
 
 def loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:
@@ -86,6 +98,8 @@ def estimator_of(algorithm: AlgorithmConfig) -> tuple[Estimator, Scope]:
     whole batch, or to an AdvantageEstimator.
     """
     choice = algorithm.advantage
+    if isinstance(algorithm, DistillAlgorithm) and not algorithm.distillation.task_weight:
+        return no_advantages, Scope.GROUP
     if not isinstance(choice, UserFunction):
         return ADVANTAGES[choice.kind], scope_of(choice.kind, choice.arguments())
     found = imported(choice.path)
@@ -97,10 +111,32 @@ def estimator_of(algorithm: AlgorithmConfig) -> tuple[Estimator, Scope]:
 def fields_of(algorithm: AlgorithmConfig) -> frozenset[str]:
     """The fields of AdvantageBatch that a recipe needs filled; a user's function gets all."""
     choice = algorithm.advantage
-    if isinstance(choice, UserFunction):
-        return ALL_FIELDS
     penalty = {"logprobs", "ref_logprobs"} if reward_kl_of(algorithm) is not None else set()
-    return NEEDS.get(choice.kind, frozenset()) | penalty
+    taught = {"logprobs", "teacher_logprobs"} if _reverse_kl_of(algorithm) is not None else set()
+    own = ALL_FIELDS if isinstance(choice, UserFunction) else NEEDS.get(choice.kind, frozenset())
+    return own | penalty | taught
+
+
+def with_teacher(task: Advantages, batch: AdvantageBatch, algorithm: AlgorithmConfig) -> Advantages:
+    """The task's advantages, weighed, and the reverse KL to a teacher where it is an advantage.
+
+    A recipe without teachers leaves them as they are.
+    """
+    if not isinstance(algorithm, DistillAlgorithm):
+        return task
+    advantages = algorithm.distillation.task_weight * task.advantages
+    coefficient = _reverse_kl_of(algorithm)
+    if coefficient is not None:
+        assert batch.logprobs is not None and batch.teacher_logprobs is not None, "see fields_of"
+        taught = reverse_kl_advantages(batch.logprobs, batch.teacher_logprobs)
+        advantages = advantages + coefficient * taught.where(batch.mask, 0.0)
+    return dataclasses.replace(task, advantages=advantages)
+
+
+def _reverse_kl_of(algorithm: AlgorithmConfig) -> float | None:
+    """The coefficient of a teacher's reverse KL that is an advantage, if it is one."""
+    chosen = algorithm.distillation if isinstance(algorithm, DistillAlgorithm) else None
+    return chosen.coefficient if chosen and isinstance(chosen.loss, ReverseKL) else None
 
 
 def reward_kl_of(algorithm: AlgorithmConfig) -> RewardKL | None:

@@ -95,6 +95,7 @@ class AdvantageBatch:
     values: Tensor | None = None  # [T] of the critic
     logprobs: Tensor | None = None  # [T] of the policy before the update (old_logprobs)
     ref_logprobs: Tensor | None = None  # [T]
+    teacher_logprobs: Tensor | None = None  # [T] of the teacher, in distillation
     sum_pi_squared: Tensor | None = None  # [T] sum over the vocabulary of pi^2
     correction_weights: Tensor | None = None  # [T] behaviour-policy weights
     baselines: Tensor | None = None  # [N] reward of the greedy completion of the sample's prompt

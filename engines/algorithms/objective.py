@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import MetricSums, Normaliser, aggregate, mean_over
+from engines.algorithms.distillation import DistillationTerm
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.kl import KLPenalty
 from engines.algorithms.losses import PolicyLoss
@@ -40,6 +41,7 @@ class Objective:
     entropy_coefficient: float  # per nat
     entropy_floor: float | None  # nats
     entropy_top_share: float  # of the tokens whose policy loss counts
+    distillation: DistillationTerm | None = None  # of a teacher; None: there is none
 
     @property
     def needs(self) -> frozenset[str]:
@@ -49,6 +51,7 @@ class Objective:
         needs |= {"entropy"} if self.entropy_gradient or self.entropy_top_share < 1 else set()
         needs |= {"rollout_logprobs"} if self.against_rollout or self.corrections else set()
         needs |= {"rollout_logprobs", "staleness"} if self.interpolated else set()
+        needs |= self.distillation.needs if self.distillation is not None else set()
         # A mean over the batch is not that of a micro-batch, so it is taken before the update.
         normalized = any(params.get("normalize") for _, params in self.corrections)
         needs |= {"correction_weights"} if normalized else set()
@@ -93,6 +96,12 @@ class Objective:
             divergence = self._divergence(batch)
             loss = loss + self.kl_coefficient * self._aggregated(divergence, batch, normaliser)
             metrics += MetricSums(means={"kl_ref": mean_over(divergence, batch.mask)})
+        if self.distillation is not None:
+            taught, sums = self.distillation(batch)
+            metrics += sums
+            if taught is not None:
+                term = self._aggregated(taught, batch, normaliser)
+                loss = loss + self.distillation.coefficient * term
         if batch.entropy is not None:
             entropy = batch.under_mask(batch.entropy)
             metrics += MetricSums(means={"entropy": mean_over(entropy, batch.mask)})

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.corrections import WeightCorrection
-from engines.algorithms.from_config import advantages_of, corrections_of, fields_of
+from engines.algorithms.from_config import (
+    advantages_of,
+    corrections_of,
+    fields_of,
+    with_teacher,
+)
 from engines.algorithms.inputs import AdvantageBatch, Advantages, Paths
 from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import without_truncated
@@ -79,7 +84,7 @@ def write_advantages(
     steps = corrections_of(algorithm)
     mismatch = mismatch_of(store, chosen, algorithm)
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
-    result = advantages_of(batch, algorithm)
+    result = with_teacher(advantages_of(batch, algorithm), batch, algorithm)
     found = Estimated.of(batch, mismatch, steps, result)
     advantages = result.advantages.float()
     metrics = {**result.metrics.values(), **_summary(advantages[found.batch.mask])}
@@ -185,6 +190,7 @@ def estimator_batch(
         values=wanted("values"),
         logprobs=ours,
         ref_logprobs=wanted("ref_logprobs"),
+        teacher_logprobs=wanted("teacher_logprobs"),
         sum_pi_squared=wanted("sum_pi_squared"),
         correction_weights=_path_weights(mismatch, algorithm, steps, fields),
         baselines=chosen.baselines,

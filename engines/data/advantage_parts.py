@@ -27,6 +27,7 @@ from engines.algorithms.from_config import (
     corrections_of,
     estimator_of,
     reward_kl_of,
+    with_teacher,
 )
 from engines.algorithms.groups import RowMoments
 from engines.algorithms.inputs import AdvantageBatch, Advantages
@@ -209,6 +210,7 @@ def write_part(
         steps = _with_mean_weights(store, statistics, steps)
     batch = estimator_batch(store, chosen, algorithm, mismatch, steps)
     result = _estimated(store, parts, number, statistics, batch, algorithm)
+    result = with_teacher(result, batch, algorithm)
     found = Estimated.of(batch, mismatch, steps, result)
     written = write_columns(store, chosen, found, algorithm, out_key, version)
     sums, extremes = _metrics(found)

@@ -196,12 +196,14 @@ class RewardRunner:
         done = {name: (column, 0.0) for name, column in (given or {}).items()}
         done |= {one.label: found for one, found in zip(self._called, results, strict=True)}
         ordered = [done[name] for name in self.names]
-        return self._gather([column for column, _ in ordered], [took for _, took in ordered])
+        columns, seconds = [column for column, _ in ordered], [took for _, took in ordered]
+        return self._gather(columns, seconds, len(batch.completions))
 
-    def _gather(self, columns: list[Column], seconds: list[float]) -> Scores:
+    def _gather(self, columns: list[Column], seconds: list[float], samples: int) -> Scores:
         names = self.names
-        values = np.stack([column.values for column in columns], axis=1)
-        applied = np.stack([column.applied for column in columns], axis=1)
+        nothing = np.zeros((samples, 0))  # where there are no functions, whose sum is 0
+        values = np.column_stack([nothing, *(column.values for column in columns)])
+        applied = np.column_stack([nothing.astype(bool), *(c.applied for c in columns)])
         weights = np.array([reward.weight for reward in self._rewards.functions])
         with np.errstate(over="ignore"):
             rewards = (values * weights).sum(axis=1).astype(np.float32)
@@ -321,7 +323,7 @@ def _failures(
     ]
     blamed = {failure.index for failure in failures}
     for unusable, error in (
-        (~applied.any(axis=1), NO_FUNCTION),
+        (~applied.any(axis=1) & bool(names), NO_FUNCTION),
         (~np.isfinite(rewards), "the weighted sum of its scores is not a finite float32"),
     ):
         for index in np.flatnonzero(unusable).tolist():

@@ -36,7 +36,7 @@ def build(spec: TrainSpec, directory: Path, sharing: int) -> Policy | Critic:
     if spec.lora is not None:
         inject(model, spec.lora)
     policy = Critic(model) if spec.role == "critic" else Policy(model)
-    if spec.role == "ref":
+    if spec.frozen:
         policy.requires_grad_(False)
     return policy
 

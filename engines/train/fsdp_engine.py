@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
+from engines.model_tokens import check_same_tokens, model_tokens
 from engines.models import prepared
 from engines.progress import report
 from engines.train.building import build, materialize
@@ -60,6 +61,7 @@ class FSDPEngine(Ranked):
     REMOTE: ClassVar[tuple[str, ...]] = (
         "logprobs",
         "values",
+        "teach",
         "update",
         "cost",
         "export_weights",
@@ -73,7 +75,7 @@ class FSDPEngine(Ranked):
         "offload",
         "onload",
     )
-    CONCAT: ClassVar[tuple[str, ...]] = ("logprobs", "values")
+    CONCAT: ClassVar[tuple[str, ...]] = ("logprobs", "values", "teach")
 
     def __init__(self, spec: TrainSpec) -> None:
         self._spec = spec
@@ -88,6 +90,7 @@ class FSDPEngine(Ranked):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = prepared(spec.model, Path(spec.model_cache))
         self._checkpoint = open_checkpoint(self._directory)
+        self._readable = self._checked_tokens()
         self._policy: Policy | Critic | None = None
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
@@ -118,7 +121,7 @@ class FSDPEngine(Ranked):
         )
         self._policy = policy.train()
         self._begin_versions(policy)
-        if self._spec.role != "ref":
+        if not self._spec.frozen:
             self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
         self.version = 0
         seconds = {**self._meeting.seconds, "model": time.monotonic() - began}
@@ -203,6 +206,43 @@ class FSDPEngine(Ranked):
 
         return self._columns(batch, out_key, computed, ("values",))
 
+    def teach(
+        self, batch: BatchRef, out_key: str, temperature: float, top_k: int = 0
+    ) -> ColumnsResult:
+        """Write teacher_logprobs of all rows, in their order; with `top_k` the likeliest words too.
+
+        teacher_topk_ids and teacher_topk_logprobs have [top_k] numbers for each token,
+        teacher_tail_logprobs the probability of all other words, in nats. The words are among those
+        that the student knows.
+        """
+        forward = self._forward(temperature)
+
+        def computed(micro: MicroBatch) -> dict[str, Tensor]:
+            logprobs, _, *words = forward(micro.packed, top=top_k, among=self._readable)
+            found = {"teacher_logprobs": logprobs}
+            if words:
+                bins, ids = words
+                found |= {"teacher_topk_ids": ids, "teacher_topk_logprobs": bins[:, :-1]}
+                found["teacher_tail_logprobs"] = bins[:, -1]
+            return found
+
+        names = ("logprobs", "topk_ids", "topk_logprobs", "tail_logprobs")
+        return self._columns(batch, out_key, computed, tuple(f"teacher_{n}" for n in names))
+
+    def _checked_tokens(self) -> int | None:
+        """Of a teacher: how many token ids its student knows. ValueError for another tokenizer."""
+        if self._spec.student is None:
+            return None
+        student = model_tokens(prepared(self._spec.student, Path(self._spec.model_cache)))
+        teacher = model_tokens(self._directory)
+        if student is None or teacher is None:
+            raise ValueError(
+                "A teacher or its student has no tokenizer.json, by which their tokens are compared. "
+                "Set teachers and model to checkpoints that have one."
+            )
+        check_same_tokens(student, teacher, self._spec.name)
+        return student.rows
+
     def _columns(
         self,
         batch: BatchRef,
@@ -226,7 +266,7 @@ class FSDPEngine(Ranked):
     @staticmethod
     def concat(method: str, parts: list[ColumnsResult]) -> ColumnsResult:
         """The ranks' rows, in rank order."""
-        assert method in ("logprobs", "values"), method
+        assert method in FSDPEngine.CONCAT, method
         return ColumnsResult.together(parts)
 
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:

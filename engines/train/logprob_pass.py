@@ -45,14 +45,14 @@ def write_token_columns(
         device: This rank's.
         batch: [N] rows of all ranks.
         out_key: Of the object that is written; with several ranks its number is put in.
-        computed: From a micro-batch to numbers [R] of its response tokens, by name.
+        computed: From a micro-batch to numbers [R] or [R, k] of its response tokens, by name.
         columns: Names of those that are written.
         budget: Most tokens of a forward pass.
         cost: By which rows are balanced over ranks.
 
     Returns:
-        The ref of the columns, None where this rank has no rows. And the sum of each name's numbers,
-        written or not, over the tokens with mask 1; "tokens" is the number of those.
+        The ref of the columns, None where this rank has no rows. And the sum of each name's numbers
+        [R], written or not, over the tokens with mask 1; "tokens" is the number of those.
     """
     plan = plan_logprobs(
         read_lengths(store, batch), world=sequence.replicas, budget=budget, cost=cost
@@ -69,9 +69,11 @@ def write_token_columns(
             lengths = micro.packed.rows.lengths.tolist()
             sums["tokens"] += float(micro.mask.sum())
             for name, values in given.items():
-                sums[name] = sums.get(name, 0.0) + float(values.where(micro.mask, 0.0).sum())
+                if values.dim() == 1:
+                    sums[name] = sums.get(name, 0.0) + float(values.where(micro.mask, 0.0).sum())
                 if name in columns:
-                    parts = [part.numpy() for part in values.float().cpu().split(lengths)]
+                    whole = values.float() if values.is_floating_point() else values
+                    parts = [part.numpy() for part in whole.cpu().split(lengths)]
                     found.setdefault(name, {}).update(zip(rows, parts, strict=True))
     if not any(found.values()):
         return None, sums

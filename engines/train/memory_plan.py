@@ -103,7 +103,7 @@ def plan_rank(
     on_gpu: bool,
     lora: LoraConfig | None = None,
 ) -> MemoryPlan:
-    """What a rank of a role holds and takes in an update (ref: in a pass without gradients).
+    """What a rank of a role holds and takes in an update (ref, teacher: in a pass of no gradient).
 
     lora: the actor's adapter, which alone has gradients and moments then.
     """
@@ -119,7 +119,7 @@ def plan_rank(
         gathered_bytes(shape, train, shards, c),
         layer_bytes(shape, batch, c, on_gpu, lora),
     )
-    if role == "ref":  # nothing is kept for a backward pass
+    if role in ("ref", "teacher"):  # nothing is kept for a backward pass
         passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
         stages = {"log-probs": weights + sum(passing.values())}
         return MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})

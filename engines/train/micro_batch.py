@@ -29,6 +29,10 @@ PER_TOKEN = (
     "ref_logprobs",
     "correction_weights",
     "correction_kept",
+    "teacher_logprobs",
+    "teacher_topk_ids",
+    "teacher_topk_logprobs",
+    "teacher_tail_logprobs",
 )
 SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
 
@@ -65,7 +69,8 @@ class MicroBatch:
 
     packed: PackedBatch  # T tokens, R response tokens
     mask: Tensor  # bool [R]; True where the policy wrote the token
-    columns: dict[str, Tensor]  # float32 [R] each: those that were asked for, by name
+    # [R] or [R, k] each: those that were asked for, by name; float32, token ids int64
+    columns: dict[str, Tensor]
 
     @property
     def tokens(self) -> int:
@@ -94,11 +99,11 @@ def read_micro_batch(
     """
     wanted = list(columns)
     if not rows:
-        nothing = torch.zeros(0, device=device)
+        nothing = {name: _nothing(batch, name) for name in wanted}
         return MicroBatch(
             packed=pack([], [], device),
-            mask=nothing.bool(),
-            columns=dict.fromkeys(wanted, nothing),
+            mask=torch.zeros(0, dtype=torch.bool, device=device),
+            columns={name: put(values, device) for name, values in nothing.items()},
         )
     masked = "response_mask" in batch.names
     names = ["prompt_ids", "response_ids", *wanted, *(["response_mask"] if masked else [])]
@@ -109,8 +114,18 @@ def read_micro_batch(
     return MicroBatch(
         packed=pack(_rows_of(data["prompt_ids"]), responses, device),
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),
-        columns={name: put(data[name].values().float(), device) for name in wanted},
+        columns={name: put(_as_read(name, data[name].values()), device) for name in wanted},
     )
+
+
+def _as_read(name: str, values: Tensor) -> Tensor:
+    """Values of a column in the number format of the loss."""
+    return values.long() if name.endswith("_ids") else values.float()
+
+
+def _nothing(batch: BatchRef, name: str) -> Tensor:
+    """The values of no rows of a column."""
+    return _as_read(name, torch.zeros(0, *batch.column(name).shape))
 
 
 def _rows_of(column: Tensor) -> list[np.ndarray]:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.train import TrainConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, mean_over
+from engines.algorithms.distillation import with_tail
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.objective import Objective
 from engines.algorithms.rollout_correction_sums import sample_sizes
@@ -280,7 +281,8 @@ class Updater(ABC):
             **self._rates(seconds),
             **{f"{phase}_seconds": spent for phase, spent in phases.items()},
         }
-        return {f"train/{name}": value for name, value in metrics.items()}
+        # A name with a slash is that of a part which has its own group of metrics.
+        return {n if "/" in n else f"train/{n}": value for n, value in metrics.items()}
 
     def _summed(self) -> dict[str, float]:
         """The objective's metrics over the tokens of all ranks."""
@@ -334,8 +336,9 @@ class PolicyUpdater(Updater):
     def _loss(
         self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
     ) -> tuple[Tensor, MetricSums]:
-        logprobs, entropy = self._forward(
-            micro.packed, entropy_gradient=self._objective.entropy_gradient
+        words, bins = self._words(micro)
+        logprobs, entropy, *own = self._forward(
+            micro.packed, entropy_gradient=self._objective.entropy_gradient, words=words
         )
         kept = micro.columns.get("correction_kept")
         batch = PolicyBatch(
@@ -348,6 +351,9 @@ class PolicyUpdater(Updater):
             rollout_logprobs=micro.columns.get("rollout_logprobs"),
             staleness=micro.columns.get("staleness"),
             ref_logprobs=micro.columns.get("ref_logprobs"),
+            teacher_logprobs=micro.columns.get("teacher_logprobs"),
+            student_bins=own[0] if own else None,
+            teacher_bins=bins,
             weights=micro.columns.get("correction_weights"),
             kept=None if kept is None else kept.bool(),
             selected=None if selected is None else selected[0],
@@ -355,6 +361,15 @@ class PolicyUpdater(Updater):
         )
         loss, sums = self._objective(batch, normaliser)
         return loss, sums + _rollout_mismatch(batch)
+
+    def _words(self, micro: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+        """The teacher's likeliest words [R, k], and its log-probs of them and of the tail."""
+        taught = self._objective.distillation
+        if taught is None or not taught.by_words:
+            return None, None
+        columns = micro.columns
+        bins = with_tail(columns["teacher_topk_logprobs"], columns["teacher_tail_logprobs"])
+        return columns["teacher_topk_ids"], bins
 
     def _select(self, batch: BatchRef, mini: MiniBatch, columns: list[str]) -> list[Tensor] | None:
         """Needs a forward pass of its own, whose log-probs and entropies are exchanged."""

@@ -26,8 +26,12 @@ class TrainSpec(Settings):
     base: WeightsRef | None = Field(
         None, description="Version below the adapter, where it is not the model's own weights."
     )
-    role: Literal["actor", "ref", "critic"] = Field(
-        description="ref has no optimizer and never changes; critic has a value head."
+    role: Literal["actor", "ref", "critic", "teacher"] = Field(
+        description="ref and teacher have no optimizer and never change; critic has a value head."
+    )
+    name: str = Field("", description="Of a teacher: what the run calls it.")
+    student: Model | None = Field(
+        None, description="Of a teacher: the model whose tokens it scores, which has the same ones."
     )
     store_uri: str = Field(description="Store of batches, weights and snapshots.")
     store_options: dict[str, str | int | float | bool] = Field(
@@ -46,6 +50,11 @@ class TrainSpec(Settings):
     total_steps: int | None = Field(
         None, ge=1, description="Optimizer steps of the run, where a decaying schedule ends."
     )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the weights never change."""
+        return self.role in ("ref", "teacher")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,7 @@
 """What is trained (policy or critic): a gang of FSDP ranks, brought to any version by replay.
 
+What is frozen (the reference, teachers) is one too, and has version 0 alone.
+
 The weights of version v are those after v updates. A fresh gang holds the model's own weights, which
 are version 0 unless the run began at a step of another one. Any other version is reached from the
 nearest snapshot below it, the parent's where the run began, by applying the stored batches of the
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.algorithm.distillation import recorded_algorithm
 from engines.train.mfu import CostModel
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
@@ -157,6 +160,18 @@ class Trainer:
             self.at(version)
             return self._call("logprobs", version, arguments, name=f"{column}-{out_key}").batch
 
+    def teach(self, batch: BatchRef, out_key: str, top_k: int) -> BatchRef:
+        """A teacher's scores of the responses [N, jagged], as new columns (FSDPEngine.teach)."""
+        arguments = {
+            "batch": batch,
+            "out_key": out_key,
+            "temperature": self._temperature,
+            "top_k": top_k,
+        }
+        with self._lock:
+            self.at(0)
+            return self._call("teach", 0, arguments, name=f"teach-{out_key}").batch
+
     def values(self, version: int, batch: BatchRef, out_key: str) -> BatchRef:
         """A critic's values of the responses [N, jagged] under a version, as a new column."""
         arguments = {"batch": batch, "out_key": out_key}
@@ -216,8 +231,7 @@ class Trainer:
     def _stored(self, step: int) -> UpdateInputs:
         """A committed step's update."""
         done = read_commit(self._files, step)
-        algorithm = AlgorithmConfig.model_validate(done.algorithm)
-        return UpdateInputs(batch=done.refs["batch"], algorithm=algorithm)
+        return UpdateInputs(batch=done.refs["batch"], algorithm=recorded_algorithm(done.algorithm))
 
     @property
     def _held(self) -> int:
@@ -255,7 +269,7 @@ class Trainer:
         origin, role = origin_of(self._files), self._files.role
         # A run that goes on with a policy's weights alone begins with a new critic.
         new_critic = role == "critic" and origin is not None and not origin.trainer_state
-        first = role == "ref" or origin is None or new_critic
+        first = role in ("ref", "teacher") or origin is None or new_critic
         self._version = 0 if first else UNTRAINED
 
     def _update(

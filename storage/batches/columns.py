@@ -84,6 +84,12 @@ COLUMNS: dict[str, Declared] = {
         "jagged", "I32", "versions by which the one that trains is ahead of each token's own"
     ),
     "ref_logprobs": Declared("jagged", "F32", "reference's log-prob of each response token"),
+    "teacher": Declared("str", "U8", "name of the sample's teacher"),
+    "teacher_digest": Declared("str", "U8", "digest of the teacher's weights"),
+    "teacher_logprobs": Declared("jagged", "F32", "teacher's log-prob of each response token"),
+    "teacher_topk_ids": Declared("jagged", TOKENS, "teacher's k likeliest tokens at each, [k]"),
+    "teacher_topk_logprobs": Declared("jagged", "F32", "teacher's log-probs of those, [k]"),
+    "teacher_tail_logprobs": Declared("jagged", "F32", "teacher's log-prob of all others together"),
     "sum_pi_squared": Declared(
         "jagged", "F32", "sum over the vocabulary of the proximal policy's squared probabilities"
     ),

@@ -131,6 +131,22 @@ def pin(child: RunStore, origin: Origin) -> None:
     child.store.write(_key(parent, child.run), documents.encode(PIN_FORMAT, record))
 
 
+def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> None:
+    """Have the owner's retention keep a policy version for as long as the child exists.
+
+    named: what the child takes it for, of which there may be several.
+    """
+    record = {
+        "child": child.run,
+        "step": version,
+        "snapshot": version,
+        "weights": True,
+        "made_at": time.time(),
+    }
+    key = _key(owner, f"{child.run}-{named}")
+    child.store.write(key, documents.encode(PIN_FORMAT, record))
+
+
 def pins(run: RunStore) -> list[Pin]:
     """The pins of the children that exist."""
     found = []

@@ -11,7 +11,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from configs.algorithm.algorithm import AlgorithmConfig
+from configs.algorithm.distillation import recorded_algorithm
 from configs.cluster.cluster import ClusterConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import change
@@ -108,7 +108,7 @@ def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
     _say(f"starting {config.cluster.pools[pool].workers} train worker(s)")
     with open_cluster(_only(config.cluster, pool), preload=ENGINE_MODULES) as cluster:
         trainer = _trainer(cluster, files, config, commit.step)
-        algorithm = AlgorithmConfig.model_validate(commit.algorithm)
+        algorithm = recorded_algorithm(commit.algorithm)
         result = trainer.update(commit.step, commit.refs["batch"], algorithm)
         dtype, weights = config.rollout.dtype, commit.version_out
         comparison = None

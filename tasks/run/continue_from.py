@@ -43,7 +43,8 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
     and NothingNew.
     """
     store = Store(config.store.uri, config.store.options)
-    parent, step = _place(store, config)
+    assert config.continue_from is not None
+    parent, step = place_of(store, config, config.continue_from, "continue_from")
     try:
         origin = begin_at(
             parent,
@@ -102,27 +103,31 @@ def fresh_rows(cursor: Cursor, source: PromptSource, seen: np.ndarray) -> list[i
     return unseen(source, seen) if cursor.fresh and cursor.epoch == 0 else []
 
 
-def _place(store: Store, config: GRPOConfig) -> tuple[RunStore, int | None]:
-    """The run that continue_from names, and the step; None for its last."""
-    assert config.continue_from is not None
-    if not config.continue_from.startswith(REGISTERED):
-        name, _, step = config.continue_from.partition("@")
+def place_of(
+    store: Store, config: GRPOConfig, named: str, setting: str
+) -> tuple[RunStore, int | None]:
+    """The run that models:/NAME@ALIAS, RUN or RUN@STEP names, and the step; None for its last.
+
+    setting: that names it. Raises ConfigError.
+    """
+    if not named.startswith(REGISTERED):
+        name, _, step = named.partition("@")
         return RunStore(store, name), int(step) if step else None
-    model, _, alias = config.continue_from.removeprefix(REGISTERED).partition("@")
+    model, _, alias = named.removeprefix(REGISTERED).partition("@")
     try:
         found = Registry(config.tracking).by_alias(model, alias)
     except NotRegistered as error:
-        raise ConfigError(f"continue_from: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
     if found is None:
         raise ConfigError(
-            f"continue_from = {config.continue_from}: no version of model {model} has the alias "
-            f"{alias} at {config.tracking.uri}. Run once without continue_from and with "
-            f"promotion.alias = {alias}, or set another alias."
+            f"{setting} = {named}: no version of model {model} has the alias {alias} at "
+            f"{config.tracking.uri}. Run once without {setting} and with promotion.alias = {alias}, "
+            "or set another alias."
         )
     if found.store_uri != store.uri:
         raise ConfigError(
-            f"continue_from = {config.continue_from} is in the store {found.store_uri}, and "
-            f"store.uri = {store.uri}. Set store.uri to the former."
+            f"{setting} = {named} is in the store {found.store_uri}, and store.uri = {store.uri}. "
+            "Set store.uri to the former."
         )
     return RunStore(store, found.run), found.step
 

@@ -15,8 +15,9 @@ from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 from storage.runs.adapters import trained_base
 from storage.runs.run_store import RunStore
+from tasks.run.teachers import Teacher
 
-TrainRole = Literal["actor", "ref", "critic"]
+TrainRole = Literal["actor", "ref", "critic", "teacher"]
 MODELS = Path(".refrain/models")
 
 
@@ -81,17 +82,24 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
 
 
 def train_spec(
-    config: GRPOConfig, files: RunStore, role: TrainRole, cache_bytes: int = 0
+    config: GRPOConfig,
+    files: RunStore,
+    role: TrainRole,
+    cache_bytes: int = 0,
+    teacher: Teacher | None = None,
 ) -> TrainSpec:
-    """From what a run's train engine of a role is built."""
+    """From what a run's train engine of a role is built; `teacher`: which one, of that role."""
     pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
     lora = config.lora if role == "actor" else None
+    base = None if lora is None else trained_base(files)
     return TrainSpec(
-        model=config.model,
+        model=config.model if teacher is None else teacher.model,
         model_cache=str(MODELS.absolute()),
         train=train,
         lora=lora,
-        base=None if lora is None else trained_base(files),
+        base=base if teacher is None else teacher.weights,
+        name="" if teacher is None else teacher.name,
+        student=None if teacher is None else config.model,
         role=role,
         store_uri=files.store.uri,
         store_options=config.store.options,

@@ -36,6 +36,7 @@ from tasks.run.engine_specs import (
     train_spec,
 )
 from tasks.run.forking import parent_config
+from tasks.run.teachers import Teacher, resolved, teachers_of
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
@@ -60,6 +61,7 @@ class Handles:
     actor: Trainer
     ref: Trainer | None
     critic: Trainer | None
+    teachers: Mapping[str, Trainer]  # by name
     rollouts: RolloutPool
     scorers: EnginePool
     planners: EnginePool
@@ -157,6 +159,7 @@ class Engines:
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
             "ref": lambda: self.ref.at(0),
+            "teacher": self._start_teachers,
         }
         start[role]()
         waiting = [name for name, future in self._started.items() if not future.done()]
@@ -176,6 +179,10 @@ class Engines:
             parent = self._trainer(self._made().cluster, role, files, settings)
             parent.snapshot(origin.step, run.name, origin.at)
         trainer.at(run.head)
+
+    def _start_teachers(self) -> None:
+        for teacher in self.teachers.values():
+            teacher.at(0)
 
     def _open(self) -> Handles:
         config = self._run.config
@@ -203,6 +210,16 @@ class Engines:
                 if config.has_critic
                 else None
             ),
+            teachers={
+                name: self._trainer(
+                    cluster,
+                    "teacher",
+                    self._run.files,
+                    config,
+                    resolved(self._run.store, config, name),
+                )
+                for name in teachers_of(config)
+            },
             rollouts=self._rollouts(cluster),
             scorers=self._scorers(cluster),
             planners=self._planners(cluster),
@@ -213,15 +230,23 @@ class Engines:
         )
 
     def _trainer(
-        self, cluster: Cluster, role: TrainRole, files: RunStore, config: GRPOConfig
+        self,
+        cluster: Cluster,
+        role: TrainRole,
+        files: RunStore,
+        config: GRPOConfig,
+        teacher: Teacher | None = None,
     ) -> Trainer:
-        """A trainer of a role for a run: this one, or its parent under the parent's settings."""
+        """A trainer of a role for a run: this one, or its parent under the parent's settings.
+
+        teacher: which one, of that role.
+        """
         run = self._run
-        spec = train_spec(config, files, role, run.store.cache_bytes)
+        spec = train_spec(config, files, role, run.store.cache_bytes, teacher)
         gang = Gang(
             cluster,
             config.cluster.roles.pool_of(role),
-            role,
+            role if teacher is None else f"{role}-{teacher.name}",
             EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec),
             config.train_of(role).deadline,
             start_timeout=config.cluster.start_timeout,
@@ -376,6 +401,11 @@ class Engines:
         found = self._made().critic
         assert found is not None, "the algorithm trains no critic"
         return found
+
+    @property
+    def teachers(self) -> Mapping[str, Trainer]:
+        """The teachers of a distillation by name, which are frozen."""
+        return self._made().teachers
 
     @property
     def trained(self) -> list[Trainer]:

@@ -19,6 +19,7 @@ STAGES = (
     "baseline",
     "reward_model",
     "reward",
+    "teacher",
     "logprob",
     "values",
     "advantage",

@@ -32,6 +32,7 @@ from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
 from tasks.run.preflight import installed
 from tasks.run.resuming import check_resumable
+from tasks.run.teachers import keep_versions, pinned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +98,8 @@ def open_run(
         seen = seen_before(parent_of(files, origin))
     elif config.continue_from is not None:
         origin, seen = beginning(config)
+    if resume is None:
+        config = pinned(store, config)
     opened = OpenedRun(
         name=files.run,
         flow=flow,
@@ -187,5 +190,6 @@ def begin(opened: OpenedRun, position: Position) -> None:
     if origin is not None:
         record[FIELD] = origin.model_dump(mode="json")
     files.write_run(record)
+    keep_versions(files, opened.config)
     if origin is not None:
         pin(files, origin)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
+from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
@@ -75,6 +76,7 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
+        taught = _check_teachers(config)
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
@@ -86,10 +88,24 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     return [
         Finding(check="data", found=data),
         Finding(check="rewards", found=rewards),
+        *taught,
         Finding(check="placement", found=cluster),
         Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),
         Finding(check="tracking", found=f"{config.tracking.uri}: a valid address, not opened"),
     ]
+
+
+def _check_teachers(config: GRPOConfig) -> list[Finding]:
+    """The checks of a distillation's teachers; nothing in other runs."""
+    if not isinstance(config, DistillConfig):
+        return []
+    from storage.objects.store import Store
+    from storage.prompts.datasets import open_source
+    from tasks.run.teachers import check_teachers
+
+    store = Store(config.store.uri, config.store.options)
+    found = check_teachers(config, store, open_source(config.data.source))
+    return [Finding(check="teachers", found=found)]
 
 
 def check_packages(config: GRPOConfig) -> str:
@@ -165,8 +181,7 @@ def installed(package: str) -> str | None:
 
 def check_devices(config: GRPOConfig) -> str:
     """Whether the engines can use their pools' GPUs as the settings say."""
-    roles: list[Role] = [*config.trained_roles]
-    roles += ["ref"] if config.has_reference_engine else []
+    roles: list[Role] = [*config.trained_roles, *config.frozen_roles]
     for role in roles:
         _check_train_device(config, role)
     _check_rollout_device(config)

@@ -40,7 +40,7 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     check_rewards(config.rewards, config.data, source, given)
     if config.evaluation is not None:
         data += f"; evaluation: {check_evaluation(config)}"
-    return data, ", ".join(reward.label for reward in config.rewards.functions)
+    return data, ", ".join(reward.label for reward in config.rewards.functions) or "none"
 
 
 def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:

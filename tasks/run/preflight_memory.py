@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.cluster.cluster import Role
+from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
-from configs.model import PretrainedModel
+from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.model_facts import ModelShape, model_facts
 from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank, resident_bytes
@@ -50,7 +51,7 @@ def check_memory(config: GRPOConfig) -> list[str]:
     for place in places:
         if place.limit is not None and place.planned > place.limit:
             raise ValueError(_refusal(config, shape, place))
-    lines = [line for role in _roles(config) for line in [_of_role(config, shape, role)]]
+    lines = [_of_role(config, of, role, name) for role, name, of in _held(config, shape)]
     lines.append(_of_rollout(config, shape))
     if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
         lines.append(f"reward_model, each worker: {_listed(taken)}")
@@ -60,10 +61,19 @@ def check_memory(config: GRPOConfig) -> list[str]:
     return lines
 
 
-def _roles(config: GRPOConfig) -> list[Role]:
-    """Those of the train engine."""
-    reference: list[Role] = ["ref"] if config.has_reference_engine else []
-    return [*config.trained_roles, *reference]
+def _held(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[Role, str, ModelShape]]:
+    """Roles of the train engine, what their models are called, and the sizes of these.
+
+    Of several teachers each. One whose sizes are not known here is not counted; one that is a policy
+    version has the model's.
+    """
+    for role in (*config.trained_roles, *config.frozen_roles):
+        if role != "teacher":
+            yield role, role, shape
+    for name, teacher in (config.teachers if isinstance(config, DistillConfig) else {}).items():
+        own = shape if teacher.model is None else _shape_of(teacher.model)
+        if own is not None:
+            yield "teacher", f"teacher {name}", own
 
 
 def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
@@ -120,7 +130,7 @@ def judge_bytes(config: GRPOConfig) -> dict[str, int]:
     return found
 
 
-def _shape_of(model: PretrainedModel) -> ModelShape | None:
+def _shape_of(model: Model) -> ModelShape | None:
     """The sizes of a model beside the policy; None where its files are not here, or are wrong."""
     with contextlib.suppress(ValueError):  # which is said where rewards are checked
         facts = model_facts(model)
@@ -148,14 +158,14 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     return {"reward models' weights": weights, "reward models' batch": max(batches)}
 
 
-def _of_role(config: GRPOConfig, shape: ModelShape, role: Role) -> str:
+def _of_role(config: GRPOConfig, shape: ModelShape, role: Role, name: str) -> str:
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
     plan = plan_of(config, shape, role)
     ranks = f"each of {pool.workers} ranks" if pool.workers > 1 else "its rank"
     stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
     host = f"; on the host {_listed(plan.host)}" if plan.host else ""
     return (
-        f"{role}, {ranks}: holds {_listed(plan.held)}; in an update {_listed(plan.passing)}; at "
+        f"{name}, {ranks}: holds {_listed(plan.held)}; in an update {_listed(plan.passing)}; at "
         f"most in {stages}{host}"
     )
 
@@ -248,15 +258,15 @@ def _of_worker(
     held: dict[str, int] = {}
     host: dict[str, int] = {}
     passing: dict[str, int] = {}
-    for role in _roles(config):
+    for role, whose, own in _held(config, shape):
         if roles.pool_of(role) != name:
             continue
-        plan = plan_of(config, shape, role)
-        held.update({f"{role}'s {what}": size for what, size in plan.held.items() if size})
-        host.update({f"{role}'s {what}": size for what, size in plan.host.items()})
+        plan = plan_of(config, own, role)
+        held.update({f"{whose}'s {what}": size for what, size in plan.held.items() if size})
+        host.update({f"{whose}'s {what}": size for what, size in plan.host.items()})
         if plan.passing_peak >= sum(passing.values()):
             largest = max(plan.passing, key=lambda what: plan.passing[what])
-            passing = {f"{role}'s {largest} and what else an update needs": plan.passing_peak}
+            passing = {f"{whose}'s {largest} and what else an update needs": plan.passing_peak}
     sampling: dict[str, int] = {}
     if name == roles.rollout and not (pool.gpus and config.rollout.engine == "vllm"):
         sampling = {f"rollout's {w}": size for w, size in rollout_bytes(config, shape).items()}
@@ -291,6 +301,8 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         )
     if place.largest == "reward models' weights":
         return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
+    if place.largest.startswith("teacher "):
+        return f"{said} Set cluster.roles.teacher to a pool with more workers."
     for words, changed in _smaller(config):
         now = next(one for one in _places(changed, shape) if one.what == place.what)
         if now.planned <= limit:

@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic.json_schema import SkipJsonSchema
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.algorithm.distillation import recorded_algorithm
 from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.rollout.contract import Sampling
@@ -170,7 +171,7 @@ class Run:
         recipe = self.config.algorithm
         if recipe.kl.controller == "fixed" or self.last is None or self._forks_kl:
             return recipe
-        before = AlgorithmConfig.model_validate(self.last.algorithm).kl.coefficient
+        before = recorded_algorithm(self.last.algorithm).kl.coefficient
         measured = self.last.metrics.get("train/kl_ref") or self.last.metrics.get(
             "advantage/kl_ref"
         )

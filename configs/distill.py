@@ -1,0 +1,107 @@
+"""The settings of a distillation run: those of GRPO, and teachers that score the samples."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from configs.algorithm.distillation import DistillAlgorithm
+from configs.base import Settings
+from configs.cluster.cluster import PoolConfig, Role
+from configs.cluster.sharing import check_sharing
+from configs.grpo import GRPOConfig
+from configs.model import Model
+from configs.retraining import CONTINUE_FROM
+from configs.rewards import RewardsConfig
+
+TEACHER_POOL = "teacher"  # what the pool is called that a run gets which names none
+TeacherName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class TeacherConfig(Settings):
+    """A frozen model that scores the student's token ids; it has the student's tokenizer."""
+
+    model: Model | None = Field(None, description="The model, from a path or the hub.")
+    version: str | None = Field(
+        None,
+        pattern=CONTINUE_FROM,
+        description="In its place a policy version of this store: models:/NAME@ALIAS, RUN, or "
+        "RUN@STEP. A new run records which it found.",
+    )
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> Self:
+        if (self.model is None) == (self.version is None):
+            has = "neither" if self.model is None else f"a model and the version {self.version}"
+            raise ValueError(
+                f"A teacher is a model or a policy version, and one of teachers has {has}. Set "
+                "teachers.NAME.model or teachers.NAME.version, not both."
+            )
+        return self
+
+
+class DistillConfig(GRPOConfig):
+    """On-policy distillation (arXiv:2306.13649): the student samples, a teacher scores its tokens."""
+
+    rewards: RewardsConfig = Field(
+        default_factory=lambda: RewardsConfig(functions=()),
+        description="Scoring by the task; no functions: the teacher alone teaches.",
+    )
+    algorithm: DistillAlgorithm = Field(
+        default_factory=DistillAlgorithm,
+        description="Distillation, and how the task's rewards are learned from beside it.",
+    )
+    teachers: dict[TeacherName, TeacherConfig] = Field(
+        min_length=1, description="The teachers by name, each on all workers of their pool."
+    )
+    teacher_column: str | None = Field(
+        None, description="Column of the data that names each row's teacher; none: there is one."
+    )
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether a run has to have reward functions."""
+        return self.algorithm.distillation.task_weight > 0
+
+    @property
+    def frozen_roles(self) -> list[Role]:
+        """Roles of the train engine without an optimizer."""
+        return [*super().frozen_roles, "teacher"]
+
+    @model_validator(mode="after")
+    def _teachers_have_a_pool(self) -> Self:
+        """A pool of their own, like the actor's with one worker, where the settings name none."""
+        cluster = self.cluster
+        if cluster.roles.teacher is None:
+            like = cluster.pools[cluster.roles.actor].model_dump(exclude={"workers"})
+            pools = {TEACHER_POOL: PoolConfig(**like), **cluster.pools}
+            roles = cluster.roles.model_copy(update={"teacher": TEACHER_POOL})
+            self.__dict__["cluster"] = cluster.model_copy(update={"pools": pools, "roles": roles})
+            self.__pydantic_fields_set__.add("cluster")
+            if cluster.share_devices:  # with this pool
+                check_sharing(self.cluster, self.engine_roles, self.max_staleness)
+        return self
+
+    @model_validator(mode="after")
+    def _a_test_has_rewards(self) -> Self:
+        if self.evaluation is not None and not self.rewards.functions:
+            raise ValueError(
+                "evaluation.source is tested by the task's rewards, and rewards.functions is empty. "
+                "Set rewards.functions, or evaluation = null."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_have_a_teacher(self) -> Self:
+        several = len(self.teachers) > 1
+        if several and self.teacher_column is None:
+            raise ValueError(
+                f"There are {len(self.teachers)} teachers ({', '.join(self.teachers)}), and "
+                "teacher_column = null names none of them for a row. Set teacher_column to a column "
+                "of the data with a teacher's name in each row."
+            )
+        if not several and self.teacher_column is not None:
+            raise ValueError(
+                f"teacher_column = {self.teacher_column} chooses between teachers, and there is one, "
+                f"{next(iter(self.teachers))}. Set teacher_column = null, or name more teachers."
+            )
+        return self

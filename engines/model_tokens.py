@@ -1,0 +1,98 @@
+"""Whether two models have the same tokens: what a teacher and its student must share.
+
+Read from the files of a model directory, without torch and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.objects.digests import key_of
+
+NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTokens:
+    """The tokens of a model.
+
+    Of the recipe `tiny`: words {"<pad>": 0, "<bos>": 1, …}, special {"<bos>": 1, "bos_token": 1, …},
+    rows 101.
+    """
+
+    words: Mapping[str, int]  # every token's id, added ones too
+    special: Mapping[
+        str, int
+    ]  # ids of the special ones among them, and of those with a part to play
+    rows: (
+        int | None
+    )  # of the embedding: ids that the model can read; None: config.json does not say
+
+    @property
+    def digest(self) -> str:
+        """Names vocabulary and special ids together: 16 hex digits."""
+        return key_of(sorted(self.words.items()), sorted(self.special.items()))
+
+
+def model_tokens(directory: Path) -> ModelTokens | None:
+    """The tokens of a model directory; None where it has no tokenizer.json."""
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        return None
+    from tokenizers import Tokenizer
+
+    words = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    added = json.loads(file.read_text()).get("added_tokens", [])
+    special = {one["content"]: int(one["id"]) for one in added if one.get("special")}
+    settings = _read(directory / "tokenizer_config.json")
+    for name in NAMED:
+        token = settings.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text in words:
+            special[name] = words[text]
+    config = _read(directory / "config.json")
+    return ModelTokens(
+        words=words,
+        special=special,
+        rows={**config, **config.get("text_config", {})}.get("vocab_size"),
+    )
+
+
+def check_same_tokens(student: ModelTokens, teacher: ModelTokens, name: str) -> None:
+    """ValueError, in one sentence, unless the teacher can score every token of the student."""
+    remedy = f"Set teachers.{name} to a model with the student's tokenizer."
+    if student.digest != teacher.digest:
+        raise ValueError(
+            f"The teacher {name} has another tokenizer than the student ({teacher.digest}, and "
+            f"{student.digest}): {_difference(student, teacher)}. {remedy}"
+        )
+    if student.rows is not None and teacher.rows is not None and teacher.rows < student.rows:
+        raise ValueError(
+            f"The teacher {name} reads {teacher.rows} token ids, and the student can sample "
+            f"{student.rows}. {remedy}"
+        )
+
+
+def _difference(student: ModelTokens, teacher: ModelTokens) -> str:
+    """The first token, by id, that is not the same on both sides."""
+    pairs = (
+        ("the token", student.words, teacher.words),
+        ("among special tokens", student.special, teacher.special),
+    )
+    for kind, ours, theirs in pairs:
+        sides = {word: (theirs.get(word), ours.get(word)) for word in {**ours, **theirs}}
+        odd = {word: ids for word, ids in sides.items() if ids[0] != ids[1]}
+        if odd:
+            first = min(odd, key=lambda word: min((i, word) for i in odd[word] if i is not None))
+            told = ["is none" if one is None else f"has the id {one}" for one in odd[first]]
+            return f"{kind} {first!r} {told[0]} of the teacher's and {told[1]} of the student's"
+    raise AssertionError("the digests differ")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found

@@ -1,0 +1,156 @@
+"""The teachers of a run: which models they are, and the checks of them before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.distill import DistillConfig, TeacherConfig
+from configs.grpo import GRPOConfig
+from configs.model import Model, RandomModel
+from configs.overrides import ConfigError
+from engines.model_facts import ModelFacts, model_facts
+from engines.model_tokens import check_same_tokens, model_tokens
+from engines.models import check_model, present
+from storage.objects.errors import StoreError
+from storage.objects.store import Store
+from storage.prompts.source import PromptSource
+from storage.runs.forks import NoSuchOrigin, begin_at, pin_version
+from storage.runs.origins import Origin
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef
+from tasks.run.continue_from import place_of
+from tasks.run.forking import parent_config
+
+ROWS = 1024  # of the data that are read at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teacher:
+    """A teacher as its engine takes it."""
+
+    name: str
+    model: Model
+    weights: WeightsRef | None = None  # a policy version in place of the model's own weights
+
+
+def teachers_of(config: GRPOConfig) -> Mapping[str, TeacherConfig]:
+    """The teachers of a run's settings, by name; none but in a distillation."""
+    return config.teachers if isinstance(config, DistillConfig) else {}
+
+
+def resolved(store: Store, config: GRPOConfig, name: str) -> Teacher:
+    """A teacher with the version that its settings mean. ConfigError where there is none."""
+    teacher = teachers_of(config)[name]
+    if teacher.version is None:
+        assert teacher.model is not None, "the settings have one of the two"
+        return Teacher(name=name, model=teacher.model)
+    origin = _origin(store, config, name, teacher.version)
+    model = parent_config(RunStore(store, origin.run), origin).model
+    return Teacher(name=name, model=model, weights=origin.weights)
+
+
+def pinned(store: Store, config: GRPOConfig) -> GRPOConfig:
+    """The settings of a new run, with RUN@STEP for what an alias, or a run's last step, means now."""
+    if not isinstance(config, DistillConfig):
+        return config
+    found = dict(config.teachers)
+    for name, teacher in config.teachers.items():
+        if teacher.version is not None:
+            origin = _origin(store, config, name, teacher.version)
+            found[name] = teacher.model_copy(update={"version": str(origin)})
+    return config.model_copy(update={"teachers": found})
+
+
+def keep_versions(files: RunStore, config: GRPOConfig) -> None:
+    """Have the runs whose policy versions teach this one keep them."""
+    for name, teacher in teachers_of(config).items():
+        if teacher.version is not None:
+            origin = _origin(files.store, config, name, teacher.version)
+            owner = RunStore(files.store, origin.run)
+            pin_version(files, owner, origin.weights.version, f"teacher-{name}")
+
+
+def _origin(store: Store, config: GRPOConfig, name: str, version: str) -> Origin:
+    setting = f"teachers.{name}.version"
+    parent, step = place_of(store, config, version, setting)
+    try:
+        return begin_at(parent, step, fork=False, trainer_state=False, cursor=False)
+    except (NoSuchOrigin, StoreError) as error:
+        raise ConfigError(f"{setting} = {version}: {error}") from error
+
+
+def check_teachers(config: DistillConfig, store: Store, source: PromptSource) -> str:
+    """Whether teachers are there, and fit the student and the rows. ValueError, one sentence."""
+    said = []
+    for name in config.teachers:
+        teacher = resolved(store, config, name)
+        try:
+            check_model(teacher.model)
+        except ValueError as error:
+            raise ValueError(str(error).replace("model.", f"teachers.{name}.model.")) from None
+        said.append(f"{name}: {_checked(config, teacher)}")
+    if config.teacher_column is not None:
+        source.check_columns([config.teacher_column])
+        _check_rows(config, source)
+    return "; ".join(said)
+
+
+def _checked(config: DistillConfig, teacher: Teacher) -> str:
+    """What was found of a teacher's tokens and sizes."""
+    facts = model_facts(teacher.model)
+    if facts is not None:
+        _check_sizes(config, teacher.name, facts)
+    if isinstance(config.model, RandomModel) and isinstance(teacher.model, RandomModel):
+        return "the student's tokenizer"
+    places = [present(model) for model in (config.model, teacher.model)]
+    student, tokens = (None if place is None else model_tokens(place) for place in places)
+    if student is None or tokens is None:
+        return "its tokenizer is compared with the student's when engines start"
+    check_same_tokens(student, tokens, teacher.name)
+    return f"the student's tokenizer, {tokens.digest}"
+
+
+def _check_sizes(config: DistillConfig, name: str, facts: ModelFacts) -> None:
+    """Whether a teacher reads samples as long as the student's, and has as many words as wanted."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if facts.unsupported is not None:
+        raise ValueError(
+            f"The teacher {name} has {facts.unsupported}, which the train engine does not "
+            f"compute. Set teachers.{name} to another model."
+        )
+    if facts.positions is not None and longest > facts.positions:
+        raise ValueError(
+            f"The longest sample has data.max_prompt_tokens + rollout.max_new_tokens = {longest} "
+            f"tokens, and the teacher {name} reads {facts.positions}. Set one of them lower."
+        )
+    top_k = config.algorithm.distillation.top_k
+    if facts.shape is not None and top_k >= facts.shape.vocabulary:
+        raise ValueError(
+            f"algorithm.distillation.loss.top_k = {top_k}, and the teacher {name} has "
+            f"{facts.shape.vocabulary} words, of which some have to be left for the tail. Set it "
+            "lower."
+        )
+
+
+def _check_rows(config: DistillConfig, source: PromptSource) -> None:
+    """Whether every row names a teacher; all are read, some at a time."""
+    column = config.teacher_column
+    assert column is not None
+    for start in range(0, len(source), ROWS):
+        numbers = range(start, min(start + ROWS, len(source)))
+        for number, row in zip(numbers, source.rows(numbers), strict=True):
+            teacher_of(row, column, config.teachers, f"Row {number} of {source.name}")
+
+
+def teacher_of(
+    row: Mapping[str, object], column: str, teachers: Mapping[str, object], where: str
+) -> str:
+    """The name of a row's teacher; ValueError for one that there is not."""
+    named = row.get(column)
+    if not isinstance(named, str) or named not in teachers:
+        raise ValueError(
+            f"{where} has {column} = {named!r}, and the teachers are {', '.join(teachers)}. Name one "
+            "of them in each row, or set teacher_column to another column."
+        )
+    return named
