@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from configs.base import FunctionPath, Settings
+from configs.retraining import CONTINUE_FROM
 
 Params = dict[str, int | float | bool | str]
 
@@ -81,6 +82,22 @@ Environment = Annotated[
 ]
 
 
+class OpponentConfig(Settings):
+    """Who plays the seats that the policy does not: a version of it, which does not train."""
+
+    version: str = Field(
+        "start",
+        pattern=CONTINUE_FROM,
+        description="start: the version that the run begins with; or RUN@STEP, RUN, or "
+        "models:/NAME@ALIAS, of the same store and model.",
+    )
+    policy_plays: Literal["in_turn"] | Annotated[int, Field(ge=0)] = Field(
+        "in_turn",
+        description="The policy's seat, from 0; the opponent has all others. in_turn: another one "
+        "for each prompt, so that the policy plays them all.",
+    )
+
+
 class EpisodesConfig(Settings):
     """Answers of several turns. rollout.max_new_tokens is then the limit of a whole conversation."""
 
@@ -90,6 +107,11 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Players of an episode, all of them the model: each has a conversation of its "
         "own, which is a sample. More than one: kinds class and textarena.",
+    )
+    opponent: OpponentConfig | None = Field(
+        None,
+        description="A frozen version that plays all seats but one; its samples do not train. None: "
+        "the policy plays all.",
     )
     max_turns: int = Field(
         8, ge=1, description="Turns of the model, of one player, after which an episode ends."
@@ -131,5 +153,22 @@ class EpisodesConfig(Settings):
                 f"episodes.players = {self.players} takes an environment with turns of several "
                 f"players, and episodes.environment.kind = {kind} has one. Set "
                 "episodes.environment.kind to class or textarena, or episodes.players = 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_opponent_has_a_seat(self) -> Self:
+        if self.opponent is None:
+            return self
+        seat = self.opponent.policy_plays
+        if self.players == 1:
+            raise ValueError(
+                "episodes.opponent plays the seats that the policy does not, and episodes.players = "
+                "1 has only one. Set episodes.players to 2 or more, or episodes.opponent = null."
+            )
+        if isinstance(seat, int) and seat >= self.players:
+            raise ValueError(
+                f"episodes.opponent.policy_plays = {seat} is no player: they are numbered from 0 to "
+                f"{self.players - 1}. Set it to one of these, or to in_turn."
             )
         return self

@@ -180,11 +180,11 @@ class GRPOConfig(RunConfig):
     def check_mini_batches(self, role: Role, group: str) -> None:
         """ValueError unless a step's samples fill the role's mini-batches; group: its settings."""
         parts = self.train_of(role).mini_batches
-        if self.samples_per_step % parts:
+        if self.trained_per_step % parts:
             raise ValueError(
-                f"prompts_per_step x group_size = {self.samples_per_step} samples cannot be split "
+                f"prompts_per_step x group_size = {self.trained_per_step} samples cannot be split "
                 f"into {group}.mini_batches = {parts} equal parts. "
-                f"Set {group}.mini_batches to a divisor of {self.samples_per_step}."
+                f"Set {group}.mini_batches to a divisor of {self.trained_per_step}."
             )
         pool = self.cluster.roles.pool_of(role)
         ranks, shared = self.cluster.pools[pool].workers, self.train_of(role).sequence_parallel
@@ -193,9 +193,9 @@ class GRPOConfig(RunConfig):
                 f"{group}.sequence_parallel = {shared} does not divide cluster.pools.{pool}.workers "
                 f"= {ranks}. Set {group}.sequence_parallel to a divisor of {ranks}."
             )
-        if self.samples_per_step // parts < ranks // shared:
+        if self.trained_per_step // parts < ranks // shared:
             raise ValueError(
-                f"A mini-batch of {self.samples_per_step // parts} samples has fewer rows than "
+                f"A mini-batch of {self.trained_per_step // parts} samples has fewer rows than "
                 f"cluster.pools.{pool}.workers = {ranks} ranks. "
                 f"Set prompts_per_step or group_size higher, or {group}.mini_batches lower."
             )
@@ -203,6 +203,12 @@ class GRPOConfig(RunConfig):
     @model_validator(mode="after")
     def _devices_can_be_shared(self) -> Self:
         if self.cluster.share_devices:
+            if self.opponent is not None:
+                raise ValueError(
+                    "cluster.share_devices = true, but the engines of episodes.opponent do not give "
+                    "their devices back. Set cluster.share_devices = false, or episodes.opponent = "
+                    "null."
+                )
             check_sharing(self.cluster, self.engine_roles, self.max_staleness)
             pool = self.cluster.roles.pool_of("reward_model")
             if self.rewards.on_engines and pool in map(

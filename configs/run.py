@@ -9,7 +9,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
 from configs.data import DataConfig
-from configs.episodes import EpisodesConfig
+from configs.episodes import EpisodesConfig, OpponentConfig
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.retraining import (
@@ -104,6 +104,17 @@ class RunConfig(Settings):
         return self.group_size * (1 if self.episodes is None else self.episodes.players)
 
     @property
+    def trained_per_step(self) -> int:
+        """Completions of one step that can train: an opponent's do not."""
+        alone = self.prompts_per_step * self.group_size
+        return self.samples_per_step if self.opponent is None else alone
+
+    @property
+    def opponent(self) -> OpponentConfig | None:
+        """Who plays the seats of episodes that the policy does not; None where it plays all."""
+        return None if self.episodes is None else self.episodes.opponent
+
+    @property
     def groups_at_once(self) -> int:
         """Groups that a step has under way; it trains on prompts_per_step of them."""
         return math.ceil(self.rollout.over_sampling * self.prompts_per_step - 1e-9)
@@ -177,7 +188,9 @@ class RunConfig(Settings):
         What samples is first: vLLM looks how much memory is free. The actor, which publishes the
         first weights, is last.
         """
-        return ["rollout", *self.frozen_roles, *reversed(self.trained_roles)]
+        sampling: list[Role] = ["rollout"]
+        sampling += [] if self.opponent is None else ["opponent"]
+        return [*sampling, *self.frozen_roles, *reversed(self.trained_roles)]
 
     @property
     def frozen_roles(self) -> list[Role]:

@@ -34,10 +34,10 @@ def advantage(
     """Estimate advantages and choose the samples that train; `taught`: their teachers' columns.
 
     A group with a failed sample follows rewards.on_failure; a group that algorithm.selection
-    leaves out is counted as filtered. Neither reaches the update.
+    leaves out is counted as filtered. Neither reaches the update, and nor do an opponent's samples.
     """
     run.gate.check_turn(step)
-    samples = samples_of(run, step, scored)
+    samples = samples_of(run, step, scored).of_policy(run.store)
     for columns in (logprobs, values):
         if columns is not None:
             samples = samples.with_columns(columns[[n for n in ADDED if n in columns.names]])
@@ -62,7 +62,7 @@ def advantage(
                 algorithm=run.algorithm,
                 out_key=out_key,
                 version=step - 1,
-                left_out=run.left_over.get(step, LeftOver()).samples,
+                left_out=left_out(run, step),
                 repetition=repetition,
                 part_tokens=PART_TOKENS,
             )
@@ -77,6 +77,12 @@ def advantage(
         baselines=baselines,
         taught=BatchRef.concat(taught) if taught else None,
     )
+
+
+def left_out(run: Run, step: int) -> BatchRef | None:
+    """The policy's samples of groups that the step dropped without waiting for them."""
+    samples = run.left_over.get(step, LeftOver()).samples
+    return None if samples is None else samples.of_policy(run.store)
 
 
 def in_parts(

@@ -202,12 +202,13 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
 def tidy(run: Run) -> None:
     """Remove policy versions, batches and snapshots that the settings do not keep."""
     keep = run.config.store
+    against = {run.start} if run.config.opponent is not None else set[int]()
     removed = sweep(
         run.files,
         keep_versions=keep.keep_versions,
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
-        tagged=run.tracker.registered,
+        tagged={*run.tracker.registered, *against},
     )
     if removed:
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))

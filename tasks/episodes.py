@@ -1,6 +1,7 @@
 """Episodes: the rollout engines write a turn, the environments answer, until all of a shard are over.
 
-With several players each has samples of its own, and the engines write for those whose turn it is.
+With several players each has samples of its own, and the engines write for those whose turn it is:
+those that hold the policy, or those of the opponent, a frozen version, for the players that it has.
 
 Each turn is a batch in the store, of the engine's tokens or with the environments' answers, and so
 the log of the episode: an attempt after a failure, or a flow after a crash, goes on from the last.
@@ -10,21 +11,29 @@ Once all are over, the last batch has everything and the others are removed.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
-from engines.data.results import AnswerResult, SampleFailure
+from engines.data.results import AnswerResult, Opponent, SampleFailure
 from engines.rollout.contract import ShardStats
+from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.retries import attempted
 from tasks.run.run import Run
-from tasks.sampling import SamplingStage, sample_or_leave, sampled, usable_weights
+from tasks.sampling import (
+    SamplingStage,
+    opponents_turn,
+    sample_or_leave,
+    sampled,
+    usable_weights,
+)
 
 
 def complete(
@@ -54,7 +63,8 @@ def play(
 ) -> Sampled | Unsampled:
     """The episodes of a shard, or find them over."""
     settings = played(run).model_dump(mode="json")
-    given = [] if begun is None else [begun.to_json()]
+    given: list[object] = [] if begun is None else [begun.to_json()]
+    given += [] if played(run).opponent is None else [run.engines.opponents.weights.digest]
     key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
     whole = stage.key(run, step, "episodes", shard, key)
     digests = {one.digest: one for one in usable_weights(run, step, stage)}
@@ -80,8 +90,13 @@ def dealt(
     run: Run, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
 ) -> tuple[BatchRef, BatchRef]:
     """A shard's prompts as rows of their players, and the samples before their first turns."""
-    n, players = stage.sampling.n, played(run).players
-    key = key_of("deal", prompts.to_json(), n, players)
+    n, players, settings = stage.sampling.n, played(run).players, played(run).opponent
+    opponent = None
+    if settings is not None:
+        digest = run.engines.opponents.weights.digest
+        opponent = Opponent(digest=digest, policy_plays=settings.policy_plays)
+    given = [] if opponent is None else [asdict(opponent)]
+    key = key_of("deal", prompts.to_json(), n, players, *given)
     out_key = stage.key(run, step, "deal", shard, key)
     record = stage.finished(run, out_key)
     if record is None:
@@ -93,6 +108,7 @@ def dealt(
                 prompts=prompts,
                 n=n,
                 out_key=out_key,
+                opponent=opponent,
             )
         made = {"prompts": asked.to_json(), "samples": begun.to_json()}
         record = stage.finish(run, out_key, made)
@@ -107,21 +123,43 @@ def played_out(
     shard: int,
     begun: BatchRef | None,
 ) -> tuple[Sampled | Unsampled, dict[str, BatchRef]]:
-    """The same turn by turn, with the results of the turns by the keys that they are stored under."""
+    """The same turn by turn, with the results of the turns by the keys that they are stored under.
+
+    Of a round of turns the policy's come first, then the opponent's; nobody is asked who has none.
+    """
+    own: Sampled | None = None  # the policy's last turn
     stats: ShardStats | None = None
-    engine = environment = ""  # that had the last turn: they hold what the next one can use
+    engine = other = environment = ""  # that had the last turn: they hold what the next one can use
     turns: dict[str, BatchRef] = {}
-    while True:
-        found = sample_or_leave(run, step, prompts, stage, shard, begun, rather=engine)
-        if isinstance(found, Unsampled):
-            return found, turns
-        turns[found.key] = found.ref
-        stats, engine = together(stats, found.stats), found.stats.worker
-        answered, key, environment = answer(run, step, stage, shard, found, environment)
-        turns[key] = answered.ref
-        if not answered.unfinished:
-            return dataclasses.replace(found, ref=answered.ref, stats=stats), turns
-        begun = answered.ref
+    policys, opponents = first_turns(run, begun)
+    while policys or opponents or own is None:
+        if policys or not opponents:
+            found = sample_or_leave(run, step, prompts, stage, shard, begun, rather=engine)
+            if isinstance(found, Unsampled):
+                return found, turns
+            own, begun = found, found.ref
+            turns[found.key] = found.ref
+            stats, engine = together(stats, found.stats), found.stats.worker
+        if opponents:
+            assert begun is not None, "whose turn it is was read from it"
+            against = opponents_turn(run, step, prompts, stage, shard, begun, rather=other)
+            begun, other = against.ref, against.stats.worker
+            turns[against.key] = against.ref
+        assert begun is not None, "one of them had a turn"
+        answered, key, environment = answer(run, step, stage, shard, begun, environment)
+        begun = turns[key] = answered.ref
+        opponents = answered.opponents
+        policys = answered.unfinished // played(run).players - opponents
+    assert begun is not None and stats is not None
+    return dataclasses.replace(own, ref=begun, stats=stats), turns
+
+
+def first_turns(run: Run, begun: BatchRef | None) -> tuple[int, int]:
+    """Samples of which the policy's turn is next, and the opponent's; 1 and 0 without an opponent."""
+    if played(run).opponent is None or begun is None:
+        return 1, 0
+    reasons = Counter(begun.fetch_list(run.store, "finish_reason"))
+    return reasons[UNFINISHED], reasons[OPPONENTS_TURN]
 
 
 def played(run: Run) -> EpisodesConfig:
@@ -131,13 +169,13 @@ def played(run: Run) -> EpisodesConfig:
 
 
 def answer(
-    run: Run, step: int, stage: SamplingStage, shard: int, turn: Sampled, last: str
+    run: Run, step: int, stage: SamplingStage, shard: int, turn: BatchRef, last: str
 ) -> tuple[AnswerResult, str, str]:
     """The environments' answers to the turns of a shard, their key, and the worker that had them.
 
     last: the worker that answered the turn before, which has the environments.
     """
-    key = key_of("answer", turn.ref.to_json(), played(run).model_dump(mode="json"))
+    key = key_of("answer", turn.to_json(), played(run).model_dump(mode="json"))
     out_key = stage.key(run, step, "environment", shard, key)
     if (done := stage.finished(run, out_key)) is not None:
         return of_record(done), out_key, last
@@ -147,7 +185,7 @@ def answer(
             "answer",
             run.call_id(step, f"answer-{shard}-{key}"),
             attempt.assignment,
-            samples=turn.ref,
+            samples=turn,
             out_key=out_key,
             stage=stage.name,
             source=stage.source,

@@ -132,7 +132,8 @@ def summarize(
     """The mean held-out reward; also to MLflow, with what the reward functions log as eval/NAME."""
     store = run.files.store
     shards = [shard for part in evaluated for shard in part]
-    samples = BatchRef.concat([shard.ref[["reward", "status"]] for shard in shards])
+    played = [shard.ref.of_policy(store)[["reward", "status"]] for shard in shards]
+    samples = BatchRef.concat(played)
     rewards, _ = samples.fetch_numpy(store, "reward")
     status, _ = samples.fetch_numpy(store, "status")
     good = rewards[~np.isnan(rewards)].astype(np.float64)
@@ -166,6 +167,8 @@ def manner(run: Run, evaluation: EvaluationConfig) -> str:
     data = run.config.data.model_dump(mode="json", exclude=ORDER)
     episodes = run.config.episodes
     played = [] if episodes is None else [episodes.model_dump(mode="json", exclude=HOW_FAST)]
+    if run.config.opponent is not None:  # whatever it is called
+        played[0]["opponent"]["version"] = run.engines.opponents.weights.digest
     return key_of(
         "evaluation",
         open_source(evaluation.source).digest,

@@ -18,7 +18,7 @@ def logprob(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
     It needs no rewards, so it runs beside them.
     """
     run.gate.check_turn(step)
-    samples = samples_of_shards(sampled)
+    samples = samples_of_shards(sampled).of_policy(run.store)
     result = samples
     sources = []
     if run.needs_old:

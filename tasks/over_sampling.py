@@ -223,5 +223,5 @@ def _oldest(run: Run, shard: Sampled | Unsampled) -> int | None:
         return shard.stats.oldest
     if shard.begun is None:
         return None
-    spans, _ = shard.begun.fetch_numpy(run.store, "weight_spans")
+    spans, _ = shard.begun.of_policy(run.store).fetch_numpy(run.store, "weight_spans")
     return int(spans[0::3].min()) if len(spans) else None

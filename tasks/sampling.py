@@ -106,6 +106,44 @@ def sample_or_leave(
     )
 
 
+def opponents_turn(
+    run: Run,
+    step: int,
+    prompts: BatchRef,
+    stage: SamplingStage,
+    shard: int,
+    begun: BatchRef,
+    rather: str = "",
+) -> Sampled:
+    """The next turns of the frozen players of a shard, by their own engines, or find them done.
+
+    begun: all samples of the shard; the policy's are left as they are. rather: as in
+    `sample_or_leave`. A step that does not wait for its shards waits for these turns.
+    """
+    pool = run.engines.opponents
+    weights, identity = pool.weights, stage.sampling.identity
+    key = key_of("opponent", prompts.to_json(), weights.digest, identity, begun.to_json())
+    out_key = stage.key(run, step, "opponent", shard, key)
+    if (done := stage.finished(run, out_key)) is not None:
+        return sampled(prompts, weights, done, out_key)
+    with attempted(run, step, "opponent", shard) as attempt:
+        attempt.assignment.worker = rather
+        request = RolloutRequest(
+            prompts=prompts,
+            sampling=stage.sampling,
+            out_key=out_key,
+            step=step,
+            shard=shard,
+            attempt=attempt.number,
+            begun=begun,
+            frozen=True,
+        )
+        result = pool.generate(request, attempt.assignment)
+        assert result is not None, "the opponent's turns are not cut"
+    record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
+    return sampled(prompts, weights, stage.finish(run, out_key, record), out_key)
+
+
 def usable_weights(run: Run, step: int, stage: SamplingStage) -> list[WeightsRef]:
     """The policy versions with which a step may be sampled, the current one first.
 

@@ -6,11 +6,14 @@ from prefect import task
 from prefect.settings import PREFECT_API_URL
 
 from engines.processes.process_setup import seldom_collected
+from storage.runs.commit_log import version_weights
 from storage.runs.live import Live, write_live
+from storage.runs.opponents import recorded_opponent
+from storage.runs.weights import WeightsRef
 from tasks.reporting.flow_run import flow_run_id
 from tasks.results import Synced
 from tasks.run.flow_options import result_of
-from tasks.run.retries import OPTIONS
+from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 from tasks.weight_sync import publish_and_sync
 
@@ -50,8 +53,25 @@ def first_sync(run: Run, version: int, started: list[str]) -> Synced:
     return publish_and_sync(run, version, version)
 
 
+@task(name="weight_sync", task_run_name="weight_sync opponent", **OPTIONS)
+def sync_opponents(run: Run, first: Synced) -> WeightsRef:
+    """Bring the frozen version that plays against the policy to its engines, once."""
+    weights = frozen_weights(run, first.weights)
+    with attempted(run, run.head, "weight_sync"):
+        run.engines.opponents.sync(weights, probe=None)
+    return weights
+
+
+def frozen_weights(run: Run, first: WeightsRef) -> WeightsRef:
+    """The opponent's version; first: that with which the run goes on."""
+    recorded = recorded_opponent(run.files)
+    if recorded is not None:
+        return recorded.weights
+    return first if run.head == run.start else version_weights(run.files, run.start)
+
+
 def start_engines(run: Run) -> Synced:
-    """Start every role's engines and give the rollout engines their weights."""
+    """Start every role's engines and give those that sample their weights."""
     workers = start_workers.submit(run)
     started = [
         start_engine.submit(run, role, workers)  # type: ignore[call-overload]
@@ -59,6 +79,8 @@ def start_engines(run: Run) -> Synced:
     ]
     synced = first_sync.submit(run, run.head, started)
     first = result_of(synced)
+    if run.config.opponent is not None:
+        result_of(sync_opponents.submit(run, first))  # type: ignore[call-overload]
     run.tracker.start()
     seldom_collected()
     return first

@@ -18,7 +18,7 @@ def values(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
     It needs no rewards, so it runs beside them.
     """
     run.gate.check_turn(step)
-    samples = samples_of_shards(sampled)
+    samples = samples_of_shards(sampled).of_policy(run.store)
     key = key_of("values", samples.to_json(), step - 1)
     out_key = run.files.stage_key(step, "values", 1, key)
     with attempted(run, step, "values"):

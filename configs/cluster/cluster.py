@@ -18,7 +18,15 @@ from configs.cluster.kinds import (
 from configs.environment import refuse_secrets
 
 Role = Literal[
-    "actor", "ref", "critic", "teacher", "rollout", "reward", "environment", "reward_model"
+    "actor",
+    "ref",
+    "critic",
+    "teacher",
+    "rollout",
+    "opponent",
+    "reward",
+    "environment",
+    "reward_model",
 ]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
@@ -76,6 +84,9 @@ class RolesConfig(Settings):
         "pool of their own, like the actor's with one worker.",
     )
     rollout: str = Field("rollout", description="Pool of the engines that sample.")
+    opponent: str | None = Field(
+        None, description="Pool of the engines of episodes.opponent; none: that of rollout."
+    )
     reward: str = Field("cpu", description="Pool that scores completions and makes advantages.")
     environment: str | None = Field(
         None, description="Pool of the environments of episodes; none: that of rewards."
@@ -89,6 +100,8 @@ class RolesConfig(Settings):
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
+        if role == "opponent":
+            return self.opponent or self.rollout
         beside_rewards = role in ("environment", "reward_model")
         return pools[role] or (self.reward if beside_rewards else self.actor)
 

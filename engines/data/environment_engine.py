@@ -42,6 +42,7 @@ from engines.data.results import (
     TURNS,
     AnswerResult,
     EnvironmentFailed,
+    Opponent,
     PromptsResult,
     RowsSpec,
     SampleFailure,
@@ -50,7 +51,7 @@ from engines.data.tool_calls import Malformed, tool_calls
 from engines.environments.protocol import Outcome, Tokens, Told, ToolCall
 from engines.environments.sessions import Environments, PastTurn, Turn, digest_of
 from engines.workers.engine import Engine
-from storage.batches.columns import Author, SampleStatus
+from storage.batches.columns import OPPONENTS_TURN, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
@@ -123,9 +124,11 @@ class EnvironmentEngine(Engine):
         }
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
 
-    def deal(self, prompts: BatchRef, n: int, out_key: str) -> tuple[BatchRef, BatchRef]:
+    def deal(
+        self, prompts: BatchRef, n: int, out_key: str, opponent: Opponent | None = None
+    ) -> tuple[BatchRef, BatchRef]:
         """Prompts as rows of their players, and n samples of each before its first turn (`dealt`)."""
-        return dealt(self._store, prompts, n, out_key)
+        return dealt(self._store, prompts, n, out_key, opponent)
 
     def _prompts(
         self, rows: list[Row], observations: list[str]
@@ -218,6 +221,7 @@ class EnvironmentEngine(Engine):
         return AnswerResult(
             ref=samples[kept].with_columns(written),
             unfinished=sum(not one.ended for one in episodes),
+            opponents=sum(one.finish == OPPONENTS_TURN for one in episodes),
             turns=len(asked),
             failures=failures,
             seconds=seconds,

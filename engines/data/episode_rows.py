@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 
 from engines.data.chat_template import state_number
-from storage.batches.columns import UNFINISHED, WAITING, Author, SampleStatus
+from storage.batches.columns import OPPONENTS_TURN, UNFINISHED, WAITING, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 
 POLICY = bytes([Author.POLICY])
+GOES_ON = (
+    UNFINISHED,
+    OPPONENTS_TURN,
+    WAITING,
+)  # finish reasons: its own turn is next, or another's
 
 
 @dataclass(slots=True)
@@ -44,6 +49,7 @@ class Episode:
     ended: str = ""  # why
     error: str = ""
     player: int = 0
+    frozen: bool = False  # whether the opponent plays it
     state: int = 0  # number of what its player was told first
     order: list[int] = field(default_factory=list)  # number in the episode of each answered turn
     texts: list[str] = field(default_factory=list)  # of the policy's turns
@@ -68,20 +74,20 @@ class Episode:
     @property
     def waits(self) -> bool:
         """Whether it is the environment's turn."""
-        return not self.ended and self.finish not in (UNFINISHED, WAITING)
+        return not self.ended and self.finish not in GOES_ON
 
     def end(self, why: str, status: SampleStatus, error: str = "") -> None:
         """There is no further turn, of any player; a limit is that of this one alone."""
         for one in self.rows:
             one.ended, one.error = why, error
             one.status = status if one is self or error else SampleStatus.OK
-            if one.finish in (UNFINISHED, WAITING):
+            if one.finish in GOES_ON:
                 one.finish = why
 
     def waits_for(self, player: Episode) -> None:
         """It is the turn of a player, this one or another."""
         self.finish, self.status = WAITING, SampleStatus.UNFINISHED
-        player.finish = UNFINISHED
+        player.finish = OPPONENTS_TURN if player.frozen else UNFINISHED
 
     def took(self, seconds: float) -> None:
         """The environment needed some time."""
@@ -155,6 +161,8 @@ def read_episodes(
             "state": dense("state_id"),
             "order": lists("turn_order"),
         }
+        if "frozen" in samples.names:
+            columns["frozen"] = [bool(one) for one in dense("frozen")]
         owners = first_players(dense("group_id"), columns["player"], numbers)
     episodes = [
         Episode(

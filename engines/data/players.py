@@ -3,6 +3,7 @@
 A prompt that was drawn is one row until it is sampled. Then it is a row for each player (`dealt`),
 all in one shard: each has a conversation of its own, and sample k of every player is one episode. A
 player's sample waits, untouched by the engines, until the environment says that its turn is next.
+All players are the policy, or one is, and the others are an opponent: a version that does not train.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 
 from engines.data.chat_template import EMPTY, TOO_LONG, TokenizedPrompts, state_number
 from engines.data.conversation import Conversation
+from engines.data.results import Opponent
 from engines.environments.protocol import Told
-from storage.batches.columns import UNFINISHED, WAITING, SampleStatus
+from storage.batches.columns import OPPONENTS_TURN, UNFINISHED, WAITING, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
@@ -54,21 +56,30 @@ def players_prompts(
     return found, [players[number] for number in kept]
 
 
-def dealt(store: Store, prompts: BatchRef, n: int, out_key: str) -> tuple[BatchRef, BatchRef]:
+def dealt(
+    store: Store, prompts: BatchRef, n: int, out_key: str, opponent: Opponent | None = None
+) -> tuple[BatchRef, BatchRef]:
     """The prompts of P rows as rows of their players, and n samples of each before the first turn.
 
     Row i * players + p of the first belongs to prompt i and player p; row j of the second to row
-    j // n of the first. Only samples of those who begin are to be gone on with.
+    j // n of the first. Only samples of those who begin are to be gone on with. Where there is an
+    opponent, column `frozen` says which rows are its, and their digest is that of its weights.
     """
     seats = cast("list[dict[str, Any]]", prompts.fetch_list(store, "players"))
     count = len(seats[0]["prompts"])
     goes_on = np.array([p == seat["begins"] for seat in seats for p in range(count)])
     total = len(goes_on)
+    frozen = np.zeros(total, bool)
+    if opponent is not None:
+        groups = prompts.fetch_numpy(store, "group_id")[0].astype(np.int64)
+        frozen = opponent.seats(groups, count).reshape(-1)
+    digest = "" if opponent is None else opponent.digest
     nothing = [np.zeros(0)] * total
     own: dict[str, object] = {
         "prompt_ids": [np.array(ids, np.int32) for seat in seats for ids in seat["prompts"]],
         "state_id": np.array([one for seat in seats for one in seat["states"]], np.int64),
         "player": np.tile(np.arange(count), len(seats)),
+        **({} if opponent is None else {"frozen": frozen.astype(np.uint8)}),
     }
     begun: dict[str, object] = {
         "response_ids": [one.astype(np.int32) for one in nothing],
@@ -78,10 +89,14 @@ def dealt(store: Store, prompts: BatchRef, n: int, out_key: str) -> tuple[BatchR
         "turn_rewards": [one.astype(np.float32) for one in nothing],
         "turn_order": [one.astype(np.int64) for one in nothing],
         "observations": [[]] * total,
-        "finish_reason": [UNFINISHED if one else WAITING for one in goes_on],
+        "finish_reason": [
+            (OPPONENTS_TURN if its else UNFINISHED) if one else WAITING
+            for one, its in zip(goes_on, frozen, strict=True)
+        ],
         "status": np.full(total, SampleStatus.UNFINISHED, np.int64),
         "env_seconds": np.zeros(total),
-        **{name: [""] * total for name in ("weights_digest", "episode", "episode_error")},
+        "weights_digest": [digest if its else "" for its in frozen],
+        **{name: [""] * total for name in ("episode", "episode_error")},
     }
     written = write_batch(store, out_key, {**own, **begun})
     drawn = prompts.drop(["players"]).take(np.repeat(np.arange(len(prompts)), count))

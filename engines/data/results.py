@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.base import Settings
@@ -210,11 +213,29 @@ class EnvironmentFailed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Opponent:
+    """Who plays the seats that the policy does not."""
+
+    digest: str  # of its weights
+    policy_plays: Literal["in_turn"] | int  # episodes.opponent.policy_plays
+
+    def seats(self, groups: NDArray[np.int64], players: int) -> NDArray[np.bool_]:
+        """[P, players]: the seats that it has, of prompts with these numbers [P].
+
+        Groups [6, 7] of two players, in turn: [[0, 1], [1, 0]].
+        """
+        fixed = None if self.policy_plays == "in_turn" else self.policy_plays
+        policy = groups % players if fixed is None else np.full(len(groups), fixed)
+        return np.arange(players) != policy[:, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerResult:
     """The episodes of a shard after the environments' answers."""
 
     ref: BatchRef  # the samples, those with the status UNFINISHED to go on with
-    unfinished: int  # episodes that go on
+    unfinished: int  # samples of episodes that go on, one of each player
     turns: int  # of the model, that were answered
     failures: tuple[SampleFailure, ...]
     seconds: float  # that all answers together took
+    opponents: int = 0  # episodes in which an opponent's turn is next

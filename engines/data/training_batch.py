@@ -80,7 +80,7 @@ def choose(
     """
     prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     groups = samples.own_groups(store)
-    per_sample = None if baselines is None else baseline_rewards(store, baselines, groups)
+    per_sample = None if baselines is None else baseline_rewards(store, baselines, samples)
     failed = status == SampleStatus.FAILED
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
@@ -240,25 +240,22 @@ def write_repetition(
     return write_batch(store, out_key, {REPETITION: penalties.numpy()})
 
 
-def baseline_rewards(
-    store: Store, baselines: BatchRef, groups: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def baseline_rewards(store: Store, baselines: BatchRef, samples: BatchRef) -> NDArray[np.float32]:
     """Reward of the greedy completion of each sample's prompt [N]; NaN where it has none.
 
     Args:
         store: of the batches.
         baselines: group_id and reward, a row for each prompt, and player, that was completed
             greedily.
-        groups: [N], own_groups of the samples.
+        samples: [N], of some of these prompts and players.
     """
-    known = dict(
-        zip(
-            baselines.own_groups(store).tolist(),
-            dense(store, baselines, "reward").tolist(),
-            strict=True,
-        )
-    )
-    return np.array([known.get(group, np.nan) for group in groups.tolist()], dtype=np.float32)
+
+    def seats(ref: BatchRef) -> list[tuple[int, ...]]:
+        names = [name for name in ("group_id", "player") if name in ref.names]
+        return list(zip(*(dense(store, ref, name).tolist() for name in names), strict=True))
+
+    known = dict(zip(seats(baselines), dense(store, baselines, "reward").tolist(), strict=True))
+    return np.array([known.get(seat, np.nan) for seat in seats(samples)], dtype=np.float32)
 
 
 def selection_metrics(selected: Selected, filtered: int) -> dict[str, float]:

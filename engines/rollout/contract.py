@@ -134,6 +134,7 @@ class RolloutRequest:
     begun: BatchRef | None = None  # samples to go on with, as generate gave them: n for each prompt
     save_every: float | None = None  # seconds between saves of the tokens so far; None: none
     may_be_cut: bool = False  # whether RolloutPool.cut of its step ends it
+    frozen: bool = False  # whether it asks for the turns of frozen players, or else the policy's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,7 +107,7 @@ class RolloutEngine(Engine, ABC):
         partial = PartialSamples(self._store, request.out_key)
         saved = None if request.save_every is None else partial.read()
         rows = len(prompts.tokens) * request.sampling.n
-        begun = read_begun(self._store, saved or request.begun, rows)
+        begun = read_begun(self._store, saved or request.begun, rows, request.frozen)
 
         def write(completions: list[Completion], out_key: str) -> RolloutResult:
             return write_samples(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 from engines.failures import InfrastructureError, WorkerLost
 from engines.rollout.contract import RolloutRequest, RolloutResult, SyncMode, SyncReport
@@ -48,15 +49,16 @@ class RolloutPool(EnginePool):
         mode: SyncMode = "idle",
         sleep_level: int = 2,
         cancel: threading.Event | None = None,
+        role: Literal["rollout", "opponent"] = "rollout",
     ) -> None:
         """`mode`: what becomes of shards in flight when new weights are loaded.
 
-        `sleep_level`: rollout.sleep_level.
+        `sleep_level`: rollout.sleep_level. `role`: opponents hold one version all the time.
         """
         super().__init__(
             cluster,
             pool,
-            "rollout",
+            role,
             spec,
             deadline=deadline,
             start_timeout=start_timeout,
@@ -131,7 +133,7 @@ class RolloutPool(EnginePool):
         def end(address: str, keys: list[str]) -> None:
             # One that is gone has no shard to end: it is tried again, and then not begun.
             with contextlib.suppress(InfrastructureError, TimeoutError):
-                control(self.cluster, address, "rollout", "cut", out_keys=keys)
+                control(self.cluster, address, self.role, "cut", out_keys=keys)
 
         with ThreadPoolExecutor(CUT_AT_ONCE) as threads:
             list(threads.map(end, on.keys(), on.values()))
@@ -151,8 +153,10 @@ class RolloutPool(EnginePool):
         kept = self._cut.get(request.step)
         return request.may_be_cut and kept is not None and request.shard not in kept
 
-    def sync(self, weights: WeightsRef, probe: Probe) -> dict[str, CheckedLoad]:
+    def sync(self, weights: WeightsRef, probe: Probe | None) -> dict[str, CheckedLoad]:
         """Load a version into every live engine; returns worker name -> report.
+
+        probe: None where no trainer holds the version: the digest alone is compared then.
 
         A worker that fails for infrastructure's sake loads the version when it is next used. If all
         fail, the last failure is raised.
@@ -259,7 +263,7 @@ class RolloutPool(EnginePool):
         for address, name in (ready[first:] + ready[:first])[:LOOKED_AT]:
             with contextlib.suppress(InfrastructureError, TimeoutError):
                 self._drawn[name] = control(
-                    self.cluster, address, "rollout", "status", timeout=timeout
+                    self.cluster, address, self.role, "status", timeout=timeout
                 ).tokens
         there = set(self._ready.values())
         self._drawn = {name: count for name, count in self._drawn.items() if name in there}
@@ -267,25 +271,20 @@ class RolloutPool(EnginePool):
 
     def _load(self, name: str, address: str) -> CheckedLoad:
         weights, probe = self.weights, self._probe
-        assert probe is not None
-        version = weights.version
-        report: SyncReport
-        report, scores = self.submit(
-            address,
-            "sync_and_score",
-            self._call_id(version, "sync"),
-            {
-                "weights": weights,
-                "mode": self.mode,
-                "token_ids": probe.tokens,
-                "prompt_lengths": probe.prompt_lengths,
-            },
-            slot=False,  # shards in flight may fill them all
-        )
+        given: dict[str, Any] = {"weights": weights, "mode": self.mode}
+        method, call_id = "sync", self._call_id(weights.version, "sync")
+        if probe is not None:
+            method = "sync_and_score"
+            given |= {"token_ids": probe.tokens, "prompt_lengths": probe.prompt_lengths}
+        # Shards in flight may fill all slots.
+        found = self.submit(address, method, call_id, given, slot=False)
+        report: SyncReport = found if probe is None else found[0]
         check_report(name, report, weights)
-        error = check_scores(name, version, scores, probe, self.tolerance)
+        error = math.nan
+        if probe is not None:
+            error = check_scores(name, weights.version, found[1], probe, self.tolerance)
         self._loaded[address] = weights.digest
         return CheckedLoad(report=report, logprob_error=error)
 
     def _call_id(self, step: int, call: str) -> CallId:
-        return CallId(run=self.run, epoch=self.epoch, step=step, call=f"rollout-{call}")
+        return CallId(run=self.run, epoch=self.epoch, step=step, call=f"{self.role}-{call}")

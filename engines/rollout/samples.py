@@ -11,7 +11,15 @@ from itertools import pairwise
 import numpy as np
 
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
-from storage.batches.columns import EPISODE, OF_PLAYERS, SEGMENT, UNFINISHED, Author, SampleStatus
+from storage.batches.columns import (
+    EPISODE,
+    OF_PLAYERS,
+    OPPONENTS_TURN,
+    SEGMENT,
+    UNFINISHED,
+    Author,
+    SampleStatus,
+)
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -19,7 +27,7 @@ from storage.objects.store import Store
 # Columns that a sample shares with its prompt; they are referred to, not written again.
 PROMPT_COLUMNS = (
     *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
-    "player",
+    *("player", "frozen"),
 )
 POLICY = bytes([Author.POLICY])
 
@@ -147,8 +155,24 @@ def read_prompts(store: Store, prompts: BatchRef, max_model_len: int) -> PromptT
     return PromptTokens(tokens=rows, numbers=prompts.own_groups(store).tolist(), branches=branches)
 
 
-def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completion]:
-    """[rows] what `write_samples` stored of them; nothing of each where `begun` is None."""
+def seen_by(frozen: bool, reason: str) -> str:
+    """A stored finish reason as those see it who play: what is theirs to go on with is unfinished.
+
+    It is its own inverse: a frozen player's `opponent's turn` is `unfinished` to the opponent's
+    engines, and the policy's unfinished samples are nothing to them.
+    """
+    if not frozen:
+        return reason
+    return {UNFINISHED: OPPONENTS_TURN, OPPONENTS_TURN: UNFINISHED}.get(reason, reason)
+
+
+def read_begun(
+    store: Store, begun: BatchRef | None, rows: int, frozen: bool = False
+) -> list[Completion]:
+    """[rows] what `write_samples` stored of them; nothing of each where `begun` is None.
+
+    frozen: whether the turns of frozen players are what is gone on with.
+    """
     if begun is None:
         return [NOTHING] * rows
     if len(begun) != rows:
@@ -172,7 +196,7 @@ def read_begun(store: Store, begun: BatchRef | None, rows: int) -> list[Completi
             tokens=ids[a:b].tolist(),
             logprobs=logprobs[a:b].tolist(),
             spans=triples[row],
-            finish_reason=str(reasons[row]),
+            finish_reason=seen_by(frozen, str(reasons[row])),
             digest=str(digests[row]),
             authors=authors[a:b],
         )
@@ -206,21 +230,33 @@ def write_samples(
 
     The ref has the written columns and those of the prompt. `digests` are those of the versions that
     the engine has held; `held` is the one that it holds; `started` is the reading of
-    time.monotonic() when the shard began, with `begun` tokens of earlier attempts or steps.
+    time.monotonic() when the shard began, with `begun` tokens of earlier attempts or steps. The
+    statistics are of the samples that the engine plays: not of frozen players among the policy's,
+    nor the other way round.
     """
     n, rows = request.sampling.n, len(completions)
     worker = request.worker or engine
     lengths = np.array([len(c.tokens) for c in completions], np.int64)
     last = [c.spans[-1][0] if c.spans else held for c in completions]
     truncated = [c.finish_reason == "length" for c in completions]
+    own = np.ones(rows, bool)
+    if "frozen" in request.prompts.names:
+        frozen = request.prompts.fetch_numpy(store, "frozen")[0].astype(bool)
+        own = np.repeat(frozen, n) == request.frozen
+    played = np.flatnonzero(own).tolist()
     unfinished = [c.finish_reason in (UNFINISHED, SEGMENT) for c in completions]
-    known = {**{v: c.digest for v, c in zip(last, completions, strict=True) if c.digest}, **digests}
+    known = {last[i]: completions[i].digest for i in played if completions[i].digest} | {**digests}
     status = np.where(truncated, SampleStatus.TRUNCATED, SampleStatus.OK).astype(np.int64)
     status[unfinished] = SampleStatus.UNFINISHED
+    workers, attempts = [worker] * rows, np.full(rows, request.attempt, np.int64)
     if request.begun is not None:  # what had ended, or waits for others, is as it was
-        before = request.begun.fetch_list(store, "finish_reason")
-        stands = np.array([reason != UNFINISHED for reason in before])
+        before = [str(one) for one in request.begun.fetch_list(store, "finish_reason")]
+        stands = np.array([seen_by(request.frozen, reason) != UNFINISHED for reason in before])
         status[stands] = request.begun.fetch_numpy(store, "status")[0][stands]
+        if "worker" in request.begun.names:
+            drew = request.begun.fetch_list(store, "worker")
+            workers = [str(drew[i]) if stands[i] else worker for i in range(rows)]
+            attempts[stands] = request.begun.fetch_numpy(store, "attempt")[0][stands]
     authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
     kept: list[str] = []
     if request.begun is not None:
@@ -236,26 +272,32 @@ def write_samples(
                 [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
             ),
             "status": status,
-            "weights_digest": [known[version] for version in last],
-            "worker": [worker] * rows,
-            "attempt": np.full(rows, request.attempt, np.int64),
+            "finish_reason": [seen_by(request.frozen, c.finish_reason) for c in completions],
+            "weights_digest": [
+                c.digest or (known[version] if mine else "")
+                for c, version, mine in zip(completions, last, own, strict=True)
+            ],
+            "worker": workers,
+            "attempt": attempts,
         },
     )
     present = [name for name in PROMPT_COLUMNS if name in request.prompts.names]
     repeated = request.prompts[present].take(np.repeat(np.arange(len(prompts.tokens)), n))
-    version = max(last)
+    version = max(last[i] for i in played)
     stats = ShardStats(
         rows=rows,
         prompt_tokens=sum(len(tokens) for tokens in prompts.tokens),
         tokens=int(lengths.sum()) - begun,
-        truncated=sum(truncated),
+        truncated=sum(truncated[i] for i in played),
         seconds=time.monotonic() - started,
         worker=worker,
         attempt=request.attempt,
         version=version,
         digest=known[version],
         unfinished=sum(unfinished),
-        oldest=min((c.spans[0][0] for c in completions if c.spans), default=None),
+        oldest=min(
+            (completions[i].spans[0][0] for i in played if completions[i].spans), default=None
+        ),
         read=sum(c.read for c in completions if c.cached is not None),
         cached=sum(c.cached for c in completions if c.cached is not None),
     )

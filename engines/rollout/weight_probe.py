@@ -32,7 +32,7 @@ class CheckedLoad:
     """One engine's checked load of a policy version."""
 
     report: SyncReport
-    logprob_error: float  # see `mean_absolute_error`, on the probe
+    logprob_error: float  # see `mean_absolute_error`, on the probe; NaN: there was none
 
 
 def check_report(worker: str, report: SyncReport, weights: WeightsRef) -> None:

@@ -34,6 +34,7 @@ class Author(enum.IntEnum):
 UNFINISHED = "unfinished"  # finish reason of a sample that was cut and can go on
 SEGMENT = "segment"  # finish reason of a path that has got a segment, and may go on
 WAITING = "waiting"  # finish reason of a sample that goes on when others have had their turns
+OPPONENTS_TURN = "opponent's turn"  # finish reason of a frozen player's sample whose turn is next
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 
 
@@ -64,6 +65,9 @@ COLUMNS: dict[str, Declared] = {
         "json", "U8", "who begins, and the prompt of each of several players (prompts only)"
     ),
     "player": Declared("dense", "I64", "player of the episode, from 0, [N]"),
+    "frozen": Declared(
+        "dense", "U8", "1 where the player is the opponent: a version that does not train, [N]"
+    ),
     "episode_id": Declared("dense", "I64", "sample_id of the episode's player 0, [N]"),
     "turn_order": Declared(
         "jagged", "I64", "number in the episode of each turn of the sample's player"

@@ -220,6 +220,13 @@ class BatchRef:
         players = self.fetch_numpy(store, "player")[0].astype(np.int64)
         return groups * (int(players.max(initial=0)) + 1) + players
 
+    def of_policy(self, store: Store) -> BatchRef:
+        """Without the samples of opponents: a frozen version's never train, and count nowhere."""
+        if "frozen" not in self.columns:
+            return self
+        frozen = self.fetch_numpy(store, "frozen")[0].astype(bool)
+        return self.take(np.flatnonzero(~frozen))
+
     def prefetch(self, store: Store, names: Sequence[str] | None = None) -> Future[None]:
         """Start reading in the background, into the store's cache (see `Store.with_cache`), or
         for local files into the system's. Errors are for the later `fetch` to raise.

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from storage.objects import documents
@@ -111,8 +112,9 @@ class Pin:
     """What a child needs of its parent."""
 
     child: str  # name of the run
-    step: int  # the parent's step that it began at
-    snapshot: int  # the parent's snapshot from which that is rebuilt; 0: the beginning
+    step: int  # the parent's step that it began at, or whose version it plays against
+    # The parent's snapshot from which that is rebuilt; 0: the beginning; None: that is not asked for.
+    snapshot: int | None
     weights: bool = True  # the step's policy version was there to be shared when the child began
 
 
@@ -128,7 +130,13 @@ def pin(child: RunStore, origin: Origin) -> None:
         "weights": has_weights(child, origin),
         "made_at": time.time(),
     }
-    child.store.write(_key(parent, child.run), documents.encode(PIN_FORMAT, record))
+    write_pin(parent, child.run, record)
+
+
+def write_pin(parent: RunStore, name: str, record: Mapping[str, object]) -> None:
+    """Store what a child needs of `parent`; `name`: that nothing else that it needs has."""
+    key = f"{parent.run}/children/{name}.json"
+    parent.store.write(key, documents.encode(PIN_FORMAT, record))
 
 
 def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> None:
@@ -154,14 +162,11 @@ def pins(run: RunStore) -> list[Pin]:
         key = f"{run.run}/children/{name}"
         record = documents.read(run.store, key, PIN_FORMAT)
         child, step, snapshot = record["child"], record["step"], record["snapshot"]
-        if not (isinstance(child, str) and isinstance(step, int) and isinstance(snapshot, int)):
+        known = isinstance(child, str) and isinstance(step, int)
+        if not known or not isinstance(snapshot, int | None):
             raise StoreError(f"Object {key} names no child. Remove it.")
         young = time.time() - float(str(record.get("made_at", 0))) < YOUNG
         if young or run.store.exists(RunStore(run.store, child).run_json_key):
             weights = record.get("weights") is not False
             found.append(Pin(child=child, step=step, snapshot=snapshot, weights=weights))
     return found
-
-
-def _key(parent: RunStore, child: str) -> str:
-    return f"{parent.run}/children/{child}.json"

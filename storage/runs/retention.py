@@ -1,10 +1,10 @@
 """What is removed from a run's store, and what never is.
 
 Kept: the newest policy versions, those of kept snapshots, those that the last commit names, tagged
-ones, and the bases of all these; the newest snapshots; the batches of the newest steps and of every
-step after the oldest kept snapshot, which are needed to rebuild the trainer's state; what runs that
-began here share with it. Every commit stays. Nothing newer than
-HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
+ones, an opponent's, and the bases of all these; the newest snapshots; the batches of the newest steps
+and of every step after the oldest kept snapshot, which are needed to rebuild the trainer's state;
+what runs that began here share with it, or play against. Every commit stays. Nothing newer than HEAD
+is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
 
 What is there is known by an index (run_index.py); while that holds, only the folders of what goes are
 listed, whatever the number of steps.
@@ -53,7 +53,7 @@ def sweep(
     index, start = read_index(run, head) or make_index(run, head), start_of(run)
     kept = index.snapshots.get("actor", [])[-keep_snapshots:]
     shared = pins(run)
-    stay = {*kept} | {pin.snapshot for pin in shared}
+    stay = {*kept} | {pin.snapshot for pin in shared if pin.snapshot is not None}
     oldest = kept[0] if kept else start
     first_kept = start + 1 if keep_steps is None else min(head - keep_steps, oldest) + 1
     # Where every batch is kept every step can be replayed, those after a fork's beginning too.
@@ -64,7 +64,12 @@ def sweep(
     if keep_steps is None:
         index.borrowed, index.borrowed_from = {}, head + 1  # nobody asks
     else:
-        pinned = {step for pin in shared for step in range(pin.snapshot + 1, pin.step + 1)}
+        pinned = {
+            step
+            for pin in shared
+            if pin.snapshot is not None
+            for step in range(pin.snapshot + 1, pin.step + 1)
+        }
         removed += _sweep_batches(run, index, range(max(first_kept, start + 1), head + 1), pinned)
     write_index(run, index)
     return removed

@@ -21,9 +21,10 @@ TrainRole = Literal["actor", "ref", "critic", "teacher"]
 MODELS = Path(".refrain/models")
 
 
-def rollout_spec(config: GRPOConfig, store: Store) -> RolloutSpec:
-    """From what a run's rollout engines are built."""
+def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> RolloutSpec:
+    """From what a run's rollout engines are built, and the opponent's, which have another name."""
     return RolloutSpec(
+        name=name,
         model=config.model,
         model_cache=str(MODELS.absolute()),
         rollout=config.rollout,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
@@ -63,6 +63,7 @@ class Handles:
     critic: Trainer | None
     teachers: Mapping[str, Trainer]  # by name
     rollouts: RolloutPool
+    opponents: RolloutPool | None
     scorers: EnginePool
     planners: EnginePool
     environments: EnginePool | None
@@ -110,6 +111,7 @@ class Engines:
         """Begin to start workers and engines; returns at once.
 
         All roles start at once, but for those that share devices: they start in the order of `roles`.
+        So do the opponent's engines, which may be beside others on their devices.
         """
         self._run.terminal.doing("starting workers")
         self._handles = self._threads.submit(self._open)
@@ -117,7 +119,8 @@ class Engines:
         before: dict[str, Future[None]] = {}  # by pool, the start of the role before
         for role in self._run.config.engine_roles:
             pool = cluster.roles.pool_of(role)
-            after = before.get(pool) if cluster.share_devices else None
+            in_order = cluster.share_devices or role == "opponent"
+            after = before.get(pool) if in_order else None
             before[pool] = self._started[role] = self._threads.submit(self._start, role, after)
         for role in self.roles:
             if role not in self._started:
@@ -158,6 +161,7 @@ class Engines:
             "actor": lambda: self._start_trained("actor", handles.actor),
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
+            "opponent": lambda: self.opponents.start(),
             "ref": lambda: self.ref.at(0),
             "teacher": self._start_teachers,
         }
@@ -189,7 +193,11 @@ class Engines:
         pools = {
             name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools
         }
-        environment = {config.cluster.roles.rollout: worker_environment(config.rollout)}
+        environment = {
+            config.cluster.roles.pool_of(role): worker_environment(config.rollout)
+            for role in config.engine_roles
+            if role in ("rollout", "opponent")
+        }
         for judge in config.rewards.judges:
             pool = config.cluster.roles.pool_of("reward_model")
             environment[pool] = environment.get(pool, {}) | worker_environment(judge.rollout)
@@ -220,7 +228,8 @@ class Engines:
                 )
                 for name in teachers_of(config)
             },
-            rollouts=self._rollouts(cluster),
+            rollouts=self._rollouts(cluster, "rollout"),
+            opponents=None if config.opponent is None else self._rollouts(cluster, "opponent"),
             scorers=self._scorers(cluster),
             planners=self._planners(cluster),
             environments=(
@@ -262,12 +271,12 @@ class Engines:
             caller=run.name,
         )
 
-    def _rollouts(self, cluster: Cluster) -> RolloutPool:
+    def _rollouts(self, cluster: Cluster, role: Literal["rollout", "opponent"]) -> RolloutPool:
         run, config = self._run, self._run.config
-        spec = rollout_spec(config, run.store)
+        spec = rollout_spec(config, run.store, role)
         return RolloutPool(
             cluster,
-            config.cluster.roles.rollout,
+            config.cluster.roles.pool_of(role),
             EngineSpec.of(engine_class(config.rollout), spec),
             run=run.name,
             epoch=run.epoch,
@@ -277,6 +286,7 @@ class Engines:
             mode=config.rollout.kv_on_update if config.max_staleness else "idle",
             sleep_level=config.rollout.sleep_level,
             cancel=run.cancelled,
+            role=role,
         )
 
     def _scorers(self, cluster: Cluster) -> EnginePool:
@@ -358,6 +368,13 @@ class Engines:
     def rollouts(self) -> RolloutPool:
         """The engines that sample."""
         return self._made().rollouts
+
+    @property
+    def opponents(self) -> RolloutPool:
+        """The engines of the frozen version that plays against the policy."""
+        found = self._made().opponents
+        assert found is not None, "the recipe has no opponent"
+        return found
 
     @property
     def scorers(self) -> EnginePool:

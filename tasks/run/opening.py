@@ -22,6 +22,8 @@ from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit, Ledger, head, read_commit
 from storage.runs.forks import pin
+from storage.runs.opponents import FIELD as OPPONENT
+from storage.runs.opponents import Opponent, keep, recorded_opponent
 from storage.runs.origins import FIELD, Origin, origin_of, parent_of
 from storage.runs.orphans import clear
 from storage.runs.run_lease import RunLease
@@ -30,6 +32,7 @@ from storage.runs.seen_rows import seen_before, write_seen
 from tasks.results import Carried
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
+from tasks.run.opponent import frozen_version
 from tasks.run.preflight import installed
 from tasks.run.resuming import check_resumable
 from tasks.run.teachers import keep_versions, pinned
@@ -48,6 +51,7 @@ class OpenedRun:
     origin: Origin | None  # where it began, if not with the model's own weights
     seen: np.ndarray  # uint64 [rows], digests of the rows drawn before it began
     first: Cursor  # where its first step draws
+    opponent: Opponent | None = None  # of another run; None: its own first version, or nobody
 
     @property
     def start(self) -> int:
@@ -110,6 +114,11 @@ def open_run(
         origin=origin,
         seen=seen,
         first=first_cursor(store, config, source, origin, seen),
+        opponent=(
+            recorded_opponent(files)
+            if resume is not None
+            else frozen_version(config, store, origin if fork is not None else None)
+        ),
     )
     if not opened.resumed:
         _check_first_step(opened)
@@ -189,7 +198,11 @@ def begin(opened: OpenedRun, position: Position) -> None:
     }
     if origin is not None:
         record[FIELD] = origin.model_dump(mode="json")
+    if opened.opponent is not None:
+        record[OPPONENT] = opened.opponent.model_dump(mode="json")
     files.write_run(record)
     keep_versions(files, opened.config)
     if origin is not None:
         pin(files, origin)
+    if opened.opponent is not None:
+        keep(files, opened.opponent)

@@ -180,7 +180,7 @@ class Run:
             measured or 0.0,
             target=recipe.kl.target,
             horizon=recipe.kl.horizon,
-            samples=self.config.samples_per_step,
+            samples=self.config.trained_per_step,
         )
         kl = recipe.kl.model_copy(update={"coefficient": coefficient})
         return recipe.model_copy(update={"kl": kl})

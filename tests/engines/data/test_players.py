@@ -15,7 +15,8 @@ from configs.data import DataConfig, FunctionSource
 from configs.episodes import ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
 from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
-from engines.rollout.contract import RolloutRequest, Sampling
+from engines.data.results import Opponent
+from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
 from engines.rollout.samples import Completion, read_begun, read_prompts, write_samples
 from storage.batches.columns import UNFINISHED, Author, SampleStatus
 from storage.batches.refs import BatchRef
@@ -100,13 +101,20 @@ class Table:
     """The episodes of a shard; the test writes what the policy says, the samples are written as by
     the engines that sample."""
 
-    def __init__(self, engine: EnvironmentEngine, folder: Path, rows: list[int], n: int) -> None:
+    def __init__(
+        self,
+        engine: EnvironmentEngine,
+        folder: Path,
+        rows: list[int],
+        n: int,
+        opponent: Opponent | None = None,
+    ) -> None:
         self.engine, self.store = engine, Store(f"file://{folder}/store")
         self.tokenizer, self.turn = engine._tokenizer, 0
         made = engine.prompts(rows, 5, "prompts.safetensors")
         assert made.ref is not None
         self.drawn = made.ref
-        self.prompts, self.ref = engine.deal(made.ref, n, "dealt.safetensors")
+        self.prompts, self.ref = engine.deal(made.ref, n, "dealt.safetensors", opponent)
         self.sampling = Sampling(n=n, max_new_tokens=60, max_turn_tokens=40)
 
     def column(self, name: str) -> list[Any]:
@@ -119,8 +127,22 @@ class Table:
 
     def says(self, texts: dict[int, str], cut: tuple[int, ...] = ()) -> Any:
         """The turns of the samples, by row, whose turn it is; `cut`: those that were too long."""
+        self.writes(texts, cut)
+        result = self.engine.answer(self.ref, f"answer-{self.turn}.safetensors", "rollout")
+        self.ref = result.ref
+        return result
+
+    def writes(
+        self,
+        texts: dict[int, str],
+        cut: tuple[int, ...] = (),
+        frozen: bool = False,
+        version: int = 3,
+        digest: str = "d",
+    ) -> RolloutResult:
+        """The same before the environment answers; `frozen`: by the opponent's engine."""
         self.turn += 1
-        begun = read_begun(self.store, self.ref, len(self.ref))
+        begun = read_begun(self.store, self.ref, len(self.ref), frozen)
         goes_on = [row for row, one in enumerate(begun) if one.finish_reason == UNFINISHED]
         assert goes_on == sorted(texts), "only those whose turn it is are sampled"
         for row, text in texts.items():
@@ -128,9 +150,8 @@ class Table:
             more = Completion(
                 tokens=ids,
                 logprobs=[-1.0] * len(ids),
-                spans=[(3, 0, len(ids))],
+                spans=[(version, 0, len(ids))],
                 finish_reason="length" if row in cut else "stop",
-                digest="d",
             )
             begun[row] = begun[row].followed_by(more)
         request = RolloutRequest(
@@ -140,19 +161,19 @@ class Table:
             step=1,
             shard=1,
             begun=self.ref,
+            frozen=frozen,
+            worker="opponent-0" if frozen else "rollout-0",
         )
         prompts = read_prompts(self.store, self.prompts, 1000)
         written = write_samples(
             *(self.store, request, prompts, begun),
             engine="e",
-            digests={3: "d"},
+            digests={version: digest},
             started=0.0,
-            held=3,
+            held=version,
         )
-        self.written = written.ref
-        result = self.engine.answer(written.ref, f"answer-{self.turn}.safetensors", "rollout")
-        self.ref = result.ref
-        return result
+        self.ref = self.written = written.ref
+        return written
 
 
 def test_a_prompt_becomes_one_for_each_player(make: Make, tmp_path: Path) -> None:
@@ -321,3 +342,64 @@ def test_samples_of_an_unsampled_shard_are_none(make: Make, tmp_path: Path) -> N
     assert table.ref.lengths(table.store, "response_ids").tolist() == [0] * 4
     again = dataclasses.replace(table.sampling, n=1)
     assert len(table.engine.deal(table.drawn, again.n, "again.safetensors")[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("plays", "frozen"),
+    [("in_turn", [[0, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 1]]), (2, [[1, 1, 0]] * 4)],
+)
+def test_the_opponent_has_all_seats_but_one(plays: Any, frozen: list[list[int]]) -> None:
+    opponent = Opponent(digest="f", policy_plays=plays)
+    assert opponent.seats(np.array([3, 4, 5, 6]), 3).astype(int).tolist() == frozen
+
+
+def test_an_opponent_has_turns_of_its_own(make: Make, tmp_path: Path) -> None:
+    """Group 5: the policy is player 1, and the opponent begins; group 6: the policy is player 0,
+    and the opponent begins too. The policy's step has the number of the opponent's version."""
+    opponent = Opponent(digest="f", policy_plays="in_turn")
+    table = Table(make(), tmp_path, [0, 1], 1, opponent)
+    assert table.prompts.fetch_list(table.store, "frozen") == [1, 0, 0, 1]
+    theirs = "opponent's turn"
+    assert table.column("finish_reason") == [theirs, "waiting", "waiting", theirs]
+    written = table.writes({0: "a", 3: "b"}, frozen=True, version=7, digest="f")
+    assert (written.stats.version, written.stats.digest, written.stats.tokens) == (7, "f", 2)
+    result = table.engine.answer(table.ref, "answer-first.safetensors", "rollout")
+    table.ref = result.ref
+    assert (result.unfinished, result.opponents, result.turns) == (4, 0, 2)
+    assert table.column("finish_reason") == ["waiting", "unfinished", "unfinished", "waiting"]
+    written = table.writes({1: "more", 2: "b"}, version=7, digest="d")
+    assert (written.stats.version, written.stats.digest, written.stats.oldest) == (7, "d", 7)
+    result = table.engine.answer(table.ref, "answer-second.safetensors", "rollout")
+    table.ref = result.ref
+    assert (result.unfinished, result.opponents) == (2, 1)
+    assert table.column("finish_reason")[:2] == [theirs, "waiting"]
+    assert table.column("weights_digest") == ["f", "d", "d", "f"], "of each row's own"
+    assert table.column("worker") == ["opponent-0", "rollout-0", "rollout-0", "opponent-0"]
+    assert table.column("frozen") == [1, 0, 0, 1]
+    table.writes({0: "more"}, frozen=True, version=7, digest="f")
+    result = table.engine.answer(table.ref, "answer-third.safetensors", "rollout")
+    table.ref = result.ref
+    written = table.writes({1: "x"}, version=9, digest="e")
+    assert (written.stats.oldest, written.stats.version) == (7, 9), "of the policy's"
+    result = table.engine.answer(table.ref, "answer-fourth.safetensors", "rollout")
+    table.ref = result.ref
+    assert result.unfinished == 0
+    assert table.column("weights_digest") == ["f", "e", "d", "f"]
+    assert table.column("weight_spans")[0][::3] == [7, 7]
+    kept = table.ref.of_policy(table.store)
+    assert kept.fetch_list(table.store, "player") == [1, 0]
+    assert table.engine.replay(table.ref) == []
+
+
+def test_what_the_policy_has_begun_is_nothing_to_the_opponent(make: Make, tmp_path: Path) -> None:
+    """A turn of the policy that was cut stays as it is while the opponent has its own."""
+    table = Table(make(), tmp_path, [0], 2, Opponent(digest="f", policy_plays=0))
+    table.says({0: "a", 1: "more"})
+    table.writes({2: "more", 3: "b"}, frozen=True, version=0, digest="f")
+    result = table.engine.answer(table.ref, "answer-first.safetensors", "rollout")
+    table.ref = result.ref
+    assert table.column("finish_reason")[:2] == ["unfinished", "done"]
+    begun = read_begun(table.store, table.ref, 4, frozen=True)
+    assert [one.ended for one in begun] == [True] * 4
+    begun = read_begun(table.store, table.ref, 4)
+    assert [one.ended for one in begun] == [False, True, True, True]
