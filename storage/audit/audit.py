@@ -35,6 +35,7 @@ from storage.runs.commit_log import (
     read_commit_digest,
 )
 from storage.runs.forks import check_state, pins
+from storage.runs.opponents import recorded_opponent
 from storage.runs.origins import Origin, origin_of, parent_of
 from storage.runs.retention import batches_below
 from storage.runs.run_store import DATA_SUFFIX, RunStore
@@ -142,6 +143,7 @@ def audit(run: RunStore) -> Audit:
             with found.noting("sample", commit.step):
                 check_samples(run, commit, chain.digests)
     _versions(run, chain, found, kept)
+    _opponent(run, found)
     _snapshots(run, chain.head, found, kept)
     if origin is not None:
         _shared(run, origin, chain, found)
@@ -255,6 +257,20 @@ def _versions(run: RunStore, chain: _Chain, found: Audit, kept: set[str]) -> Non
     for number in sorted(must - there):
         message = f"Policy version {number} of run {run.run} is missing: there is no manifest."
         found.problems.append(Problem(kind="weights", step=number, message=message))
+
+
+def _opponent(run: RunStore, found: Audit) -> None:
+    """Whether the version of another run that plays against this one is there and good."""
+    with found.noting("origin"):
+        opponent = recorded_opponent(run)
+        if opponent is None:
+            return
+        try:
+            check_version(run.store, opponent.weights.key, opponent.weights, found.read)
+        except ObjectMissing as error:
+            raise ValueError(
+                f"The weights of {opponent}, the opponent of {run.run}, are gone: {error}."
+            ) from error
 
 
 def _snapshots(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, Ledger, read_outline
+from storage.runs.opponents import opponent_of
 from storage.runs.origins import committer, start_of
 
 if TYPE_CHECKING:
@@ -173,13 +174,10 @@ def check_samples(run: RunStore, commit: Commit, digests: dict[int, str | None])
     samples = commit.refs.get("samples")
     if samples is None or not {"weights_digest", "weight_spans"} <= set(samples.names):
         return
-    spans, offsets = samples.fetch_numpy(run.store, "weight_spans")
-    held = samples.fetch_list(run.store, "weights_digest")
-    assert offsets is not None
-    wrote = np.diff(offsets) > 0  # one of several players may have had no turn
-    last = spans[offsets[1:][wrote] - 3]
-    told = [digest for digest, any_ in zip(held, wrote, strict=True) if any_]
-    for version, digest in sorted({(int(v), str(d)) for v, d in zip(last, told, strict=True)}):
+    if "frozen" in samples.names:
+        _check_opponent(run, commit, samples)
+        samples = samples.of_policy(run.store)
+    for version, digest in _held(run.store, samples):
         if version not in digests:
             digests[version] = _digest_of(run, version)
         expected = digests[version]
@@ -188,6 +186,35 @@ def check_samples(run: RunStore, commit: Commit, digests: dict[int, str | None])
                 f"Samples of step {commit.step} name policy version {version}, whose digest is "
                 f"{expected}, but their engine held {digest}."
             )
+
+
+def _held(store: Store, samples: BatchRef) -> list[tuple[int, str]]:
+    """Versions that wrote the samples' last tokens, each with the digests that engines had of it."""
+    spans, offsets = samples.fetch_numpy(store, "weight_spans")
+    held = samples.fetch_list(store, "weights_digest")
+    assert offsets is not None
+    wrote = np.diff(offsets) > 0  # one of several players may have had no turn
+    last = spans[offsets[1:][wrote] - 3]
+    told = [digest for digest, any_ in zip(held, wrote, strict=True) if any_]
+    return sorted({(int(v), str(d)) for v, d in zip(last, told, strict=True)})
+
+
+def _check_opponent(run: RunStore, commit: Commit, samples: BatchRef) -> None:
+    """Whether the opponent's samples are of its version, and none of them trained; ValueError."""
+    opponent = opponent_of(run)
+    frozen = samples.take(np.flatnonzero(samples.fetch_numpy(run.store, "frozen")[0]))
+    wanted = (opponent.weights.version, opponent.weights.digest)
+    for found in _held(run.store, frozen):
+        if found != wanted:
+            raise ValueError(
+                f"Samples of the opponent in step {commit.step} were written by version {found[0]} "
+                f"with digest {found[1]}, and the opponent is {opponent} with {wanted[1]}."
+            )
+    ids, used = (
+        ref.fetch_numpy(run.store, "sample_id")[0] for ref in (frozen, commit.refs["batch"])
+    )
+    if np.isin(ids, used).any():
+        raise ValueError(f"Step {commit.step} trained samples of the opponent.")
 
 
 def _digest_of(run: RunStore, version: int) -> str | None:

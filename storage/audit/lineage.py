@@ -320,7 +320,16 @@ def _counted(run: RunStore, commit: Commit) -> StepOrigin:
         sample_ids=(int(ids.min()), int(ids.max())) if len(ids) else None,
         prompt_rows=tuple(dict.fromkeys(int(row) for row in columns.numbers("prompt_row"))),
         span_versions=tuple(
-            sorted({version for flat in columns.lists("weight_spans") for version in flat[::3]})
+            sorted(
+                {
+                    version
+                    for flat, frozen in zip(
+                        columns.lists("weight_spans"), columns.numbers("frozen"), strict=True
+                    )
+                    for version in flat[::3]
+                    if frozen <= 0  # -1: nobody is an opponent
+                }
+            )
         ),
         tokens=sum(columns.lengths),
         reward=float(rewards.mean()) if len(rewards) else None,

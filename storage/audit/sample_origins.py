@@ -13,11 +13,13 @@ from storage.batches import reading
 from storage.batches.columns import EXTRA, SCORE
 from storage.batches.refs import BatchRef
 from storage.runs.commit_log import Commit
+from storage.runs.opponents import opponent_of
 from storage.runs.run_store import RunStore
 
 TOLD = (  # columns, besides those of each reward function
     "sample_id", "group_id", "prompt_row", "worker", "attempt", "weight_spans", "weights_digest",
     "finish_reason", "status", "reward", "reward_code", "player", "episode_id",
+    "frozen",
 )  # fmt: skip
 
 
@@ -54,6 +56,7 @@ class SampleOrigin:
     advantage: float | None  # mean over its tokens, where it trained
     player: int | None = None  # of an episode of several players
     episode: int | None = None  # likewise: the sample_id of player 0, which the others name too
+    opponent: str = ""  # RUN@VERSION that played it, where that was a frozen version
 
 
 def samples_of(
@@ -67,6 +70,7 @@ def samples_of(
     columns = Columns(run, ref)
     advantages = _advantages(run, commit, np.asarray(columns.numbers("sample_id")))
     spans = columns.lists("weight_spans")
+    opponent = str(opponent_of(run)) if "frozen" in ref.names else ""
     scores = [name for name in ref.names if name.startswith(SCORE)]
     extras = [name for name in ref.names if name.startswith(EXTRA)]
     found = []
@@ -94,6 +98,7 @@ def samples_of(
                 trained=int(sample) in advantages,
                 advantage=advantages.get(int(sample)),
                 **_seat(columns, row),
+                opponent=opponent if columns.numbers("frozen")[row] > 0 else "",
             )
         )
     return found

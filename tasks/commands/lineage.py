@@ -118,7 +118,8 @@ def samples_table(samples: list[SampleOrigin]) -> RenderableType:
 
 def spans(sample: SampleOrigin) -> str:
     """Which tokens were drawn under which version."""
-    return ", ".join(f"v{one.version} [{one.start}, {one.stop})" for one in sample.spans)
+    said = ", ".join(f"v{one.version} [{one.start}, {one.stop})" for one in sample.spans)
+    return f"{said} of the opponent {sample.opponent}" if sample.opponent else said
 
 
 def _removed(found: RemovedSample, commit: Outline) -> Answer:
@@ -173,6 +174,8 @@ def _sample(files: RunStore, found: SampleOrigin, commit: Outline) -> Answer:
     }
     goes_into = f"It is in version {found.step} and every later one, to {newest} of {files.run}."
     left_out = "It is in no version: it was filtered or dropped before the update."
+    if found.opponent:
+        left_out = f"It is in no version: {found.opponent} wrote it, a frozen opponent."
     width = max(map(len, facts))
     shown = [
         heading(f"Sample {found.sample}"),

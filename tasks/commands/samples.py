@@ -120,6 +120,7 @@ def told(found: Transcript, characters: int) -> list[RenderableType]:
     )
     said = found.parts or (("policy", found.response),)
     seat = "" if origin.player is None else f" (player {origin.player} of {origin.episode})"
+    seat += f", played by the opponent {origin.opponent}" if origin.opponent else ""
     return [
         text(""),
         heading(
