@@ -120,6 +120,16 @@ class RunConfig(Settings):
         return math.ceil(self.rollout.over_sampling * self.prompts_per_step - 1e-9)
 
     @property
+    def groups_numbered(self) -> int:
+        """Numbers that a step has for its groups; no two of a run's are the same."""
+        return self.groups_at_once
+
+    @property
+    def most_rounds(self) -> int:
+        """How many times a step draws and samples, at most."""
+        return 1
+
+    @property
     def over_samples(self) -> bool:
         """Whether more groups are under way than a step waits for."""
         return self.groups_at_once > self.prompts_per_step

@@ -34,10 +34,16 @@ def advantage(
     """Estimate advantages and choose the samples that train; `taught`: their teachers' columns.
 
     A group with a failed sample follows rewards.on_failure; a group that algorithm.selection
-    leaves out is counted as filtered. Neither reaches the update, and nor do an opponent's samples.
+    leaves out is counted as filtered, one beyond prompts_per_step dropped as surplus. None of them
+    reaches the update, and nor do an opponent's samples.
+
+    logprobs: of all samples, or of those alone that train.
     """
     run.gate.check_turn(step)
     samples = samples_of(run, step, scored).of_policy(run.store)
+    kept = None
+    if logprobs is not None and len(logprobs) != len(samples):
+        kept, logprobs = logprobs, None
     for columns in (logprobs, values):
         if columns is not None:
             samples = samples.with_columns(columns[[n for n in ADDED if n in columns.names]])
@@ -49,6 +55,7 @@ def advantage(
         samples.to_json(),
         None if baselines is None else baselines.to_json(),
         run.algorithm.model_dump(mode="json"),
+        *([] if kept is None else [kept.to_json()]),
     )
     out_key = run.files.stage_key(step, "advantage", 1, key)
     with repetitions(run, step, samples, key) as repetition:
@@ -65,13 +72,15 @@ def advantage(
                 left_out=left_out(run, step),
                 repetition=repetition,
                 part_tokens=PART_TOKENS,
+                most_groups=run.config.prompts_per_step,
+                kept=kept,
             )
         if isinstance(result, AdvantageParts):
             result = in_parts(run, step, result, key, out_key)
     return TrainBatch(
         ref=result.ref,
         trained=result.trained,
-        filtered=result.filtered,
+        filtered_by=result.filtered_by,
         dropped=result.dropped,
         metrics=result.metrics,
         baselines=baselines,

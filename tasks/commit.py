@@ -56,8 +56,8 @@ def snapshot(run: Run, step: int, updated: Updated) -> Updated:
 def sync_and_commit(
     run: Run,
     step: int,
-    prompts: PrefectFuture[Prompts],
-    scored: Sequence[PrefectFuture[Scored]],
+    prompts: PrefectFuture[Prompts] | Prompts,
+    scored: Sequence[PrefectFuture[Scored] | Scored],
     batch: PrefectFuture[TrainBatch],
     updated: PrefectFuture[Updated],
     critic: PrefectFuture[Updated] | None = None,
@@ -68,7 +68,8 @@ def sync_and_commit(
     the policy would have to be given once more. Raises the failure of the first task of the step that
     failed.
     """
-    due = run.snapshot_due(step, prompts.result().cursor, len(run.carried[step + 1]))
+    drawn = prompts if isinstance(prompts, Prompts) else prompts.result()
+    due = run.snapshot_due(step, drawn.cursor, len(run.carried[step + 1]))
     if due and run.config.cluster.share_devices:
         trained = [] if critic is None else [critic]
         updated = snapshot.submit(run, step, updated, wait_for=trained)  # type: ignore[call-overload]
@@ -169,10 +170,13 @@ def ledger_after(
     dropped.update({reason: len(rows) for reason, rows in prompts.dropped.items()})
     dropped.update(batch.dropped)
     dropped.update(left_over.dropped)
+    filtered_by = Counter(before.filtered_by)
+    filtered_by.update(batch.filtered_by)
     return Ledger(
         drawn=before.drawn + prompts.drawn,
         trained=before.trained + batch.trained,
         filtered=before.filtered + batch.filtered,
+        filtered_by=dict(filtered_by),
         dropped=dict(dropped),
         in_flight=len(left_over.carried),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from prefect import task
 
@@ -32,33 +34,68 @@ def draw(run: Run, step: int) -> Prompts:
 
     Groups are numbered through the run, and through the run that it was forked from.
     """
+    config, cursor, carried = run.config, run.drawn[step], going_on(run, step)
+    count = new_groups(config, step, cursor, len(carried), run.carries)
+    before = [] if carried.prompts is None else [carried.prompts]
+    found = draw_groups(run, step, cursor, run.first_group(step), count, len(before))
+    check_enough(config, step, found.groups, len(carried))
+    if not config.carries:  # else the next step draws when it is known what this one hands on
+        run.has_drawn(step, found.cursor, Carried())
+    return Prompts(
+        ref=BatchRef.concat([*before, *found.parts]),
+        cursor=found.cursor,
+        drawn=found.drawn,
+        dropped=found.dropped,
+        carried=carried,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Prompts that were drawn, as they were stored."""
+
+    parts: list[BatchRef]  # perhaps none
+    cursor: Cursor  # after them
+    drawn: int  # rows, those dropped included
+    dropped: dict[str, list[int]]  # rows, by reason
+
+    @property
+    def groups(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def draw_groups(
+    run: Run, step: int, cursor: Cursor, first_group: int, count: int, before: int = 0
+) -> Drawn:
+    """Draw `count` prompts that fit, numbered from first_group; fewer where the data's epochs end.
+
+    before: parts that the step has already, for the names of the new ones.
+    """
     config = run.config
-    cursor, carried, drawn = run.drawn[step], going_on(run, step), 0
-    group = first = run.first_group(step)
-    last = group + new_groups(config, step, cursor, len(carried), run.carries)
-    parts: list[BatchRef] = [] if carried.prompts is None else [carried.prompts]
+    group, last, drawn = first_group, first_group + count, 0
+    parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
     made_by = config.data.model_dump(mode="json", exclude={"last_step"})
     while group < last and cursor.remaining(config.data.epochs) != 0:
         rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs, run.fresh)
         key = key_of("prompts", TOKENS, run.source.digest, rows, group, made_by)
-        made = tokenized(run, step, rows, group, f"{len(parts) + 1}", key)
+        made = tokenized(run, step, rows, group, f"{before + len(parts) + 1}", key)
         drawn += len(rows)
         for row, reason in made.dropped:
             dropped.setdefault(reason, []).append(row)
         if made.ref is not None:
             parts.append(made.ref)
             group += len(made.ref)
-    if len(carried) + group - first < config.fewest_prompts:
+    return Drawn(parts=parts, cursor=cursor, drawn=drawn, dropped=dropped)
+
+
+def check_enough(config: GRPOConfig, step: int, drawn: int, carried: int = 0) -> None:
+    """Exhausted where a step has fewer prompts than it may be made with."""
+    if carried + drawn < config.fewest_prompts:
         raise Exhausted(
-            f"data.epochs = {config.data.epochs} left {group - first} prompts for step {step} that "
+            f"data.epochs = {config.data.epochs} left {drawn} prompts for step {step} that "
             f"fit data.max_prompt_tokens, and a step takes {config.fewest_prompts}."
         )
-    if not config.carries:  # else the next step draws when it is known what this one hands on
-        run.has_drawn(step, cursor, Carried())
-    return Prompts(
-        ref=BatchRef.concat(parts), cursor=cursor, drawn=drawn, dropped=dropped, carried=carried
-    )
 
 
 def tokenized(

@@ -12,13 +12,17 @@ from tasks.run.run import Run
 
 
 @task(name="logprob", task_run_name="logprob", **OPTIONS)
-def logprob(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
+def logprob(run: Run, step: int, sampled: list[WholeShards] | BatchRef) -> BatchRef:
     """The samples with old_logprobs, sum_pi_squared, ref_logprobs, whichever the algorithm uses.
 
-    It needs no rewards, so it runs beside them.
+    It needs no rewards, so it runs beside them; or after them, where the flow hands over the samples
+    that train, and those alone.
     """
     run.gate.check_turn(step)
-    samples = samples_of_shards(sampled).of_policy(run.store)
+    given = sampled if isinstance(sampled, BatchRef) else samples_of_shards(sampled)
+    samples = given.of_policy(run.store)
+    if not len(samples):
+        return samples
     result = samples
     sources = []
     if run.needs_old:

@@ -54,6 +54,8 @@ class Prompts:
     drawn: int  # rows drawn from the dataset
     dropped: dict[str, list[int]]  # rows left out, by reason
     carried: Carried = field(default_factory=Carried)
+    shards_before: int = 0  # of the step, in earlier rounds (tasks/dynamic_sampling.py)
+    metrics: Metrics = field(default_factory=dict)  # of how they were drawn
 
     @property
     def new(self) -> BatchRef:
@@ -117,11 +119,16 @@ class TrainBatch:
 
     ref: BatchRef  # the kept samples with advantages, and log-probs once they are added
     trained: int  # prompts whose group is kept
-    filtered: int  # prompts left out by the algorithm's filter
-    dropped: dict[str, int]  # prompts left out for a failure, by reason
+    filtered_by: dict[str, int]  # prompts left out by the algorithm's selection, by rule
+    dropped: dict[str, int]  # prompts left out for a failure, or not wanted, by reason
     metrics: Metrics
     baselines: BatchRef | None = None  # scored greedy completions, where the method wants them
     taught: BatchRef | None = None  # the teachers' columns of all samples, where there are teachers
+
+    @property
+    def filtered(self) -> int:
+        """Prompts left out by the algorithm's selection."""
+        return sum(self.filtered_by.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,12 +34,16 @@ def reward(run: Run, step: int, sampled: WholeShards, number: int, count: int) -
 
 
 def reward_shards(
-    run: Run, step: int, sampled: Sequence[PrefectFuture[WholeShards] | WholeShards]
+    run: Run,
+    step: int,
+    sampled: Sequence[PrefectFuture[WholeShards] | WholeShards],
+    before: Sequence[Scored] = (),
 ) -> list[PrefectFuture[Scored]]:
-    """A reward task for what each rollout task sampled."""
+    """A reward task for what each rollout task sampled; before: what the step has scored already."""
+    last = len(before) + len(sampled)
     return [
-        reward.submit(run, step, shards, number, len(sampled))  # type: ignore[arg-type]
-        for number, shards in enumerate(sampled, 1)
+        reward.submit(run, step, shards, number, last)  # type: ignore[arg-type]
+        for number, shards in enumerate(sampled, len(before) + 1)
     ]
 
 

@@ -31,7 +31,8 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
 
     def one(shard: int) -> Sampled | Unsampled:
         begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
-        rows = prompts.ref.part(shard - 1, shards.of)
+        before = prompts.shards_before
+        rows = prompts.ref.part(shard - 1 - before, shards.of - before)
         found = complete(run, step, rows, stage, shard, begun)
         run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
         run.shards.ended(step, shard)
@@ -54,7 +55,7 @@ def rollout_shards(
     drawn, count = prompts.result(), shards_of(run, prompts)
     if run.config.over_samples or drawn.carried:
         return finished_groups(run, step, drawn, submit)
-    return [submit(shards) for shards in run.shards.ranges(count)]
+    return [submit(shards) for shards in run.shards.ranges(count, drawn.shards_before)]
 
 
 def shards_of(run: Run, prompts: PrefectFuture[Prompts]) -> int:

@@ -4,7 +4,7 @@ The functions of these names are listed in engines/algorithms/rollout_correction
 engines/algorithms/reward_shaping.py, engines/algorithms/sample_selection.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_validator
 
@@ -180,6 +180,14 @@ class InformativeSelection(Method):
 
     kind: Literal["informative"] = "informative"
     keep_lone: bool = Field(True, description="Keep a group of one.")
+    rewards: Literal["shaped", "given"] = Field(
+        "shaped",
+        description="Rewards that are compared: after shaping, or as the reward functions gave them.",
+    )
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of the rule; which rewards it sees is not its own affair."""
+        return {"keep_lone": self.keep_lone}
 
 
 class BestOfSelection(Method):
@@ -188,6 +196,12 @@ class BestOfSelection(Method):
     kind: Literal["best_of"] = "best_of"
     best: int = Field(ge=0, description="Samples with the highest reward that are kept, per group.")
     worst: int = Field(0, ge=0, description="Samples with the lowest reward that are kept.")
+
+    @model_validator(mode="after")
+    def _keeps_some(self) -> "BestOfSelection":
+        if not self.best + self.worst:
+            raise ValueError("best_of with best = 0 and worst = 0 keeps no sample. Set best = 1.")
+        return self
 
 
 class TopPGroupsSelection(Method):

@@ -84,6 +84,7 @@ class Rule:
     name: str  # of its metric, <name>_left_out
     function: Callable[..., Tensor]
     params: Mapping[str, Any]
+    before_shaping: bool = False  # it looks at the rewards as they were given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,22 +92,29 @@ class Selected:
     """Which samples all rules keep."""
 
     keep: Tensor  # bool [N]
+    left_out_by: Tensor  # int64 [N], number of the rule that left a sample out; -1: kept
     metrics: dict[str, float]  # samples that each rule left out
 
 
-def select(rewards: Tensor, groups: Tensor, rules: Sequence[Rule]) -> Selected:
+def select(
+    rewards: Tensor, groups: Tensor, rules: Sequence[Rule], given: Tensor | None = None
+) -> Selected:
     """Apply the rules in order; each sees what those before it kept.
 
     Args:
         rewards: [N].
         groups: int64 [N].
         rules: of two of one name the metrics are added up.
+        given: [N], the rewards before they were shaped; None: they were not.
     """
     keep = torch.ones_like(groups, dtype=torch.bool)
+    left_out_by = torch.full_like(groups, -1)
     metrics: dict[str, float] = {}
-    for rule in rules:
+    for number, rule in enumerate(rules):
         left = keep.nonzero().squeeze(-1)
-        keep[left] = rule.function(rewards[left], groups[left], **rule.params)
+        seen = given if rule.before_shaping and given is not None else rewards
+        keep[left] = rule.function(seen[left], groups[left], **rule.params)
+        left_out_by[left] = torch.where(keep[left], -1, number)
         name = f"{rule.name}_left_out"
         metrics[name] = metrics.get(name, 0.0) + float(left.numel() - int(keep.sum()))
-    return Selected(keep=keep, metrics=metrics)
+    return Selected(keep=keep, left_out_by=left_out_by, metrics=metrics)

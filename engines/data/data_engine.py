@@ -26,6 +26,7 @@ from engines.data.results import (
     AdvantagesResult,
     GrownTrees,
     Growth,
+    InformativeResult,
     ModelScores,
     PartResult,
     PromptsResult,
@@ -70,6 +71,7 @@ class DataEngine(Engine):
         "grow",
         "score",
         "repetition",
+        "informative",
         "advantages",
         "advantage_statistics",
         "advantage_part",
@@ -200,6 +202,8 @@ class DataEngine(Engine):
         left_out: BatchRef | None = None,
         repetition: BatchRef | None = None,
         part_tokens: int | None = None,
+        most_groups: int | None = None,
+        kept: BatchRef | None = None,
     ) -> AdvantagesResult | AdvantageParts:
         """Choose the samples that train, and write their advantages.
 
@@ -207,7 +211,11 @@ class DataEngine(Engine):
         prompts. left_out: samples of groups that the step did not wait for and dropped. repetition:
         what `repetition` wrote of all samples. part_tokens: where there are more response tokens,
         and the estimator allows it, they are cut into parts of that size, which are then written by
-        calls of their own. Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+        calls of their own. most_groups: that train. kept: the samples that train, with the columns
+        of the train engines, where those were made for them alone.
+
+        A batch without rows where selection leaves no sample. Raises RewardsFailed
+        (rewards.on_failure = abort) or NothingToTrain.
         """
         from engines.data.advantage_columns import write_advantages
         from engines.data.advantage_parts import parts_of
@@ -223,13 +231,45 @@ class DataEngine(Engine):
             version,
             left_out,
             repetition,
+            most_groups,
         )
+        choice.check()
+        if kept is not None:
+            choice = choice.with_columns(self._store, kept)
+        if not choice.trained:
+            return choice.result(choice.chosen.samples, {})
         if part_tokens is not None:
             parts = parts_of(self._store, choice, algorithm, part_tokens, out_key)
             if parts is not None:
                 return parts
         ref, metrics = write_advantages(self._store, choice.chosen, algorithm, out_key, version)
         return choice.result(ref, metrics)
+
+    def informative(
+        self,
+        samples: BatchRef,
+        algorithm: AlgorithmConfig,
+        most_groups: int,
+        repetition: BatchRef | None = None,
+    ) -> InformativeResult:
+        """Which groups of a step's samples so far `advantages` would choose, most_groups of them.
+
+        repetition: as there. Raises RewardsFailed (rewards.on_failure = abort).
+        """
+        from engines.data.training_batch import choose
+
+        choice = choose(
+            self._store,
+            samples,
+            None,
+            algorithm,
+            self._spec.rewards,
+            self._spec.max_new_tokens,
+            version=0,  # staleness is told of the batch
+            repetition=repetition,
+            most_groups=most_groups,
+        )
+        return InformativeResult(groups=choice.informative, kept=choice.chosen.samples)
 
     def repetition(self, samples: BatchRef, algorithm: AlgorithmConfig, out_key: str) -> BatchRef:
         """Write the repetition penalties of some of a step's samples."""

@@ -99,9 +99,22 @@ class AdvantagesResult:
 
     ref: BatchRef  # the kept samples with advantages
     trained: int  # groups of which a sample is kept
-    filtered: int  # groups left out by the algorithm's selection
-    dropped: dict[str, int]  # groups left out for a failure, by reason
+    filtered_by: dict[str, int]  # groups left out by the algorithm's selection, by rule
+    dropped: dict[str, int]  # groups left out for a failure, or beyond those wanted, by reason
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def filtered(self) -> int:
+        """Groups left out by the algorithm's selection."""
+        return sum(self.filtered_by.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InformativeResult:
+    """Which of the groups that a step has sampled so far would train."""
+
+    groups: int  # that would, also beyond those that the step wants
+    kept: BatchRef  # samples of those that train, the first ones; perhaps none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +204,7 @@ def _metrics(sums: dict[str, float], extremes: dict[str, float]) -> dict[str, fl
 
 
 class NothingToTrain(RuntimeError):
-    """No sample of a step is left for the update."""
+    """Scoring failed for every group of a step."""
 
 
 class RewardsFailed(RuntimeError):

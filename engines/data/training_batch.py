@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,8 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
 REPETITION = "repetition_penalty"  # F64 [N]
+FAILED, SURPLUS = "reward_failed", "surplus"  # reasons for which groups are dropped, in the ledger
+NO_TURN = "no_turn"  # reason for which one is filtered, beside the names of rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +38,35 @@ class Choice:
 
     chosen: Chosen
     trained: int  # groups of which a sample is kept
-    filtered: int  # groups left out by the algorithm's selection
-    dropped: dict[str, int]  # groups left out for a failure, by reason
+    filtered: dict[str, int]  # groups left out by the algorithm's selection, by rule
+    dropped: dict[str, int]  # groups left out for a failure, or beyond those wanted, by reason
     metrics: dict[str, float]
+
+    @property
+    def informative(self) -> int:
+        """Groups that would train if there were no bound on their number."""
+        return self.trained + self.dropped.get(SURPLUS, 0)
+
+    def check(self) -> None:
+        """NothingToTrain where no group came through scoring; what selection leaves may be none."""
+        if not self.trained and not self.filtered:
+            raise NothingToTrain(
+                "Scoring failed for samples of every group of the step, so none of them may train. "
+                "Look at the log of the reward tasks."
+            )
+
+    def with_columns(self, store: Store, kept: BatchRef) -> Choice:
+        """The same choice, its samples with the columns that `kept`, the same samples, have."""
+        ids, theirs = (dense(store, ref, "sample_id") for ref in (self.chosen.samples, kept))
+        assert np.array_equal(ids, theirs), "the columns are of other samples than those that train"
+        return replace(self, chosen=replace(self.chosen, samples=kept))
 
     def result(self, ref: BatchRef, metrics: dict[str, float]) -> AdvantagesResult:
         """With the batch that trains, and the metrics of its advantages."""
         return AdvantagesResult(
             ref=ref,
             trained=self.trained,
-            filtered=self.filtered,
+            filtered_by=self.filtered,
             dropped=self.dropped,
             metrics=self.metrics | metrics,
         )
@@ -60,6 +82,7 @@ def choose(
     version: int,
     left_out: BatchRef | None = None,
     repetition: BatchRef | None = None,
+    most_groups: int | None = None,
 ) -> Choice:
     """Choose the samples that train, from numbers by row: no token is read.
 
@@ -75,8 +98,9 @@ def choose(
         left_out: samples of groups that the step did not wait for and dropped.
         repetition: the samples' repetition penalties [N], where they are made before
             (`write_repetition`); None: they are made here, for which the token ids are read.
+        most_groups: train at most, those that were drawn first; None: all.
 
-    Raises RewardsFailed (rewards.on_failure = abort) or NothingToTrain.
+    None may be left, see `Choice.check`. Raises RewardsFailed (rewards.on_failure = abort).
     """
     prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     groups = samples.own_groups(store)
@@ -89,41 +113,61 @@ def choose(
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
     dropped = len(np.unique(prompts)) - len(np.unique(prompts[whole]))
-    left = len(np.unique(prompts[whole]))
+    scored = whole
     if "player" in samples.names:  # one that had no turn has nothing to train
         whole = whole[policy_tokens(store, samples.take(whole)) > 0]
     if repetition is not None:
         samples = samples.with_columns(repetition)
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
-    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), selection_of(algorithm))
+    given = numbers(store, samples.take(whole), "reward")
+    rules = selection_of(algorithm)
+    selected = select(shaped.rewards, torch.from_numpy(groups[whole]), rules, given)
+    filtered = filtered_groups(prompts[scored], prompts[whole], selected, [r.name for r in rules])
     kept = np.flatnonzero(selected.keep.numpy())
-    if not len(kept):
-        raise NothingToTrain(
-            f"Of {len(groups)} samples, scoring failed for {int(failed.sum())}, and "
-            "algorithm.selection leaves none of the others. Look at the log of the reward tasks, "
-            "or set algorithm.selection = []."
-        )
+    informative = np.unique(prompts[whole][kept])  # groups are numbered as they are drawn
+    training = informative[:most_groups]
+    kept = kept[np.isin(prompts[whole][kept], training)]
     index = whole[kept]
+    left = {FAILED: dropped, SURPLUS: len(informative) - len(training)}
     chosen = Chosen(
         samples=samples.take(index).drop([REPETITION] if repetition is not None else []),
-        rewards=shaped.rewards[selected.keep],
-        masked=shaped.masked[selected.keep],
-        components={name: part[selected.keep] for name, part in shaped.components.items()},
+        rewards=shaped.rewards[kept],
+        masked=shaped.masked[kept],
+        components={name: part[kept] for name, part in shaped.components.items()},
         baselines=None if per_sample is None else torch.from_numpy(per_sample[index]),
     )
-    trained = len(np.unique(prompts[index]))
-    filtered = left - trained
     return Choice(
         chosen=chosen,
-        trained=trained,
+        trained=len(training),
         filtered=filtered,
-        dropped={"reward_failed": dropped} if dropped else {},
+        dropped={reason: count for reason, count in left.items() if count},
         metrics=metrics
         | shaped.metrics
-        | selection_metrics(selected, filtered)
-        | staleness_metrics(store, chosen.samples, version)
+        | selection_metrics(selected, sum(filtered.values()))
+        | (staleness_metrics(store, chosen.samples, version) if len(index) else {})
         | dropped_by_length(store, samples, left_out),
     )
+
+
+def filtered_groups(
+    scored: NDArray[np.int64], whole: NDArray[np.int64], selected: Selected, rules: list[str]
+) -> dict[str, int]:
+    """Groups of which no sample is kept, by the rule that left out the last ones of them.
+
+    Args:
+        scored: group numbers of the samples that came through scoring.
+        whole: [N] those among which was selected; fewer where a player had no turn.
+        selected: of the N samples.
+        rules: names, in the order of `Selected.left_out_by`.
+    """
+    groups, member = np.unique(whole, return_inverse=True)
+    last, keeps = np.full(len(groups), -1), np.zeros(len(groups), bool)
+    np.maximum.at(last, member, selected.left_out_by.numpy())
+    keeps[member[selected.keep.numpy()]] = True
+    found = Counter(rules[rule] for rule in last[~keeps].tolist())
+    if unplayed := len(np.setdiff1d(scored, whole)):
+        found[NO_TURN] += unplayed
+    return dict(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

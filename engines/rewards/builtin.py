@@ -97,3 +97,8 @@ def environment_scorer(reward: EnvironmentReward) -> Scorer:
 def share_of_digits(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
     """Share of each completion's characters that are digits, in [0, 1]; a task for tiny models."""
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def begins_with_digit(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """1 for a completion that begins with a digit, else 0: right or wrong, for tiny models."""
+    return [float(text[:1].isdigit()) for text in completions]

@@ -119,18 +119,14 @@ def plan_update(
         lengths: Of N rows.
         world: Number of ranks.
         budget: Most tokens of a micro-batch, a shared prompt counted once.
-        mini_batches: Optimizer steps, at most N.
+        mini_batches: Optimizer steps; a batch with fewer rows has as many as rows.
         cost: By which micro-batches are balanced; None: by their tokens.
 
     Raises:
-        ValueError: A row is longer than the budget, or there are fewer rows than mini-batches.
+        ValueError: A row is longer than the budget.
     """
     _check_budget(lengths, budget)
-    if len(lengths) < mini_batches:
-        raise ValueError(
-            f"A batch of {len(lengths)} rows cannot be split into {mini_batches} mini-batches. "
-            "Lower train.mini_batches or raise the number of samples."
-        )
+    mini_batches = min(mini_batches, len(lengths))
     groups = _groups(lengths, range(len(lengths)))
     if len(groups) < mini_batches:
         groups = [[row] for row in range(len(lengths))]

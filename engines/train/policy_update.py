@@ -159,7 +159,7 @@ class Updater(ABC):
         """Train on the batch; every rank is called with the same arguments.
 
         Args:
-            batch: [N] rows, of which this rank reads its own.
+            batch: [N] rows, of which this rank reads its own; without any, nothing is changed.
             max_new_tokens: Limit of a response, by which some aggregations divide.
             step: RL step; what the weights are called afterwards.
             stored: The plan of the batch; None: it is made here, and is the same.
@@ -168,13 +168,15 @@ class Updater(ABC):
             ValueError: A column is missing, or a row is longer than the micro-batch's budget.
         """
         began = time.perf_counter()
-        config = self._config
+        config, device = self._config, self._meeting.device
+        if not len(batch):  # optimizer and schedule stay as they are
+            metrics = {"train/optimizer_steps": 0.0, "train/skipped_steps": 0.0}
+            return UpdateResult(step=step, metrics=metrics, made_on=made_on(config, device))
         columns = self._columns(batch)
         with self._tally.phase("plan"):
             plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
         steps = [mini for _ in range(config.epochs) for mini in plan]
         parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
-        device = self._meeting.device
         with (
             in_fixed_order(config.deterministic),
             read_ahead(self._store, batch, parts, columns, device) as micros,

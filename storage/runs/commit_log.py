@@ -47,12 +47,21 @@ class Ledger(Record):
     drawn: int = Field(default=0, ge=0)  # taken from the dataset
     trained: int = Field(default=0, ge=0)  # whose groups were part of an update
     filtered: int = Field(default=0, ge=0)  # left out on purpose, such as groups of equal rewards
-    dropped: dict[str, int] = Field(default_factory=dict)  # left out after a failure, by reason
+    # Those of `filtered`, by the rule that left them out; an older Refrain did not say.
+    filtered_by: dict[str, int] = Field(default_factory=dict)
+    dropped: dict[str, int] = Field(default_factory=dict)  # failed or not wanted, by reason
     in_flight: int = Field(default=0, ge=0)  # whose groups are carried to the next step
 
     @model_validator(mode="after")
     def _balances(self) -> Self:
         wrong = {reason: count for reason, count in self.dropped.items() if count < 0}
+        if min(self.filtered_by.values(), default=0) < 0 or (
+            sum(self.filtered_by.values()) > self.filtered
+        ):
+            raise ValueError(
+                f"The ledger does not balance: {self.filtered} prompts filtered, but by rule "
+                f"{self.filtered_by}."
+            )
         accounted = self.trained + self.filtered + sum(self.dropped.values()) + self.in_flight
         if wrong or accounted != self.drawn:
             raise ValueError(

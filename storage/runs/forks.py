@@ -130,13 +130,7 @@ def pin(child: RunStore, origin: Origin) -> None:
         "weights": has_weights(child, origin),
         "made_at": time.time(),
     }
-    write_pin(parent, child.run, record)
-
-
-def write_pin(parent: RunStore, name: str, record: Mapping[str, object]) -> None:
-    """Store what a child needs of `parent`; `name`: that nothing else that it needs has."""
-    key = f"{parent.run}/children/{name}.json"
-    parent.store.write(key, documents.encode(PIN_FORMAT, record))
+    _write_pin(parent, child.run, record)
 
 
 def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> None:
@@ -147,12 +141,17 @@ def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> N
     record = {
         "child": child.run,
         "step": version,
-        "snapshot": version,
+        "snapshot": None,
         "weights": True,
         "made_at": time.time(),
     }
-    key = _key(owner, f"{child.run}-{named}")
-    child.store.write(key, documents.encode(PIN_FORMAT, record))
+    _write_pin(owner, f"{child.run}@{named}", record)
+
+
+def _write_pin(parent: RunStore, name: str, record: Mapping[str, object]) -> None:
+    """`name`: that nothing else has which a child needs of `parent`."""
+    key = f"{parent.run}/children/{name}.json"
+    parent.store.write(key, documents.encode(PIN_FORMAT, record))
 
 
 def pins(run: RunStore) -> list[Pin]:

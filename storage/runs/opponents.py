@@ -7,13 +7,11 @@ opponent is the version that the run began with.
 
 from __future__ import annotations
 
-import time
-
 from pydantic import BaseModel, ConfigDict
 
 from storage.objects.errors import ObjectDamaged
 from storage.runs.commit_log import version_weights
-from storage.runs.forks import write_pin
+from storage.runs.forks import pin_version
 from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
@@ -61,11 +59,5 @@ def opponent_of(run: RunStore) -> Opponent:
 
 def keep(child: RunStore, opponent: Opponent) -> None:
     """Have the other run's retention keep the version for as long as `child` exists."""
-    record = {
-        "child": child.run,
-        "step": opponent.weights.version,
-        "snapshot": None,
-        "weights": True,
-        "made_at": time.time(),
-    }
-    write_pin(RunStore(child.store, opponent.run), f"{child.run}@{FIELD}", record)
+    owner = RunStore(child.store, opponent.run)
+    pin_version(child, owner, opponent.weights.version, FIELD)

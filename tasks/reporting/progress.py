@@ -20,6 +20,7 @@ SHOWN = (
 STAGES = {
     "prompts": "drawing prompts",
     "logprob": "computing log-probs",
+    "selection": "choosing groups",
     "advantage": "estimating advantages",
     "values": "asking the critic",
     "update": "updating the policy",
@@ -52,6 +53,11 @@ class Progress:
             self._before = dict(self._drawn)
             self._began[step] = time.monotonic()
         self.stage("prompts")
+
+    def more(self, step: int, shards: int) -> None:
+        """A step samples another round, of so many shards."""
+        with self._lock:
+            self._shards += shards if step == self._step else 0
 
     def seconds(self, step: int) -> float:
         """Seconds since a step began or, where steps overlap, since the one before was committed."""
@@ -122,9 +128,11 @@ class Progress:
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"reward {metrics.get('reward/mean', float('nan')):.3f}",
-            f"loss {metrics.get('train/loss', float('nan')):+.4f}",
+            f"loss {metrics['train/loss']:+.4f}" if "train/loss" in metrics else "no update",
             f"tokens {metrics.get('response/tokens_mean', float('nan')):.0f}",
         ]
+        if metrics.get("sampling/rounds", 1.0) > 1:
+            parts.append(f"rounds {metrics['sampling/rounds']:.0f}")
         if "train/kl_ref" in metrics:
             parts.append(f"kl {metrics['train/kl_ref']:.4f}")
         times = ", ".join(

@@ -84,7 +84,7 @@ def groups_before(parent: RunStore, origin: Origin) -> int:
     owner, step = committer(parent, origin.step)
     above = origin_of(owner)
     start, first = (0, 0) if above is None else (above.at, above.first_group)
-    return first + (step - start) * settings_of(owner).groups_at_once
+    return first + (step - start) * settings_of(owner).groups_numbered
 
 
 def data_go_on(config: GRPOConfig, before: GRPOConfig) -> bool:

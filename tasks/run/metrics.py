@@ -22,6 +22,7 @@ STAGES = (
     "teacher",
     "logprob",
     "values",
+    "selection",
     "advantage",
     "critic_update",
     "update",
@@ -58,6 +59,7 @@ def step_metrics(
         "prompts/dropped": float(
             sum(map(len, prompts.dropped.values())) + sum(batch.dropped.values())
         ),
+        **prompts.metrics,
         "prompts/filtered": float(batch.filtered),
         "policy/version": float(updated.version),
         **run.engines.store_usage(),

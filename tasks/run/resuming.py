@@ -31,6 +31,8 @@ MAY_CHANGE = (
     "store.node_cache_gib",
     "store.uri",
     "staleness_guard",
+    "dynamic_sampling.max_rounds",
+    "dynamic_sampling.on_shortage",
     "rollout.deadline",
     "rollout.max_sequences",
     "rollout.kv_cache_gib",

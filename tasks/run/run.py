@@ -140,7 +140,7 @@ class Run:
     def first_group(self, step: int) -> int:
         """Number of a step's first group of prompts; no two steps of a run or fork share one."""
         before = 0 if self.origin is None else self.origin.first_group
-        return before + (step - 1 - self.start) * self.config.groups_at_once
+        return before + (step - 1 - self.start) * self.config.groups_numbered
 
     def snapshot_due(self, step: int, cursor: Cursor, carried: int) -> bool:
         """Whether the trainer's state is stored after a step that drew up to `cursor`.
@@ -175,6 +175,10 @@ class Run:
         measured = self.last.metrics.get("train/kl_ref") or self.last.metrics.get(
             "advantage/kl_ref"
         )
+        if measured is None and not len(self.last.refs["batch"]):  # it made no update
+            return recipe.model_copy(
+                update={"kl": recipe.kl.model_copy(update={"coefficient": before})}
+            )
         coefficient = adapted_coefficient(
             before,
             measured or 0.0,
@@ -259,7 +263,7 @@ def _shards_of(config: GRPOConfig) -> ShardDriver:
 
 def _patience(config: GRPOConfig) -> float:
     """Seconds in which some step must be committed: every call may be tried to its deadline."""
-    return ATTEMPTS * (config.rollout.deadline + config.train.deadline)
+    return ATTEMPTS * (config.most_rounds * config.rollout.deadline + config.train.deadline)
 
 
 # The flow's parameter by which the command line hands over a run that it has started, so that engines

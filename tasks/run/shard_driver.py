@@ -78,9 +78,10 @@ class ShardDriver:
         self._ended: dict[int, set[int]] = {}  # step -> its shards that have been sampled
         self._changed = threading.Condition()
 
-    def ranges(self, count: int) -> list[ShardRange]:
-        """The shards of each task run, of `count` shards."""
-        return shard_ranges(1, count, count, self.task_runs)
+    def ranges(self, count: int, before: int = 0) -> list[ShardRange]:
+        """The shards of each task run, of `count` shards that are numbered after `before` others."""
+        last = before + count
+        return shard_ranges(before + 1, last, last, self.task_runs)
 
     def drive(
         self, step: int, stage: str, shards: ShardRange, one: Callable[[int], Result]
