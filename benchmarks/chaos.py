@@ -5,6 +5,7 @@
     python -m benchmarks.chaos --kills 30 --overlapping        steps overlap, and carry groups on
     python -m benchmarks.chaos --kills 30 --episodes           a model and an environment take turns
     python -m benchmarks.chaos --kills 12 --apart --workers 16 many rollout workers, a shard for each
+    python -m benchmarks.chaos --kills 10 --flow dapo --recipe tiny-dapo     another flow
     python -m benchmarks.chaos --kills 8 --apart --workers 64 --sleep 2    which sleep for 2 s instead
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
@@ -119,11 +120,13 @@ class Report:
 class Subject:
     """The run that suffers."""
 
-    def __init__(self, folder: Path, words: Sequence[str], steps: int, sleep: float | None) -> None:
+    def __init__(
+        self, folder: Path, flow: str, words: Sequence[str], steps: int, sleep: float | None
+    ) -> None:
         """sleep: seconds for which rollout engines sleep instead of decoding, if they do."""
         self.folder = folder
         self.sleep = sleep
-        self.program = ["flows.grpo"] if sleep is None else [SLEEPING, "flows.grpo"]
+        self.program = [f"flows.{flow}"] if sleep is None else [SLEEPING, f"flows.{flow}"]
         self.faults = Faults(folder / "faults")
         self.words = (*words, f"steps={steps}")
         self.steps = steps
@@ -303,6 +306,8 @@ def main() -> int:
     parser.add_argument("--apart", action="store_true", help="wait for a commit between kills")
     parser.add_argument("--overlapping", action="store_true", help="steps overlap, carry groups on")
     parser.add_argument("--episodes", action="store_true", help="answers of several turns")
+    parser.add_argument("--flow", default="grpo", help="the flow that is killed [grpo]")
+    parser.add_argument("--recipe", default=RECIPE[0], help=f"its recipe [{RECIPE[0]}]")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument(
         "--sleep", type=float, help="seconds; rollout engines sleep and do not decode"
@@ -310,7 +315,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    words = EPISODES if arguments.episodes else RECIPE
+    words = EPISODES if arguments.episodes else (arguments.recipe, *RECIPE[1:])
     if arguments.overlapping:
         words = (*words, *OVERLAPPING)
     if arguments.workers != 2:
@@ -318,9 +323,10 @@ def main() -> int:
     report = Report(steps=arguments.steps, seed=arguments.seed, overlapping=arguments.overlapping)
     (folder / "whole").mkdir()
     (folder / "broken").mkdir()
-    whole = Subject(folder / "whole", words, arguments.steps, arguments.sleep)
+    given = (arguments.flow, words, arguments.steps, arguments.sleep)
+    whole = Subject(folder / "whole", *given)
     report.undisturbed_seconds = undisturbed(whole)
-    broken = Subject(folder / "broken", words, arguments.steps, arguments.sleep)
+    broken = Subject(folder / "broken", *given)
     dice = random.Random(arguments.seed)
     report.kills, report.seconds = disturbed(broken, arguments.kills, dice, arguments.apart)
     report.starts = broken.starts

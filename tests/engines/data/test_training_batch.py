@@ -13,7 +13,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.data.advantage_columns import write_advantages
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
-from engines.data.training_batch import choose, resolve_failures
+from engines.data.training_batch import Choice, choose, resolve_failures
 from engines.train.fsdp_engine import FSDPEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -148,8 +148,63 @@ def test_shaping_and_selection_are_counted(store: Store) -> None:
     assert metrics["selection/samples_kept"] == metrics["selection/samples_left_out"] == 4
     assert metrics["selection/groups_left_out"] == batch.filtered == 0
     assert column(store, batch, "response_mask")[-1] == [0, 0, 0, 0]
-    with pytest.raises(NothingToTrain, match=r"algorithm.selection = \[\]"):
-        trained(store, samples(store), name="none", selection=[{"kind": "best_of", "best": 0}])
+
+
+def chosen(store: Store, ref: BatchRef, most: int | None = None, **recipe: Any) -> Choice:
+    algorithm = AlgorithmConfig.model_validate(recipe)
+    return choose(store, ref, None, algorithm, DROP, MAX_NEW_TOKENS, 7, most_groups=most)
+
+
+def test_groups_beyond_those_wanted_are_surplus(store: Store) -> None:
+    rewards = np.array([1, 0, np.nan, 1, 1, 1, 0, 1], dtype=np.float32)
+    status = np.full(8, SampleStatus.OK, dtype=np.int64)
+    status[2] = SampleStatus.FAILED
+    numbers = np.array([9, 9, 7, 7, 8, 8, 6, 6])  # group 6 was drawn first
+    ref = samples(store, reward=rewards, status=status, group_id=numbers, sample_id=np.arange(8))
+    recipe: dict[str, Any] = {"selection": [{"kind": "informative"}]}
+    one = chosen(store, ref, 1, **recipe)
+    assert (one.trained, one.filtered) == (1, {"informative": 1})
+    assert one.dropped == {"reward_failed": 1, "surplus": 1}
+    assert one.informative == 2
+    assert one.chosen.samples.fetch_numpy(store, "group_id")[0].tolist() == [6, 6]
+    every = chosen(store, ref, 4, **recipe)
+    assert (every.trained, every.dropped) == (2, {"reward_failed": 1})
+    assert every.informative == 2
+    # Columns that were made for the samples that train alone go with them, and with no others.
+    made = write_batch(store, "run/made.safetensors", {"old_logprobs": [[-1.0] * 3, [-2.0] * 4]})
+    kept = one.chosen.samples.with_columns(made)
+    assert one.with_columns(store, kept).chosen.samples.names == kept.names
+    with pytest.raises(AssertionError, match="of other samples"):
+        every.with_columns(store, ref.rows(0, 4))
+
+
+def test_each_filtered_group_has_the_rule_that_left_it_out(store: Store) -> None:
+    rules = [{"kind": "informative"}, {"kind": "top_p_groups", "share": 0.5}]
+    found = chosen(store, samples(store), selection=rules)  # deviations 0.7, 1.1, 0 and 2.1
+    assert (found.trained, found.filtered) == (1, {"informative": 1, "top_p_groups": 2})
+
+
+def test_groups_are_compared_by_their_rewards_before_shaping_if_asked(store: Store) -> None:
+    """The third group's answers are equally right, and one of them is overlong."""
+    shaping = {"overlong": {"max_tokens": 6, "buffer": 2}}
+    after = chosen(store, samples(store), shaping=shaping, selection=[{"kind": "informative"}])
+    assert (after.trained, after.filtered) == (4, {})
+    rule = {"kind": "informative", "rewards": "given"}
+    before = chosen(store, samples(store), shaping=shaping, selection=[rule])
+    assert (before.trained, before.filtered) == (3, {"informative": 1})
+
+
+def test_where_every_group_is_filtered_none_is_left_and_where_all_failed_it_is_an_error(
+    store: Store,
+) -> None:
+    equal = samples(store, reward=np.ones(8, dtype=np.float32))
+    none = chosen(store, equal, selection=[{"kind": "informative"}])
+    none.check()
+    assert (len(none.chosen.samples), none.trained, none.filtered) == (0, 0, {"informative": 4})
+    assert len(BatchRef.from_json(none.chosen.samples.to_json())) == 0
+    status = np.full(8, SampleStatus.FAILED, dtype=np.int64)
+    with pytest.raises(NothingToTrain, match="Look at the log of the reward tasks"):
+        chosen(store, samples(store, status=status)).check()
 
 
 def test_a_penalty_is_a_component_of_its_own(store: Store) -> None:
