@@ -68,8 +68,11 @@ class TreeStop(Settings):
 class TreeSettings(Settings):
     """How a prompt's completions branch. group_size is the number of leaves, exactly."""
 
-    segment_tokens: int = Field(
-        64, ge=1, description="Tokens of a segment; the last one of a path goes on to its end."
+    segment_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a segment; the last one of a path goes on to its end. None: "
+        "rollout.max_new_tokens / depth.",
     )
     depth: int = Field(
         4, ge=1, description="Segments of the longest path; 1: independent completions."
@@ -121,15 +124,20 @@ class TreeConfig(GRPOConfig):
             return given
         return {**given, "algorithm": {"advantage": {"kind": "tree"}, **given.get("algorithm", {})}}
 
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens of a segment."""
+        return self.tree.segment_tokens or max(1, self.rollout.max_new_tokens // self.tree.depth)
+
     @model_validator(mode="after")
     def _segments_fit(self) -> Self:
-        tree, most = self.tree, self.rollout.max_new_tokens
-        if tree.segment_tokens * (tree.depth - 1) >= most:
-            fits = -(-most // tree.segment_tokens)
+        depth, tokens, most = self.tree.depth, self.segment_tokens, self.rollout.max_new_tokens
+        if tokens * (depth - 1) >= most:
+            fits = -(-most // tokens)
             raise ValueError(
-                f"tree.depth = {tree.depth} segments of tree.segment_tokens = {tree.segment_tokens} "
-                f"are more than rollout.max_new_tokens = {most}. Set tree.depth to at most {fits}, "
-                "or tree.segment_tokens lower."
+                f"tree.depth = {depth} segments of {tokens} tokens are more than "
+                f"rollout.max_new_tokens = {most}. Set tree.depth to at most {fits}, or "
+                "tree.segment_tokens lower."
             )
         return self
 

@@ -31,6 +31,7 @@ from tasks.results import (
     Synced,
     TrainBatch,
     Updated,
+    nodes_of,
 )
 from tasks.reward import samples_of
 from tasks.run.flow_options import result_of
@@ -108,6 +109,7 @@ def commit(
     refs = {
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
+        "nodes": nodes_of(scored),
         "batch": batch.ref,
         "baselines": batch.baselines,
         "carried": left_over.carried.prompts,

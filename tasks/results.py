@@ -81,6 +81,7 @@ class Sampled:
     ref: BatchRef  # the samples; row i belongs to row i // group_size of the prompts
     stats: ShardStats
     key: str = ""  # under which the shard was finished
+    nodes: BatchRef | None = None  # the segments of which trees of samples consist, each once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +112,12 @@ class Scored:
     code: tuple[RewardCode, ...]  # the functions that scored
     seconds: float  # time in the reward functions
     metrics: dict[str, LoggedMetric]  # what they gave to log_metric, by its name
+
+
+def nodes_of(scored: Iterable[Scored]) -> BatchRef | None:
+    """The segments of all shards, in order; None where no trees were sampled."""
+    refs = [shard.nodes for one in scored for shard in one.sampled if shard.nodes is not None]
+    return BatchRef.concat(refs) if refs else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,6 +59,7 @@ class GrownTrees:
     nodes: BatchRef | None  # a row for each segment so far; None before the first
     asked: BatchRef | None = None  # rows to go on with; None: the trees have all of their leaves
     samples: BatchRef | None = None  # then: group_size samples of each prompt
+    truncated: int = 0  # of the samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,7 +92,8 @@ def grow(
         key = f"{out_key.removesuffix(SUFFIX)}-asked{SUFFIX}"
         return GrownTrees(nodes=nodes, asked=write_asked(store, prompts, wanted, growth.n, key))
     key = f"{out_key.removesuffix(SUFFIX)}-samples{SUFFIX}"
-    return GrownTrees(nodes=nodes, samples=write_leaves(store, prompts, trees, growth.n, key))
+    samples, truncated = write_leaves(store, prompts, trees, growth.n, key)
+    return GrownTrees(nodes=nodes, samples=samples, truncated=truncated)
 
 
 def read_trees(store: Store, prompts: BatchRef, nodes: BatchRef | None) -> list[PromptTree]:
@@ -217,8 +218,8 @@ def write_asked(
 
 def write_leaves(
     store: Store, prompts: BatchRef, trees: Sequence[PromptTree], n: int, out_key: str
-) -> BatchRef:
-    """The samples: n leaves of each tree, in the order of their nodes."""
+) -> tuple[BatchRef, int]:
+    """The samples, n leaves of each tree in the order of their nodes, and how many were cut off."""
     found = [
         (tree, number, tree.path(number), tree.group * n + place)
         for tree in trees
@@ -246,7 +247,8 @@ def write_leaves(
             ],
         },
     )
-    return of_prompts(prompts, np.repeat(np.arange(len(prompts)), n)).with_columns(written)
+    samples = of_prompts(prompts, np.repeat(np.arange(len(prompts)), n)).with_columns(written)
+    return samples, sum(cut)
 
 
 def of_prompts(prompts: BatchRef, rows: np.ndarray) -> BatchRef:

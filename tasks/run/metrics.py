@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STAGES = (
     "prompts",
     "rollout",
+    "grow",
     "environment",
     "baseline",
     "reward_model",
