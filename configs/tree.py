@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from configs.base import Settings
 from configs.grpo import GRPOConfig
@@ -33,7 +33,15 @@ class DrawnDivergence(Settings):
         return self
 
 
-Divergence = Annotated[FixedDivergence | DrawnDivergence, Field(discriminator="kind")]
+def _fixed_by_default(given: Any) -> Any:
+    return {"kind": "fixed", **given} if isinstance(given, dict) else given
+
+
+Divergence = Annotated[
+    FixedDivergence | DrawnDivergence,
+    Field(discriminator="kind"),
+    BeforeValidator(_fixed_by_default),
+]
 
 
 class RepetitionStop(Settings):
@@ -122,7 +130,11 @@ class TreeConfig(GRPOConfig):
     def _tree_by_default(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
             return given
-        return {**given, "algorithm": {"advantage": {"kind": "tree"}, **given.get("algorithm", {})}}
+        algorithm = given.get("algorithm", {})
+        advantage = algorithm.get("advantage", {})
+        if isinstance(advantage, dict):
+            advantage = {"kind": "tree", **advantage}
+        return {**given, "algorithm": {**algorithm, "advantage": advantage}}
 
     @property
     def segment_tokens(self) -> int:

@@ -38,6 +38,11 @@ def literals(model: type[BaseModel], field: str) -> tuple[str, ...]:
 
 
 ADVANTAGES = chosen(advantages.Advantage)
+BY_GRPO = {  # the other flows' estimators left out
+    kind: choice
+    for kind, choice in ADVANTAGES.items()
+    if kind not in ("gae", "tree", "tree_segment", "tree_sibling")
+}
 LOSSES = chosen(losses.Loss)
 CORRECTIONS = chosen(corrections.CorrectionStep)
 SELECTIONS = chosen(corrections.SelectionStep)
@@ -120,7 +125,7 @@ def covering(position: int) -> Recipe:
         return values[position % len(values)]
 
     recipe: Recipe = {
-        "advantage": at([c for kind, c in ADVANTAGES.items() if kind != "gae"]),
+        "advantage": at(list(BY_GRPO.values())),
         "loss": at(list(LOSSES.values())),
         "aggregation": at(list(AGGREGATIONS)),
         "kl": {**at(estimators), "controller": at(["adaptive", "fixed"])},

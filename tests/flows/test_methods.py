@@ -10,13 +10,13 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from storage.runs.commit_log import Commit
 from storage.tracking.tracker import flatten
-from tests.engines.method_cases import ADVANTAGES, LOSSES, correction_recipes, covering, words
+from tests.engines.method_cases import BY_GRPO, LOSSES, correction_recipes, covering, words
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import AFTER_STEP_3, Launch, Launched
 
 pytestmark = pytest.mark.cluster
 
-WITHOUT_CRITIC = [kind for kind in ADVANTAGES if kind != "gae"]
+WITHOUT_CRITIC = list(BY_GRPO)
 LONGEST = max(len(WITHOUT_CRITIC), len(LOSSES), len(list(correction_recipes())))
 
 
