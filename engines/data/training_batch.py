@@ -30,6 +30,7 @@ from storage.objects.store import Store
 REPETITION = "repetition_penalty"  # F64 [N]
 FAILED, SURPLUS = "reward_failed", "surplus"  # reasons for which groups are dropped, in the ledger
 NO_TURN = "no_turn"  # reason for which one is filtered, beside the names of rules
+IMPOSSIBLE = -1e30  # a log-prob below it is that of a word whose logit is masked out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,14 +106,16 @@ def choose(
     prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     groups = samples.own_groups(store)
     per_sample = None if baselines is None else baseline_rewards(store, baselines, samples)
-    failed = status == SampleStatus.FAILED
+    alone = untaught(store, samples)
+    failed = (status == SampleStatus.FAILED) | alone
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
     whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure).keep)
     metrics = metrics_of(store, samples, groups, status)
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
-    dropped = len(np.unique(prompts)) - len(np.unique(prompts[whole]))
+    lost = np.setdiff1d(prompts, prompts[whole])
+    by_teacher = len(np.intersect1d(lost, prompts[alone]))
     scored = whole
     if "player" in samples.names:  # one that had no turn has nothing to train
         whole = whole[policy_tokens(store, samples.take(whole)) > 0]
@@ -128,7 +131,11 @@ def choose(
     training = informative[:most_groups]
     kept = kept[np.isin(prompts[whole][kept], training)]
     index = whole[kept]
-    left = {FAILED: dropped, SURPLUS: len(informative) - len(training)}
+    left = {
+        "teacher_failed": by_teacher,
+        FAILED: len(lost) - by_teacher,
+        SURPLUS: len(informative) - len(training),
+    }
     chosen = Chosen(
         samples=samples.take(index).drop([REPETITION] if repetition is not None else []),
         rewards=shaped.rewards[kept],
@@ -282,6 +289,19 @@ def write_repetition(
     penalties = repetition_of(store, samples, algorithm)
     assert penalties is not None, "the recipe has no repetition penalty"
     return write_batch(store, out_key, {REPETITION: penalties.numpy()})
+
+
+def untaught(store: Store, samples: BatchRef) -> NDArray[np.bool_]:
+    """Samples [N] that cannot be learned from, for a log-prob of their teacher's: bool.
+
+    It is not finite, or that of a word that the teacher can never say, with which nothing can be
+    reckoned. None where there is no teacher.
+    """
+    if "teacher_logprobs" not in samples.names:
+        return np.zeros(len(samples), bool)
+    values, offsets = jagged(store, samples, "teacher_logprobs")
+    bad = ~np.isfinite(values) | (values < IMPOSSIBLE)
+    return np.diff(np.concatenate([[0], np.cumsum(bad)])[offsets]) > 0
 
 
 def baseline_rewards(store: Store, baselines: BatchRef, samples: BatchRef) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ from storage.runs.run_store import RunStore
 TOLD = (  # columns, besides those of each reward function
     "sample_id", "group_id", "prompt_row", "worker", "attempt", "weight_spans", "weights_digest",
     "finish_reason", "status", "reward", "reward_code", "player", "episode_id",
-    "frozen",
+    "frozen", "teacher", "teacher_digest",
 )  # fmt: skip
 
 
@@ -57,6 +57,8 @@ class SampleOrigin:
     player: int | None = None  # of an episode of several players
     episode: int | None = None  # likewise: the sample_id of player 0, which the others name too
     opponent: str = ""  # RUN@VERSION that played it, where that was a frozen version
+    teacher: str | None = None  # that scored its tokens, in a distillation
+    teacher_digest: str | None = None  # of the weights that the teacher held
 
 
 def samples_of(
@@ -99,6 +101,8 @@ def samples_of(
                 advantage=advantages.get(int(sample)),
                 **_seat(columns, row),
                 opponent=opponent if columns.numbers("frozen")[row] > 0 else "",
+                teacher=columns.text("teacher")[row] or None,
+                teacher_digest=columns.text("teacher_digest")[row] or None,
             )
         )
     return found

@@ -168,6 +168,7 @@ def _sample(files: RunStore, found: SampleOrigin, commit: Outline) -> Answer:
         "scores": ", ".join(f"{name} {value}" for name, value in found.scores.items()),
         **{f"extra {name}": repr(value) for name, value in found.extras.items()},
         "reward code": found.reward_code or "not recorded",
+        **({"teacher": f"{found.teacher}, {found.teacher_digest}"} if found.teacher else {}),
         "advantage": "none: it did not train"
         if found.advantage is None
         else f"{found.advantage:+.4f} on average",

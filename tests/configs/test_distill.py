@@ -1,0 +1,94 @@
+"""What a distillation's settings add, and what of them is refused in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from configs.algorithm.distillation import DistillAlgorithm, recorded_algorithm
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.recipe import load_recipe, recipe_names
+from configs.settings_help import fields
+
+TEACHER = ("teachers.tutor.model.kind=random", "teachers.tutor.model.seed=1")
+WORDS = "algorithm.distillation.loss.kind=forward_kl_topk"
+
+
+def loaded(*words: str) -> DistillConfig:
+    return load_recipe(DistillConfig, "tiny", words)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_can_have_a_teacher(name: str) -> None:
+    config = load_recipe(DistillConfig, name, TEACHER)
+    assert config.engine_roles[1] == "teacher"
+    assert DistillConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_teacher_has_a_pool_of_its_own_unless_told() -> None:
+    config = loaded(*TEACHER, "cluster.pools.train.workers=2")
+    assert config.cluster.roles.pool_of("teacher") == "teacher" in config.used_pools
+    assert (config.cluster.pools["teacher"].workers, config.cluster.pools["train"].workers) == (
+        1,
+        2,
+    )
+    beside = loaded(*TEACHER, "cluster.roles.teacher=train")
+    assert "teacher" not in beside.cluster.pools
+
+
+def test_the_reverse_kl_takes_the_log_probs_before_the_update_and_words_do_not() -> None:
+    assert loaded(*TEACHER).algorithm.needs_stored_logprobs
+    by_words = loaded(*TEACHER, WORDS)
+    assert not by_words.algorithm.needs_stored_logprobs
+    assert by_words.algorithm.distillation.top_k == 64
+
+
+def test_a_method_that_is_not_learned_from_needs_nothing() -> None:
+    remax = (*TEACHER, "algorithm.advantage.kind=remax")
+    assert not loaded(*remax).algorithm.needs_baselines
+    assert loaded(*remax, "algorithm.distillation.task_weight=0.5").algorithm.needs_baselines
+
+
+def test_an_algorithm_comes_back_from_a_commit_as_it_was() -> None:
+    algorithm = loaded(*TEACHER, WORDS).algorithm
+    again = recorded_algorithm(algorithm.model_dump(mode="json"))
+    assert isinstance(again, DistillAlgorithm)
+    assert again == algorithm
+    assert type(recorded_algorithm(AlgorithmConfig().model_dump(mode="json"))) is AlgorithmConfig
+
+
+def test_every_setting_has_a_meaning_and_other_flows_have_none_of_these() -> None:
+    found = {name: meaning for name, kind, _, meaning in fields(DistillConfig) if kind}
+    assert [n for n, meaning in found.items() if not meaning and not n.endswith("kind")] == []
+    others = {name for name, *_ in fields(GRPOConfig)}
+    assert {name for name in set(found) - others if "distill" not in name} == {
+        name for name in found if name.startswith("teacher")
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "teachers: a value is needed"),
+        (["teachers.a.version=x", "teachers.a.model.kind=random"], "one of teachers has a model and the version x"),
+        (["teachers.a={}"], "one of teachers has neither"),
+        ([*TEACHER, "teachers.other.version=run@3"], "Set teacher_column to a column"),
+        ([*TEACHER, "teacher_column=who"], "there is one, tutor. Set teacher_column = null"),
+        (["teachers.a.version=models:/x"], "teachers.a.version = 'models:/x'"),
+        ([*TEACHER, "rewards.functions=[]", "algorithm.distillation.task_weight=1"], "rewards.functions is empty"),
+        ([*TEACHER, "train.recompute_old_logprobs=false"], "of a teacher as an advantage"),
+        ([*TEACHER, "rewards.functions=[]", "evaluation.source.kind=reasoning_gym",
+          "evaluation.source.task=chain_sum", "evaluation.source.seed=9"], "tested by the task's rewards"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_sentence(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match="^[^\n]+$") as error:
+        loaded(*words)
+    assert said in str(error.value)
+
+
+def test_a_run_that_learns_from_rewards_alone_must_have_some() -> None:
+    with pytest.raises(ConfigError, match="rewards.functions is empty"):
+        load_recipe(GRPOConfig, "tiny", ["rewards.functions=[]"])

@@ -1,0 +1,79 @@
+"""The checks of teachers before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from configs.distill import DistillConfig
+from configs.model import RandomModel
+from configs.recipe import load_recipe
+from engines.models import materialize
+from storage.objects.store import Store
+from storage.prompts.datasets import open_source
+from tasks.run.teachers import check_teachers
+
+Check = Callable[..., str]
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Check:
+    """Checks the teachers of the recipe `tiny` with these words."""
+
+    def check(*words: str) -> str:
+        config = load_recipe(DistillConfig, "tiny", words)
+        return check_teachers(
+            config, Store(f"file://{tmp_path}/store"), open_source(config.data.source)
+        )
+
+    return check
+
+
+def test_a_checkpoint_with_the_students_tokens_is_found_good(
+    checked: Check, tmp_path: Path
+) -> None:
+    folder = materialize(RandomModel(), tmp_path / "models")
+    model = (f"model={{kind: pretrained, path: '{folder}'}}", f"teachers.t.model.path={folder}")
+    assert "t: the student's tokenizer, " in checked("teachers.t.model.kind=pretrained", *model)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["teachers.t.model={kind: random, max_positions: 64}"], "= 144 tokens, and the teacher t reads 64"),
+        (["teachers.t.model={kind: random}", "algorithm.distillation.loss={kind: reverse_kl_topk, top_k: 101}"],
+         "top_k = 101, and the teacher t has 101 words"),
+        (["teachers.t.model={kind: pretrained, path: ./none}"], "teachers.t.model.path = ./none: no such file"),
+        (["teachers.t.version=gone@3"], "teachers.t.version = gone@3: Run gone has no committed step"),
+        (["teachers.a.model={kind: random}", "teachers.b.model={kind: random}", "teacher_column=answer"],
+         "Row 0 of reasoning_gym/chain_sum has answer = "),
+        (["teachers.a.model={kind: random}", "teachers.b.model={kind: random}", "teacher_column=who"], "who"),
+    ],
+)  # fmt: skip
+def test_a_teacher_that_does_not_fit_is_one_sentence(
+    words: list[str], said: str, checked: Check
+) -> None:
+    with pytest.raises(ValueError, match="^[^\n]+$") as error:
+        checked(*words)
+    assert said in str(error.value)
+
+
+def test_another_tokenizer_is_named_by_its_first_difference(checked: Check, tmp_path: Path) -> None:
+    folder, other = materialize(RandomModel(), tmp_path / "models"), tmp_path / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        text = file.read_bytes()
+        if file.name == "tokenizer.json":
+            text = text.replace(b'"a":', b'"\xc3\xa4":')
+        (other / file.name).write_bytes(text)
+    with pytest.raises(ValueError, match="^[^\n]+$") as error:
+        checked(
+            f"model={{kind: pretrained, path: '{folder}'}}",
+            f"teachers.t.model={{kind: pretrained, path: '{other}'}}",
+        )
+    assert "The teacher t has another tokenizer than the student" in str(error.value)
+    assert "the token 'a' is none of the teacher's and has the id 14 of the student's" in str(
+        error.value
+    )
