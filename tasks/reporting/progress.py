@@ -14,7 +14,7 @@ from rich.text import Text
 from tasks.results import Metrics
 
 SHOWN = (
-    "rollout", "reward_model", "reward", "logprob", "values", "update", "critic_update",
+    "rollout", "reward_model", "reward", "teacher", "logprob", "values", "update", "critic_update",
     "weight_sync",
 )  # fmt: skip
 STAGES = {
@@ -22,6 +22,7 @@ STAGES = {
     "logprob": "computing log-probs",
     "selection": "choosing groups",
     "advantage": "estimating advantages",
+    "teacher": "asking the teachers",
     "values": "asking the critic",
     "update": "updating the policy",
     "critic_update": "updating the critic",
@@ -135,6 +136,8 @@ class Progress:
             parts.append(f"rounds {metrics['sampling/rounds']:.0f}")
         if "train/kl_ref" in metrics:
             parts.append(f"kl {metrics['train/kl_ref']:.4f}")
+        if "distillation/reverse_kl" in metrics:
+            parts.append(f"from teacher {metrics['distillation/reverse_kl']:.4f}")
         times = ", ".join(
             f"{name} {metrics[f'time/{name}']:.1f}"
             for name in SHOWN
