@@ -105,8 +105,9 @@ class EpisodesConfig(Settings):
     players: int = Field(
         1,
         ge=1,
-        description="Players of an episode, all of them the model: each has a conversation of its "
-        "own, which is a sample. More than one: kinds class and textarena.",
+        description="Players of an episode, all of them the model, but for those of an opponent: "
+        "each has a conversation of its own, which is a sample. More than one: kinds class and "
+        "textarena.",
     )
     opponent: OpponentConfig | None = Field(
         None,

@@ -208,6 +208,11 @@ class RunConfig(Settings):
         return ["ref"] if self.has_reference_engine else []
 
     @property
+    def sampling_roles(self) -> list[Role]:
+        """Roles of the engines that sample: of the policy, and of an opponent."""
+        return [role for role in self.engine_roles if role in ("rollout", "opponent")]
+
+    @property
     def used_pools(self) -> set[str]:
         """Pools on which some role of the run lives; others are not started."""
         roles: list[Role] = [*self.engine_roles, "reward"]

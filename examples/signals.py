@@ -2,6 +2,7 @@
 
 python -m flows.grpo signals.yaml            # in this folder
 python -m flows.grpo signals.yaml episodes.environment.params.heard=false   # nothing to learn
+python -m flows.grpo signals.yaml episodes.opponent.version=start   # with its own beginning, frozen
 """
 
 from __future__ import annotations

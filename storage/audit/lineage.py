@@ -305,8 +305,10 @@ def _counted(run: RunStore, commit: Commit) -> StepOrigin:
     """The same, counted from its batches. Raises ObjectMissing."""
     columns = Columns(run, commit.refs["samples"])
     ids = np.asarray(columns.numbers("sample_id"), np.int64)
+    spans = columns.lists("weight_spans")
+    frozen = np.asarray(columns.numbers("frozen")) > 0  # -1: nobody is an opponent
     rewards = np.asarray(columns.numbers("reward"), np.float64)
-    rewards = rewards[np.isfinite(rewards)]
+    rewards = rewards[np.isfinite(rewards) & ~frozen]
     batch = commit.refs.get("batch")
     known = batch is not None and {"sample_id", "advantages"} <= set(batch.names)
     used = batch.fetch_numpy(run.store, "sample_id")[0] if batch is not None and known else ids[:0]
@@ -321,14 +323,7 @@ def _counted(run: RunStore, commit: Commit) -> StepOrigin:
         prompt_rows=tuple(dict.fromkeys(int(row) for row in columns.numbers("prompt_row"))),
         span_versions=tuple(
             sorted(
-                {
-                    version
-                    for flat, frozen in zip(
-                        columns.lists("weight_spans"), columns.numbers("frozen"), strict=True
-                    )
-                    for version in flat[::3]
-                    if frozen <= 0  # -1: nobody is an opponent
-                }
+                {v for flat, its in zip(spans, frozen, strict=True) if not its for v in flat[::3]}
             )
         ),
         tokens=sum(columns.lengths),

@@ -161,8 +161,9 @@ def pins(run: RunStore) -> list[Pin]:
         key = f"{run.run}/children/{name}"
         record = documents.read(run.store, key, PIN_FORMAT)
         child, step, snapshot = record["child"], record["step"], record["snapshot"]
-        known = isinstance(child, str) and isinstance(step, int)
-        if not known or not isinstance(snapshot, int | None):
+        if not isinstance(child, str) or not isinstance(step, int):
+            raise StoreError(f"Object {key} names no child. Remove it.")
+        if not isinstance(snapshot, int | None):
             raise StoreError(f"Object {key} names no child. Remove it.")
         young = time.time() - float(str(record.get("made_at", 0))) < YOUNG
         if young or run.store.exists(RunStore(run.store, child).run_json_key):

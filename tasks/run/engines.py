@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +22,6 @@ from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
-from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
 from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
@@ -36,6 +35,7 @@ from tasks.run.engine_specs import (
     train_spec,
 )
 from tasks.run.forking import parent_config
+from tasks.run.store_usage import StoreUsage
 from tasks.run.teachers import Teacher, resolved, teachers_of
 
 if TYPE_CHECKING:
@@ -68,30 +68,6 @@ class Handles:
     planners: EnginePool
     environments: EnginePool | None
     reward_models: EnginePool | None
-
-
-class StoreUsage:
-    """Requests and bytes that the flow and every worker asked of the store, since the last look.
-
-    A worker tells its count with the result of each call. What one that died counted after its last
-    call is lost.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, Usage] = {"": COUNTER.total()}
-
-    def since_last(self, told: Mapping[str, Usage]) -> Metrics:
-        """Metrics of a step; `told`: what each worker process has asked since it began."""
-        now = {"": COUNTER.total(), **told}
-        total = Usage()
-        for process, count in now.items():
-            total += count - self._before.get(process, Usage())
-        self._before = now
-        return {
-            "store/requests": float(total.requests),
-            "store/bytes_read": float(total.bytes_read),
-            "store/bytes_written": float(total.bytes_written),
-        }
 
 
 class Engines:

@@ -184,14 +184,16 @@ def check_devices(config: GRPOConfig) -> str:
     roles: list[Role] = [*config.trained_roles, *config.frozen_roles]
     for role in roles:
         _check_train_device(config, role)
-    _check_rollout_device(config)
+    for role in config.sampling_roles:
+        _check_rollout_device(config, role)
     described = []
-    for role in (*roles, "rollout"):
+    for role in (*roles, *config.sampling_roles):
         gpus = _gpus_of(config, role)
         device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
         train = config.train_of(role)
-        form = config.rollout.dtype if role == "rollout" else train.compute_dtype
-        how = ", compiled" if role != "rollout" and train.compile else ""
+        samples = role in config.sampling_roles
+        form = config.rollout.dtype if samples else train.compute_dtype
+        how = ", compiled" if not samples and train.compile else ""
         described.append(f"{role} on {device} in {form}{how}")
     return ", ".join(described)
 
@@ -226,8 +228,8 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
         check_compiling(role, gpu=gpus > 0)  # workers elsewhere say it when they start
 
 
-def _check_rollout_device(config: GRPOConfig) -> None:
-    pool, gpus = config.cluster.roles.rollout, _gpus_of(config, "rollout")
+def _check_rollout_device(config: GRPOConfig, role: Role) -> None:
+    pool, gpus = config.cluster.roles.pool_of(role), _gpus_of(config, role)
     rollout = config.rollout
     if rollout.engine == "transformers":
         if rollout.tensor_parallel_size > 1:
@@ -245,7 +247,7 @@ def _check_rollout_device(config: GRPOConfig) -> None:
     elif gpus and gpus != rollout.tensor_parallel_size:
         raise PreflightError(
             f"rollout.tensor_parallel_size = {rollout.tensor_parallel_size} is not the number of "
-            f"GPUs of a rollout worker, cluster.pools.{pool}.gpus = {gpus}. "
+            f"GPUs of a worker of the role {role}, cluster.pools.{pool}.gpus = {gpus}. "
             "Set one to the value of the other."
         )
     elif config.cluster.kind == "local" and not gpus and installed("vllm") is not None:

@@ -52,7 +52,7 @@ def check_memory(config: GRPOConfig) -> list[str]:
         if place.limit is not None and place.planned > place.limit:
             raise ValueError(_refusal(config, shape, place))
     lines = [_of_role(config, of, role, name) for role, name, of in _held(config, shape)]
-    lines.append(_of_rollout(config, shape))
+    lines += [_of_rollout(config, shape, role) for role in config.sampling_roles]
     if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
         lines.append(f"reward_model, each worker: {_listed(taken)}")
     for place in places:
@@ -84,7 +84,7 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
         train.micro_batch_tokens,
         config.data.max_prompt_tokens,
         config.rollout.max_new_tokens,
-        -(-config.samples_per_step // train.mini_batches),
+        -(-config.trained_per_step // train.mini_batches),
         config.group_size,
         pool.workers,
         train.sequence_parallel,
@@ -94,11 +94,12 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
     return plan_rank(shape, train, batch, role=role, ranks=pool.workers, on_gpu=gpu, lora=lora)
 
 
-def rollout_bytes(config: GRPOConfig, shape: ModelShape) -> dict[str, int]:
+def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout") -> dict[str, int]:
     """What an engine that samples holds; on a GPU all of vLLM's share is called keys and values."""
     rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    at_once = min(config.cluster.pools[config.cluster.roles.rollout].slots, config.shards_at_once)
+    slots = config.cluster.pools[config.cluster.roles.pool_of(role)].slots
+    at_once = min(slots, config.shards_at_once)
     samples = at_once * -(-config.samples_per_step // config.shards_at_once)
     return engine_bytes(rollout, shape, min(samples, rollout.max_sequences), longest)
 
@@ -170,13 +171,13 @@ def _of_role(config: GRPOConfig, shape: ModelShape, role: Role, name: str) -> st
     )
 
 
-def _of_rollout(config: GRPOConfig, shape: ModelShape) -> str:
-    pool = config.cluster.pools[config.cluster.roles.rollout]
-    taken = rollout_bytes(config, shape)
+def _of_rollout(config: GRPOConfig, shape: ModelShape, role: Role) -> str:
+    pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
+    taken = rollout_bytes(config, shape, role)
     if pool.gpus and config.rollout.engine == "vllm":
         share = f"{config.rollout.gpu_memory_utilization:g} of the GPU"
-        return f"rollout, each engine: {share}, of it weights {size_of(taken['weights'])}"
-    return f"rollout, each engine: {_listed(taken)}"
+        return f"{role}, each engine: {share}, of it weights {size_of(taken['weights'])}"
+    return f"{role}, each engine: {_listed(taken)}"
 
 
 def _listed(sizes: dict[str, int]) -> str:
@@ -191,9 +192,10 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
         of_gpu, of_host = _of_worker(config, shape, name)
         if pool.gpus:
             total, source = _gpu_limit(config, name)
-            vllm = config.rollout.engine == "vllm" and name == config.cluster.roles.rollout
-            if vllm and total is not None:
-                of_gpu["vLLM"] = int(config.rollout.gpu_memory_utilization * total)
+            for role in config.sampling_roles if config.rollout.engine == "vllm" else ():
+                if total is not None and name == config.cluster.roles.pool_of(role):
+                    holder = "vLLM" if role == "rollout" else "opponent's vLLM"
+                    of_gpu[holder] = int(config.rollout.gpu_memory_utilization * total)
             if total is not None and name == config.cluster.roles.pool_of("reward_model"):
                 for judge in config.rewards.judges:
                     if judge.engine == "vllm":
@@ -268,8 +270,10 @@ def _of_worker(
             largest = max(plan.passing, key=lambda what: plan.passing[what])
             passing = {f"{whose}'s {largest} and what else an update needs": plan.passing_peak}
     sampling: dict[str, int] = {}
-    if name == roles.rollout and not (pool.gpus and config.rollout.engine == "vllm"):
-        sampling = {f"rollout's {w}": size for w, size in rollout_bytes(config, shape).items()}
+    for role in config.sampling_roles:
+        if name == roles.pool_of(role) and not (pool.gpus and config.rollout.engine == "vllm"):
+            taken = rollout_bytes(config, shape, role)
+            sampling |= {f"{role}'s {what}": size for what, size in taken.items()}
     device = {**held, **passing}
     if config.rewards.on_engines and name == roles.pool_of("reward_model"):
         device.update(reward_model_bytes(config))
@@ -288,10 +292,10 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
         f"{size_of(limit)} ({place.limited_by}); most of it for {place.largest}."
     )
-    if place.largest.startswith("rollout"):
+    if place.largest in ("vLLM", "opponent's vLLM"):
+        return f"{said} Set rollout.gpu_memory_utilization lower{_or_apart(config)}."
+    if place.largest.startswith(("rollout", "opponent")):
         return f"{said} Set rollout.kv_cache_gib lower."
-    if place.largest == "vLLM":
-        return f"{said} Set rollout.gpu_memory_utilization lower."
     if place.largest == "reward models' batch":
         return f"{said} Set batch_tokens of the reward model (rewards.functions[]) lower."
     if any(place.largest.startswith(f"{judge.label}'s ") for judge in config.rewards.judges):
@@ -308,6 +312,13 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         if now.planned <= limit:
             return f"{said} Set {words}: then it is {size_of(now.planned)}."
     return f"{said} No setting of the train engine is enough. Choose a smaller model."
+
+
+def _or_apart(config: GRPOConfig) -> str:
+    """What else helps where the opponent's engines are on the devices of the policy's."""
+    roles = config.cluster.roles
+    beside = config.opponent is not None and roles.pool_of("opponent") == roles.rollout
+    return ", or cluster.roles.opponent to a pool of its own" if beside else ""
 
 
 def _smaller(config: GRPOConfig) -> Iterator[tuple[str, GRPOConfig]]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from engines.failures import WeightMismatch
 from engines.rollout.contract import RolloutRequest, SyncReport
 from engines.rollout.rollout_pool import RolloutPool
 from engines.rollout.weight_probe import CheckedLoad, Probe
@@ -84,3 +85,31 @@ def test_a_worker_that_is_gone_is_not_counted(pool: Pool, monkeypatch: pytest.Mo
     assert pool.tokens() == {"rollout-0": 7, "rollout-1": 7}
     pool.forget(WORKERS["rollout-0"])
     assert pool.tokens() == {"rollout-1": 7}
+
+
+def test_without_a_probe_the_digest_alone_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An opponent's version, which no trainer holds; its calls are not those of the policy's."""
+    cluster: Any = SimpleNamespace(
+        devices=DeviceTurns(False),
+        config=SimpleNamespace(pools={"gpu": SimpleNamespace(slots=1)}),
+        table=SimpleNamespace(outdate=lambda: None),
+    )
+    given = cast("Any", None)
+    times = {"deadline": 1.0, "start_timeout": 1.0, "tolerance": 0.1}
+    pool = RolloutPool(cluster, "gpu", given, run="run", epoch=1, role="opponent", **times)
+    pool._ready = {address: name for name, address in WORKERS.items()}
+    calls: list[tuple[str, str]] = []
+    digests = iter(["5", "5", "6", "5"])
+
+    def submit(address: str, method: str, call_id: Any, arguments: Any, slot: bool) -> SyncReport:
+        calls.append((method, call_id.call))
+        numbers = {"tensors": 1, "nbytes": 1, "seconds": 0.0, "load_seconds": 0.0}
+        return SyncReport(version=5, digest=next(digests), **numbers)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pool, "live", lambda: WORKERS)
+    monkeypatch.setattr(pool, "submit", submit)
+    loaded = pool.sync(weights(5), probe=None)
+    assert sorted(loaded) == sorted(WORKERS)
+    assert calls == [("sync", "opponent-sync")] * 2
+    with pytest.raises(WeightMismatch, match="reports version 5 with digest 6"):
+        pool.sync(weights(5), probe=None)

@@ -195,3 +195,17 @@ def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
     said = refused(*words, many, "prompts_per_step=4096", small, *far)
     assert "a worker of pool models" in said
     assert "Set batch_tokens of the reward model (rewards.functions[]) lower" in said
+
+
+def test_an_opponents_engines_are_counted_where_they_are() -> None:
+    game = "{environment: {kind: class, path: 'games.py:Game'}, players: 2, opponent: {}}"
+    played = (f"episodes={game}", "rewards.functions=[{kind: environment}]")
+    lines = check_memory(settings(*played))
+    assert [line for line in lines if line.startswith("opponent, each engine: weights")]
+    gpu = (*LARGE, "cluster.pools.rollout.gpus=1", "rollout.engine=vllm", "rollout.dtype=bfloat16")
+    gpu = (*gpu, "rollout.gpu_memory_utilization=0.6", "cluster.pools.rollout.gpu_memory_gib=80")
+    gpu = (*gpu, "cluster.pools.train.gpu_memory_gib=800")
+    assert check_memory(settings(*gpu))
+    said = refused(*gpu, *played)
+    assert "a GPU of pool rollout has to hold 96 GiB" in said
+    assert "lower, or cluster.roles.opponent to a pool of its own" in said
