@@ -208,7 +208,8 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
 def tidy(run: Run) -> None:
     """Remove policy versions, batches and snapshots that the settings do not keep."""
     keep = run.config.store
-    against = {run.start} if run.config.opponent is not None else set[int]()
+    opponent = run.config.opponent
+    against = {run.start} if opponent is not None and opponent.version == "start" else set[int]()
     removed = sweep(
         run.files,
         keep_versions=keep.keep_versions,

@@ -70,7 +70,7 @@ def answer(request: Request) -> Answer:
                 refs[step] = rescore(files, commit, config, runner, tokenizer)
             except ObjectMissing:
                 continue  # retention removed the samples
-            samples = commit.refs["samples"]
+            samples = commit.refs["samples"].of_policy(files.store)
             old = _numbers(files, samples, "reward")
             new = _numbers(files, refs[step], f"{COLUMN}{reward.label}")
             group = samples.own_groups(files.store)
@@ -154,7 +154,7 @@ def rescore(
 
     Scores are kept; what the function logs as TRL's do is not.
     """
-    samples = commit.refs["samples"]
+    samples = commit.refs["samples"].of_policy(files.store)
     code = code_digest(runner.code())
     name = f"{commit.step:06d}-{key_of('rescore', samples.to_json(), code)}"
     key = f"{files.run}/rescored/{name}.safetensors"

@@ -207,5 +207,5 @@ def test_an_opponents_engines_are_counted_where_they_are() -> None:
     gpu = (*gpu, "cluster.pools.train.gpu_memory_gib=800")
     assert check_memory(settings(*gpu))
     said = refused(*gpu, *played)
-    assert "a GPU of pool rollout has to hold 96 GiB" in said
+    assert "a GPU of pool rollout has to hold 96.0 GiB" in said
     assert "lower, or cluster.roles.opponent to a pool of its own" in said
