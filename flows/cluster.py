@@ -1,6 +1,6 @@
 """A whole run on Slurm: submit it, see where it stands, read its logs, stop it.
 
-python -m flows.cluster submit [--flow grpo|ppo|package.module:function] [RECIPE] [key=value …]
+python -m flows.cluster submit [--flow grpo|ppo|dapo|package.module:function] [RECIPE] [key=value …]
 python -m flows.cluster status [NAME]
 python -m flows.cluster logs NAME [WORKER]
 python -m flows.cluster stop NAME
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         "--flow",
         default="grpo",
         metavar="FLOW",
-        help="what to run: grpo, ppo, or package.module:function of your own [grpo]",
+        help="what to run: grpo, ppo, dapo, or package.module:function of your own [grpo]",
     )
     submit.add_argument("words", nargs="*", metavar="RECIPE key=value")
     for command, about in (

@@ -30,7 +30,9 @@ def main() -> int:
         metavar="NAME",
         help="deployments; without: all. With --flow: settings key=value",
     )
-    parser.add_argument("--flow", metavar="FLOW", help="package.module:function; or grpo, ppo")
+    parser.add_argument(
+        "--flow", metavar="FLOW", help="package.module:function; or grpo, ppo, dapo"
+    )
     parser.add_argument("--recipe", default=DEMO, help=f"settings of --flow [{DEMO}]")
     parser.add_argument(
         "--notify", metavar="TYPE/BLOCK", help="notification block that the automations use"

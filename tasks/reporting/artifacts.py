@@ -30,7 +30,7 @@ from storage.runs.commit_log import history
 from storage.tracking.timeline import Work, timeline_png
 
 if TYPE_CHECKING:
-    from storage.runs.commit_log import Commit
+    from storage.runs.commit_log import Commit, Ledger
     from tasks.reporting.attempts import Attempt
     from tasks.reporting.run_view import RunView
     from tasks.results import Metrics, Scored
@@ -168,6 +168,8 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
         "",
         f"Prompts so far: {ledger.drawn} drawn = {ledger.trained} trained + {ledger.filtered} "
         f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
+        *left_out(ledger),
+        *sampled_in_rounds(commit),
         "",
         "#### Where the time went",
         "",
@@ -190,6 +192,26 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
             for attempt in failures
         ]
     return "\n".join(lines)
+
+
+def left_out(ledger: Ledger) -> list[str]:
+    """Markdown lines: why prompts were filtered or dropped, if any were."""
+    reasons = {**ledger.filtered_by, **ledger.dropped}
+    told = ", ".join(f"{escaped(reason)} {count}" for reason, count in reasons.items())
+    return ["", f"Filtered or dropped so far: {told}."] if told else []
+
+
+def sampled_in_rounds(commit: Commit) -> list[str]:
+    """Markdown lines of a step that sampled in rounds, as those of DAPO do."""
+    names = ("rounds", "groups", "informative")
+    rounds, groups, share = (commit.metrics.get(f"sampling/{name}") for name in names)
+    if rounds is None or groups is None or share is None:
+        return []
+    return [
+        "",
+        f"Sampled in {rounds:.0f} round{'s' * (rounds > 1)}: {groups:.0f} groups, of which "
+        f"{share:.0%} have rewards that differ.",
+    ]
 
 
 def stage_table(commit: Commit, attempts: list[Attempt]) -> list[str]:

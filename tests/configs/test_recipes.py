@@ -108,7 +108,7 @@ def test_every_setting_has_a_meaning() -> None:
     assert silent == []
 
 
-@pytest.mark.parametrize("module", ["configs.grpo", "flows.grpo", "flows.ppo"])
+@pytest.mark.parametrize("module", ["configs.grpo", "flows.grpo", "flows.ppo", "flows.dapo"])
 def test_the_flow_process_imports_no_engine_library(module: str) -> None:
     code = (
         f"import {module}, sys; "
