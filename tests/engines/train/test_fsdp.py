@@ -165,6 +165,25 @@ def test_mini_batches_and_epochs_equal_the_naive_loop(make: Make, tmp_path: Path
     assert_same_weights(weights(tmp_path, engine.export_weights(1, "float32")), model, 2e-4)
 
 
+def test_a_batch_without_rows_changes_neither_weights_nor_optimizer(
+    make: Make, tmp_path: Path
+) -> None:
+    """With it in between, another update comes to the same, moments and all."""
+    rows = stored(tmp_path, samples())
+    engine = make(warmup_steps=3)
+    update(engine, rows)
+    before = engine.export_weights(1, "float32")
+    metrics = update(engine, rows.take([]), step=2)
+    assert metrics == {"train/optimizer_steps": 0.0, "train/skipped_steps": 0.0}
+    assert engine.export_weights(2, "float32").digest == before.digest
+    rate = update(engine, rows, step=3)["train/learning_rate"]
+    after = engine.export_weights(3, "float32")
+    other = make(warmup_steps=3)
+    update(other, rows)
+    assert update(other, rows, step=2)["train/learning_rate"] == rate
+    assert other.export_weights(4, "float32").digest == after.digest != before.digest
+
+
 def test_several_steps_on_a_batch_need_old_logprobs(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs the columns old_logprobs"):
         update(make(epochs=2), stored(tmp_path, samples()))

@@ -140,10 +140,15 @@ def test_refusals_name_the_row(lengths: Lengths, says: str) -> None:
         plan_logprobs(lengths, world=1, budget=100)
 
 
-def test_more_mini_batches_than_rows_are_refused() -> None:
-    lengths = Lengths(prompts=np.array([3]), responses=np.array([3]))
-    with pytest.raises(ValueError, match="1 rows cannot be split into 2 mini-batches"):
-        plan_update(lengths, world=1, budget=100, mini_batches=2)
+def test_a_batch_with_fewer_rows_than_mini_batches_has_as_many_as_rows() -> None:
+    lengths = Lengths(prompts=np.array([3, 3]), responses=np.array([3, 4]))
+    plan = plan_update(lengths, world=4, budget=100, mini_batches=3)
+    assert [sorted(r for rank in mini.ranks for unit in rank for r in unit) for mini in plan] == [
+        [0],
+        [1],
+    ]
+    for mini in plan:  # ranks without a row have a part too, so that all of them go along
+        assert {len(rank) for rank in mini.ranks} == {1}
 
 
 def test_large_plans_keep_what_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
