@@ -55,9 +55,13 @@ class Bench:
     """A rollout engine, a data engine and prompts."""
 
     def __init__(self, config: TreeConfig, folder: Path, prompts: int) -> None:
+        import torch
+
         from engines import models
         from storage.runs.weights_writing import publish
 
+        # As the workers of a run have it.
+        torch.set_num_threads(config.cluster.pools[config.cluster.roles.rollout].threads)
         self.config = config
         self.store = Store(config.store.uri)
         files = RunStore(self.store, RUN)

@@ -85,7 +85,7 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     assert level is not None and stats is not None
     assert found.samples is not None and found.nodes is not None
     rows = {"rows": len(found.samples), "truncated": found.truncated}
-    record = {
+    record: dict[str, object] = {
         "ref": found.samples.to_json(),
         "nodes": found.nodes.to_json(),
         "stats": asdict(stats) | rows,
