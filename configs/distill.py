@@ -1,8 +1,9 @@
 """The settings of a distillation run: those of GRPO, and teachers that score the samples."""
 
-from typing import Annotated, Self
+import re
+from typing import Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.algorithm.distillation import DistillAlgorithm
 from configs.base import Settings
@@ -14,7 +15,7 @@ from configs.retraining import CONTINUE_FROM
 from configs.rewards import RewardsConfig
 
 TEACHER_POOL = "teacher"  # what the pool is called that a run gets which names none
-TeacherName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+TEACHER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class TeacherConfig(Settings):
@@ -50,12 +51,23 @@ class DistillConfig(GRPOConfig):
         default_factory=DistillAlgorithm,
         description="Distillation, and how the task's rewards are learned from beside it.",
     )
-    teachers: dict[TeacherName, TeacherConfig] = Field(
+    teachers: dict[str, TeacherConfig] = Field(
         min_length=1, description="The teachers by name, each on all workers of their pool."
     )
     teacher_column: str | None = Field(
         None, description="Column of the data that names each row's teacher; none: there is one."
     )
+
+    @field_validator("teachers")
+    @classmethod
+    def _names_fit_keys(cls, teachers: dict[str, TeacherConfig]) -> dict[str, TeacherConfig]:
+        for name in teachers:
+            if not TEACHER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"teachers has a teacher named {name!r}, which becomes part of names in the "
+                    "store. Use letters, digits, '_' and '-'."
+                )
+        return teachers
 
     @property
     def needs_rewards(self) -> bool:

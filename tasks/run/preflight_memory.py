@@ -305,7 +305,9 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         )
     if place.largest == "reward models' weights":
         return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
-    if place.largest.startswith("teacher "):
+    pool_of = config.cluster.roles.pool_of
+    own = "teacher" in config.frozen_roles and pool_of("teacher") != pool_of("actor")
+    if own and place.what.endswith(f" of pool {pool_of('teacher')}"):
         return f"{said} Set cluster.roles.teacher to a pool with more workers."
     for words, changed in _smaller(config):
         now = next(one for one in _places(changed, shape) if one.what == place.what)

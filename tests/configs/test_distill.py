@@ -73,6 +73,7 @@ def test_every_setting_has_a_meaning_and_other_flows_have_none_of_these() -> Non
     [
         ([], "teachers: a value is needed"),
         (["teachers.a.version=x", "teachers.a.model.kind=random"], "one of teachers has a model and the version x"),
+        (["teachers={'a b': {version: x}}"], "a teacher named 'a b'"),
         (["teachers.a={}"], "one of teachers has neither"),
         ([*TEACHER, "teachers.other.version=run@3"], "Set teacher_column to a column"),
         ([*TEACHER, "teacher_column=who"], "there is one, tutor. Set teacher_column = null"),

@@ -13,6 +13,7 @@ from configs.recipe import load_recipe
 from engines.models import materialize
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
+from tasks.run.preflight_memory import check_memory
 from tasks.run.teachers import check_teachers
 
 Check = Callable[..., str]
@@ -77,3 +78,16 @@ def test_another_tokenizer_is_named_by_its_first_difference(checked: Check, tmp_
     assert "the token 'a' is none of the teacher's and has the id 14 of the student's" in str(
         error.value
     )
+
+
+def test_the_memory_plan_counts_each_teacher_on_its_pool() -> None:
+    large = "{kind: random, layers: 8, hidden_size: 1024, heads: 16, max_positions: 512}"
+    words = [f"teachers.one.model={large}", "teachers.two.model.kind=random", "teacher_column=who"]
+    config = load_recipe(DistillConfig, "tiny", words)
+    lines = {line.partition(",")[0]: line for line in check_memory(config)}
+    assert {"actor", "teacher one", "teacher two"} <= set(lines)
+    assert "optimizer" not in lines["teacher one"]
+    slurm = ["cluster.kind=slurm", "cluster.host=lo", "store.uri=file:///shared"]
+    small = [*words, *slurm, "cluster.pools.teacher={workers: 1, memory_gib: 0.1}"]
+    with pytest.raises(ValueError, match="Set cluster.roles.teacher to a pool with more workers"):
+        check_memory(load_recipe(DistillConfig, "tiny", small))
