@@ -80,7 +80,7 @@ def start_engines(run: Run) -> Synced:
     synced = first_sync.submit(run, run.head, started)
     first = result_of(synced)
     if run.config.opponent is not None:
-        result_of(sync_opponents.submit(run, first))  # type: ignore[call-overload]
+        result_of(sync_opponents.submit(run, first))
     run.tracker.start()
     seldom_collected()
     return first
