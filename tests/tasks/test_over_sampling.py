@@ -183,7 +183,10 @@ def test_whatever_finishes_when(
         ledger = ledger_after(
             ledger,
             cast("Prompts", SimpleNamespace(drawn=new, dropped={})),
-            cast("TrainBatch", SimpleNamespace(trained=len(chosen), filtered=0, dropped={})),
+            cast(
+                "TrainBatch",
+                SimpleNamespace(trained=len(chosen), filtered=0, filtered_by={}, dropped={}),
+            ),
             LeftOver(
                 carried=Carried(groups=tuple(group for _, group in handed_on)),
                 dropped={OVERDUE: len(late)} if late else {},
