@@ -25,10 +25,10 @@ from pathlib import Path
 from configs.imports import imported_class
 from configs.recipe import load_recipe
 from configs.tree import TreeConfig
-from engines.data.data_engine import DataEngine
 from engines.data.results import Growth
 from engines.rollout.contract import RolloutRequest, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
+from engines.trees.growing import TreeEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -74,7 +74,7 @@ class Bench:
         )
         self.engine.sync(weights)
         data = data_spec(config, files).model_copy(update={"model_cache": str(folder / "models")})
-        self.data = DataEngine(data)
+        self.data = TreeEngine(data)
         made = self.data.prompts(list(range(prompts)), 0, f"{RUN}/prompts.safetensors")
         assert made.ref is not None
         self.prompts = made.ref

@@ -1,7 +1,7 @@
 """Tree rollouts: the completions of a prompt grow together, segment by segment.
 
 A level of a shard's trees is sampled as any shard is, on the rollout engine that is free, from the
-tokens that its paths have; then a data worker says which paths go on (engines/data/trees.py). Each
+tokens that its paths have; then a data worker says which paths go on (engines/trees/growing.py). Each
 level, and what came of it, is finished in the store: a dead engine costs a segment, and a flow that
 goes on after a crash begins with the level that was not finished.
 """
@@ -93,9 +93,9 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     }
     record = stage.finish(run, whole, record)
     kept = found.samples.objects | found.nodes.objects | prompts.objects
-    left: dict[str, frozenset[str]] = {key: ref.objects for key, ref in levels.items()}
-    left |= {k: one.asked.objects if one.asked else frozenset() for k, one in used.items()}
-    run.files.discard({key: objects - kept for key, objects in left.items()})
+    passed: list[tuple[str, BatchRef | None]] = [*levels.items()]
+    passed += [(key, one.asked) for key, one in used.items()]
+    run.files.discard({k: frozenset() if ref is None else ref.objects - kept for k, ref in passed})
     return of_record(prompts, level.weights, record)
 
 

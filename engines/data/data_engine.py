@@ -24,8 +24,6 @@ from engines.data.chat_template import state_number, tokenize
 from engines.data.results import (
     AdvantageParts,
     AdvantagesResult,
-    GrownTrees,
-    Growth,
     InformativeResult,
     ModelScores,
     PartResult,
@@ -68,7 +66,6 @@ class DataEngine(Engine):
         "prompts",
         "row_digests",
         "probe",
-        "grow",
         "score",
         "repetition",
         "informative",
@@ -130,20 +127,6 @@ class DataEngine(Engine):
                 f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
             )
         return tokens, [len(ids) // 2 for ids in tokens]
-
-    def grow(
-        self,
-        prompts: BatchRef,
-        growth: Growth,
-        out_key: str,
-        nodes: BatchRef | None = None,
-        asked: BatchRef | None = None,
-        level: BatchRef | None = None,
-    ) -> GrownTrees:
-        """Take up a level of the trees of some prompts, and say what is sampled next."""
-        from engines.data.trees import grow
-
-        return grow(self._store, prompts, growth, out_key, self._tokenizer, nodes, asked, level)
 
     def score(
         self,

@@ -12,6 +12,7 @@ from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
+from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
 from engines.processes.certificates import Certificates
 from engines.rollout.contract import engine_class, worker_environment
@@ -268,7 +269,9 @@ class Engines:
     def _scorers(self, cluster: Cluster) -> EnginePool:
         config = self._run.config
         spec = data_spec(config, self._run.files)
-        engine = EngineSpec.of("engines.data.data_engine:DataEngine", spec)
+        trees = "engines.trees.growing:TreeEngine"
+        plain = "engines.data.data_engine:DataEngine"
+        engine = EngineSpec.of(trees if isinstance(config, TreeConfig) else plain, spec)
         return self._pool(cluster, "reward", "reward", engine, config.scoring_deadline)
 
     def _planners(self, cluster: Cluster) -> EnginePool:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from configs.tree import TreeSettings
+from engines.data.data_engine import DataEngine
 from engines.data.results import GrownTrees, Growth
-from engines.data.tree_plan import Branch, Node, Noise, branches, leaves, path_of, settled
 from engines.rollout.samples import (
     NOTHING,
     PROMPT_COLUMNS,
@@ -25,6 +25,7 @@ from engines.rollout.samples import (
     read_begun,
     token_columns,
 )
+from engines.trees.plan import Branch, Node, Noise, branches, leaves, path_of, settled
 from storage.batches.columns import SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -53,6 +54,24 @@ class PromptTree:
         for each in path_of(self.nodes, number):
             found = found.followed_by(self.segments[each - 1])
         return found
+
+
+class TreeEngine(DataEngine):
+    """A data engine that also has trees grow."""
+
+    REMOTE: ClassVar[tuple[str, ...]] = (*DataEngine.REMOTE, "grow")
+
+    def grow(
+        self,
+        prompts: BatchRef,
+        growth: Growth,
+        out_key: str,
+        nodes: BatchRef | None = None,
+        asked: BatchRef | None = None,
+        level: BatchRef | None = None,
+    ) -> GrownTrees:
+        """Take up a level of the trees of some prompts, and say what is sampled next."""
+        return grow(self._store, prompts, growth, out_key, self._tokenizer, nodes, asked, level)
 
 
 def grow(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.tree import TreeSettings
-from engines.data.tree_plan import (
+from engines.trees.plan import (
     PROMPT,
     Branch,
     Node,
