@@ -5,6 +5,7 @@ import pytest
 from configs.dapo import DAPOConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
+from configs.ppo import PPOConfig
 from configs.recipe import load_recipe, recipe_names
 
 
@@ -82,3 +83,12 @@ def test_a_wrong_setting_is_one_sentence(words: list[str], said: str) -> None:
 def test_other_flows_have_no_rounds() -> None:
     with pytest.raises(ConfigError, match="there is no such setting"):
         load_recipe(GRPOConfig, "tiny", ["dynamic_sampling.max_rounds=2"])
+
+
+def test_a_form_has_the_settings_of_its_own_flow() -> None:
+    forms = {model: model.model_json_schema() for model in (DAPOConfig, GRPOConfig, PPOConfig)}
+    own = {"dynamic_sampling": DAPOConfig, "critic": PPOConfig}
+    for name, model in own.items():
+        assert [one for one, form in forms.items() if name in form["properties"]] == [model]
+    limits = forms[DAPOConfig]["$defs"]["DynamicSampling"]["properties"]
+    assert all(field["description"] for field in limits.values())

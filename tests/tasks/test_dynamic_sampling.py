@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,10 +18,13 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor, Exhausted
-from storage.runs.commit_log import Ledger
+from storage.runs.commit_log import Commit, Ledger
 from tasks.commit import ledger_after
 from tasks.dynamic_sampling import Rounds, TooFewGroups, is_over, round_size
+from tasks.reporting.artifacts import left_out, sampled_in_rounds
+from tasks.reporting.progress import Progress, Terminal
 from tasks.results import LeftOver, Prompts, TrainBatch
+from tasks.run.shard_driver import ShardDriver
 
 ROWS = 60
 
@@ -164,3 +168,38 @@ def test_every_prompt_that_is_drawn_stands_in_the_ledger(tmp_path: Path, seed: i
         wanted = samples.fetch_numpy(store, "group_id")[0][::4][differ][:4]
         trained = batch.ref.fetch_numpy(store, "group_id")[0]
         assert np.unique(trained).tolist() == cast("list[int]", wanted.tolist())
+
+
+def test_shards_of_later_rounds_go_on_counting() -> None:
+    driver = ShardDriver(threads=1, task_runs=2)
+    assert [str(one) for one in driver.ranges(3)] == ["1/3", "2-3/3"]
+    assert [str(one) for one in driver.ranges(3, before=3)] == ["4/6", "5-6/6"]
+    assert driver.ranges(0, before=3) == []
+    said: list[str] = []
+    progress = Progress(cast("Terminal", SimpleNamespace(doing=said.append)), 9)
+    progress.step(2, shards=1)
+    progress.shard_done(5)
+    progress.more(2, shards=2)
+    progress.more(1, shards=7)  # of a step that is not the one shown
+    progress.shard_done(5)
+    assert said[-1] == "step 2/9 · sampling: 2/3 shards, 10 tokens"
+
+
+def test_the_steps_page_says_how_it_was_sampled_and_what_was_left_out() -> None:
+    names = {"sampling/rounds": 2.0, "sampling/groups": 9.0, "sampling/informative": 5 / 9}
+    commit = cast("Commit", SimpleNamespace(metrics=names))
+    assert sampled_in_rounds(commit)[-1] == (
+        "Sampled in 2 rounds: 9 groups, of which 56% have rewards that differ."
+    )
+    assert sampled_in_rounds(cast("Commit", SimpleNamespace(metrics={}))) == []
+    ledger = Ledger(
+        drawn=9, trained=4, filtered=4, filtered_by={"informative": 4}, dropped={"surplus": 1}
+    )
+    (_, line) = left_out(ledger)
+    assert line == "Filtered or dropped so far: informative 4, surplus 1."
+    assert left_out(Ledger(drawn=4, trained=4)) == []
+
+
+def test_a_ledger_has_no_more_reasons_than_filtered_prompts() -> None:
+    with pytest.raises(ValueError, match="2 prompts filtered, but by rule"):
+        Ledger(drawn=6, trained=4, filtered=2, filtered_by={"informative": 3})
