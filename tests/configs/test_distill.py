@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from configs.algorithm.algorithm import AlgorithmConfig
@@ -88,6 +91,15 @@ def test_a_wrong_setting_is_one_sentence(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]+$") as error:
         loaded(*words)
     assert said in str(error.value)
+
+
+def test_the_flow_process_imports_no_engine_library() -> None:
+    code = (
+        "import flows.distill, sys; "
+        "print([m for m in ('torch', 'vllm', 'transformers', 'tensordict') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_run_that_learns_from_rewards_alone_must_have_some() -> None:
