@@ -22,10 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
-from engines.model_tokens import check_same_tokens, model_tokens
 from engines.models import prepared
 from engines.progress import report
-from engines.train.building import build, materialize
+from engines.train.building import build, materialize, tokens_of_student
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import fill
@@ -90,7 +89,7 @@ class FSDPEngine(Ranked):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = prepared(spec.model, Path(spec.model_cache))
         self._checkpoint = open_checkpoint(self._directory)
-        self._readable = self._checked_tokens()
+        self._readable = tokens_of_student(self._spec, self._directory)
         self._policy: Policy | Critic | None = None
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
@@ -228,20 +227,6 @@ class FSDPEngine(Ranked):
 
         names = ("logprobs", "topk_ids", "topk_logprobs", "tail_logprobs")
         return self._columns(batch, out_key, computed, tuple(f"teacher_{n}" for n in names))
-
-    def _checked_tokens(self) -> int | None:
-        """Of a teacher: how many token ids its student knows. ValueError for another tokenizer."""
-        if self._spec.student is None:
-            return None
-        student = model_tokens(prepared(self._spec.student, Path(self._spec.model_cache)))
-        teacher = model_tokens(self._directory)
-        if student is None or teacher is None:
-            raise ValueError(
-                "A teacher or its student has no tokenizer.json, by which their tokens are compared. "
-                "Set teachers and model to checkpoints that have one."
-            )
-        check_same_tokens(student, teacher, self._spec.name)
-        return student.rows
 
     def _columns(
         self,
