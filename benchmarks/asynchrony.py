@@ -34,7 +34,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from benchmarks.sleeping_engine import VARIABLE, seconds
+from benchmarks.sleeping_engine import VARIABLE, run, seconds
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
@@ -75,12 +75,7 @@ def words(setting: Setting) -> list[str]:
 
 def run_one(setting: Setting) -> int:
     """The flow, in this process, with engines that sleep."""
-    import tasks.run.engines as made
-    from configs.grpo import GRPOConfig
-    from tasks.launch.command_line import main
-
-    made.engine_class = lambda config: "benchmarks.sleeping_engine:SleepingEngine"
-    return main("flows.grpo:grpo", GRPOConfig, words(setting))
+    return run(words(setting))
 
 
 def measured(folder: Path, draw: str, setting: Setting) -> dict[str, float]:

@@ -29,7 +29,7 @@ from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_way
 from tasks.run.engine_specs import train_spec
-from tasks.run.engines import ENGINE_MODULES
+from tasks.run.handles import ENGINE_MODULES
 from tasks.run.recorded_flow import settings_of
 
 if TYPE_CHECKING:

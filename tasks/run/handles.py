@@ -1,0 +1,213 @@
+"""The clients of a run's engines, made of its settings; making them builds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from configs.cluster.cluster import Role
+from configs.episodes import EpisodesConfig
+from configs.grpo import GRPOConfig
+from configs.tree import TreeConfig
+from engines.clusters.opening import open_cluster
+from engines.rollout.contract import engine_class, worker_environment
+from engines.rollout.rollout_pool import RolloutPool
+from engines.train.planner import PlannerSpec
+from engines.train.trainer import Trainer
+from engines.workers.cluster import Cluster
+from engines.workers.engine import EngineSpec
+from engines.workers.gang import Gang
+from engines.workers.pool import EnginePool
+from storage.runs.run_store import RunStore
+from tasks.run.engine_specs import (
+    TrainRole,
+    data_spec,
+    environment_spec,
+    reward_model_spec,
+    rollout_spec,
+    train_spec,
+)
+from tasks.run.teachers import Teacher, resolved, teachers_of
+
+if TYPE_CHECKING:
+    from tasks.reporting.run_view import RunView
+
+# What workers import before their first call, and vLLM's do not.
+ENGINE_MODULES = (
+    "engines.train.fsdp_engine",
+    "engines.rollout.hf_engine",
+    "engines.data.data_engine",
+    "engines.data.training_batch",
+    "tensordict",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handles:
+    """Clients of the engines; making them builds nothing."""
+
+    cluster: Cluster
+    actor: Trainer
+    ref: Trainer | None
+    critic: Trainer | None
+    teachers: Mapping[str, Trainer]  # by name
+    rollouts: RolloutPool
+    opponents: RolloutPool | None
+    scorers: EnginePool
+    planners: EnginePool
+    environments: EnginePool | None
+    reward_models: EnginePool | None
+
+
+def open_engines(run: RunView) -> Handles:
+    """Open the cluster, and make the clients of all engines that the run needs."""
+    config = run.config
+    pools = {name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools}
+    environment = {
+        config.cluster.roles.pool_of(role): worker_environment(config.rollout)
+        for role in config.engine_roles
+        if role in ("rollout", "opponent")
+    }
+    for judge in config.rewards.judges:
+        pool = config.cluster.roles.pool_of("reward_model")
+        environment[pool] = environment.get(pool, {}) | worker_environment(judge.rollout)
+    settings = config.cluster.model_copy(update={"pools": pools})
+    cluster = open_cluster(settings, environment, cancel=run.cancelled, preload=ENGINE_MODULES)
+    return Handles(
+        cluster=cluster,
+        actor=trainer_of(run, cluster, "actor", run.files, config),
+        ref=(
+            trainer_of(run, cluster, "ref", run.files, config)
+            if config.has_reference_engine
+            else None
+        ),
+        critic=(
+            trainer_of(run, cluster, "critic", run.files, config) if config.has_critic else None
+        ),
+        teachers={
+            name: trainer_of(
+                run,
+                cluster,
+                "teacher",
+                run.files,
+                config,
+                resolved(run.store, config, name),
+            )
+            for name in teachers_of(config)
+        },
+        rollouts=_rollouts(run, cluster, "rollout"),
+        opponents=None if config.opponent is None else _rollouts(run, cluster, "opponent"),
+        scorers=_scorers(run, cluster),
+        planners=_planners(run, cluster),
+        environments=(
+            None if config.episodes is None else _environments(run, cluster, config.episodes)
+        ),
+        reward_models=_reward_models(run, cluster) if config.rewards.on_engines else None,
+    )
+
+
+def trainer_of(
+    run: RunView,
+    cluster: Cluster,
+    role: TrainRole,
+    files: RunStore,
+    config: GRPOConfig,
+    teacher: Teacher | None = None,
+) -> Trainer:
+    """A trainer of a role for a run: this one, or its parent under the parent's settings.
+
+    teacher: which one, of that role.
+    """
+    spec = train_spec(config, files, role, run.store.cache_bytes, teacher)
+    gang = Gang(
+        cluster,
+        config.cluster.roles.pool_of(role),
+        role if teacher is None else f"{role}-{teacher.name}",
+        EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec),
+        config.train_of(role).deadline,
+        start_timeout=config.cluster.start_timeout,
+    )
+    return Trainer(
+        gang,
+        replace(files, role=role),
+        epoch=run.epoch,
+        cancel=run.cancelled,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        on_replay=run.progress.replaying,
+        caller=run.name,
+    )
+
+
+def _rollouts(run: RunView, cluster: Cluster, role: Literal["rollout", "opponent"]) -> RolloutPool:
+    config = run.config
+    spec = rollout_spec(config, run.store, role)
+    return RolloutPool(
+        cluster,
+        config.cluster.roles.pool_of(role),
+        EngineSpec.of(engine_class(config.rollout), spec),
+        run=run.name,
+        epoch=run.epoch,
+        deadline=config.rollout.deadline,
+        start_timeout=config.cluster.start_timeout,
+        tolerance=config.rollout.probe_tolerance,
+        mode=config.rollout.kv_on_update if config.max_staleness else "idle",
+        sleep_level=config.rollout.sleep_level,
+        cancel=run.cancelled,
+        role=role,
+    )
+
+
+def _scorers(run: RunView, cluster: Cluster) -> EnginePool:
+    config = run.config
+    spec = data_spec(config, run.files)
+    trees = "engines.trees.growing:TreeEngine"
+    plain = "engines.data.data_engine:DataEngine"
+    engine = EngineSpec.of(trees if isinstance(config, TreeConfig) else plain, spec)
+    return _pool(run, cluster, "reward", "reward", engine, config.scoring_deadline)
+
+
+def _planners(run: RunView, cluster: Cluster) -> EnginePool:
+    config = run.config
+    spec = PlannerSpec(store_uri=run.store.uri, store_options=config.store.options)
+    engine = EngineSpec.of("engines.train.planner:Planner", spec)
+    return _pool(run, cluster, "reward", "planner", engine)
+
+
+def _environments(run: RunView, cluster: Cluster, episodes: EpisodesConfig) -> EnginePool:
+    spec = environment_spec(run.config, episodes, run.store)
+    engine = EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec)
+    return _pool(run, cluster, "environment", "environment", engine)
+
+
+def _reward_models(run: RunView, cluster: Cluster) -> EnginePool:
+    spec = reward_model_spec(run.config, run.files)
+    judging = "engines.judges.local_judge:JudgingEngine"
+    plain = "engines.data.reward_model_engine:RewardModelEngine"
+    engine = EngineSpec.of(judging if spec.judges else plain, spec)
+    deadline = run.config.model_scoring_deadline
+    return _pool(run, cluster, "reward_model", "reward_model", engine, deadline)
+
+
+def _pool(
+    run: RunView,
+    cluster: Cluster,
+    role: Role,
+    name: str,
+    engine: EngineSpec,
+    deadline: float | None = None,
+) -> EnginePool:
+    """Engines on every worker of a role's pool, any of which takes a call."""
+    config = run.config
+    return EnginePool(
+        cluster,
+        config.cluster.roles.pool_of(role),
+        name,
+        engine,
+        deadline=config.rollout.deadline if deadline is None else deadline,
+        start_timeout=config.cluster.start_timeout,
+        cancel=run.cancelled,
+    )
