@@ -1,6 +1,6 @@
 """The critic: the language model's decoder with a value head, and its update.
 
-The update is the policy's (engines/train/policy_update.py) with the value loss as objective.
+The update is the policy's (engines/train/updater.py) with the value loss as objective.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.losses import value_loss
 from engines.train.micro_batch import MicroBatch, PackedBatch
 from engines.train.policy import decoder_states, packed_attention
-from engines.train.policy_update import TrainRank, Updater
 from engines.train.sequence_parallel import SequenceGroup
+from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 
 COLUMNS = ("returns", "values")  # what the value loss is made of

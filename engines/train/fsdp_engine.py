@@ -2,7 +2,7 @@
 
 Every rank gets the same arguments, the whole BatchRef among them, makes the same plan from the
 rows' lengths (engines/train/packing.py) and reads its own rows only. The loss is in
-engines/algorithms/objective.py, one optimizer step in engines/train/policy_update.py.
+engines/algorithms/objective.py, one update in engines/train/updater.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,14 @@ from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.fsdp import fill
 from engines.train.loading import open_checkpoint
-from engines.train.logprob_pass import score, write_token_columns
+from engines.train.logprob_pass import (
+    TEACHER_COLUMNS,
+    Computed,
+    chosen_logprobs,
+    likeliest_words,
+    score,
+    write_token_columns,
+)
 from engines.train.lora import base_alone, reset
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.mfu import CostModel, cost_model
@@ -37,10 +44,11 @@ from engines.train.micro_batch import MicroBatch
 from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import prepare
 from engines.train.policy import Policy
-from engines.train.policy_update import Forward, PolicyUpdater, TrainRank, Updater
+from engines.train.policy_update import Forward, PolicyUpdater
 from engines.train.rendezvous import Meeting, meet
 from engines.train.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
+from engines.train.updater import TrainRank, Updater
 from engines.train.versions import AdapterVersions, Versions
 from engines.workers.engine import Memory, Ranked
 from engines.workers.messages import Moved
@@ -183,13 +191,7 @@ class FSDPEngine(Ranked):
         `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too. The reference
         of an engine with adapters is its base.
         """
-        forward = self._forward(temperature)
-
-        def computed(micro: MicroBatch) -> dict[str, Tensor]:
-            logprobs, entropy, *squares = forward(micro.packed, squared=squared)
-            found = {column: logprobs, "entropy": entropy}
-            return {**found, "sum_pi_squared": squares[0]} if squared else found
-
+        computed = chosen_logprobs(self._forward(temperature), column, squared)
         of_base = self._spec.lora is not None and column == "ref_logprobs"
         with base_alone(self._loaded()) if of_base else nullcontext():
             return self._columns(batch, out_key, computed, (column, "sum_pi_squared"))
@@ -214,25 +216,14 @@ class FSDPEngine(Ranked):
         teacher_tail_logprobs the probability of all other words, in nats. The words are among those
         that the student knows.
         """
-        forward = self._forward(temperature)
-
-        def computed(micro: MicroBatch) -> dict[str, Tensor]:
-            logprobs, _, *words = forward(micro.packed, top=top_k, among=self._readable)
-            found = {"teacher_logprobs": logprobs}
-            if words:
-                bins, ids = words
-                found |= {"teacher_topk_ids": ids, "teacher_topk_logprobs": bins[:, :-1]}
-                found["teacher_tail_logprobs"] = bins[:, -1]
-            return found
-
-        names = ("logprobs", "topk_ids", "topk_logprobs", "tail_logprobs")
-        return self._columns(batch, out_key, computed, tuple(f"teacher_{n}" for n in names))
+        computed = likeliest_words(self._forward(temperature), top_k, self._readable)
+        return self._columns(batch, out_key, computed, TEACHER_COLUMNS)
 
     def _columns(
         self,
         batch: BatchRef,
         out_key: str,
-        computed: Callable[[MicroBatch], dict[str, Tensor]],
+        computed: Computed,
         names: tuple[str, ...],
     ) -> ColumnsResult:
         ref, sums = write_token_columns(

@@ -7,6 +7,7 @@ response tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
 
+Computed: TypeAlias = Callable[[MicroBatch], Mapping[str, Tensor]]
+TEACHER_COLUMNS = (
+    "teacher_logprobs",
+    "teacher_topk_ids",
+    "teacher_topk_logprobs",
+    "teacher_tail_logprobs",
+)
+
 
 def write_token_columns(
     store: Store,
@@ -29,7 +38,7 @@ def write_token_columns(
     device: torch.device,
     batch: BatchRef,
     out_key: str,
-    computed: Callable[[MicroBatch], Mapping[str, Tensor]],
+    computed: Computed,
     columns: Collection[str],
     *,
     budget: int,
@@ -81,6 +90,34 @@ def write_token_columns(
         stem, dot, suffix = out_key.rpartition(".")
         out_key = f"{stem}-{sequence.replica}of{sequence.replicas}{dot}{suffix}"
     return write_batch(store, out_key, {n: _jagged(rows) for n, rows in found.items()}), sums
+
+
+def chosen_logprobs(forward: Forward, column: str, squared: bool) -> Computed:
+    """Of a micro-batch's tokens [R] log-probs as `column`, and entropy; squared: sum_pi_squared."""
+
+    def computed(micro: MicroBatch) -> dict[str, Tensor]:
+        logprobs, entropy, *squares = forward(micro.packed, squared=squared)
+        found = {column: logprobs, "entropy": entropy}
+        return {**found, "sum_pi_squared": squares[0]} if squared else found
+
+    return computed
+
+
+def likeliest_words(forward: Forward, top_k: int, among: int | None) -> Computed:
+    """TEACHER_COLUMNS of a micro-batch's tokens: the chosen ones' log-probs, and the top_k words.
+
+    among: the words are of the first so many, all if None. top_k: 0 leaves the words out.
+    """
+
+    def computed(micro: MicroBatch) -> dict[str, Tensor]:
+        logprobs, _, *words = forward(micro.packed, top=top_k, among=among)
+        found = [logprobs]
+        if words:
+            bins, ids = words
+            found += [ids, bins[:, :-1], bins[:, -1]]
+        return dict(zip(TEACHER_COLUMNS, found, strict=False))
+
+    return computed
 
 
 @torch.no_grad()

@@ -1,0 +1,268 @@
+"""One update: the optimizer steps of a pass over a batch, micro-batch by micro-batch, then AdamW.
+
+`Updater` is the loop, which policy (policy_update.py) and critic (critic.py) share.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from configs.train import TrainConfig
+from engines.algorithms.aggregation import MetricSums, Normaliser
+from engines.algorithms.rollout_correction_sums import sample_sizes
+from engines.train.activations import kept_on_host
+from engines.train.mfu import CostModel, utilisation
+from engines.train.micro_batch import (
+    MicroBatch,
+)
+from engines.train.optimizer import Optimizer, StepReport
+from engines.train.order_of_sums import in_fixed_order, made_on
+from engines.train.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
+from engines.train.read_ahead import read_ahead
+from engines.train.rendezvous import Meeting
+from engines.train.sequence_parallel import SequenceGroup
+from engines.train.spec import UpdateResult
+from engines.train.stored_plan import read_plan
+from storage.batches.refs import BatchRef
+from storage.objects.store import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRank:
+    """What an update works with on this rank."""
+
+    store: Store
+    meeting: Meeting
+    sequence: SequenceGroup
+    optimizer: Optimizer
+    sharded: FSDPModule  # what is trained
+    config: TrainConfig
+    cost: CostModel
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What an update adds up as it goes; all of this rank."""
+
+    sums: MetricSums = field(default_factory=MetricSums)
+    reports: list[StepReport] = field(default_factory=list)  # one for each optimizer step
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase; on a device, see `timed`
+    marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    tokens: int = 0  # in forward passes
+    responses: int = 0  # response tokens
+    flops: float = 0.0  # forward and backward
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of a block; of a device's, the time between marks in its queue."""
+        if torch.cuda.is_available():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self.marks.append((name, begin, end))
+            return
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def timed(self) -> dict[str, float]:
+        """Seconds by phase, once all is done; waits for the device, which no phase does."""
+        if self.marks:
+            torch.cuda.synchronize()
+        for name, begin, end in self.marks:
+            spent = begin.elapsed_time(end) / 1000.0  # it counts milliseconds
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.marks.clear()
+        return self.seconds
+
+    def count(self, micro: MicroBatch, cost: CostModel) -> None:
+        """Add the work on a micro-batch, forward and backward."""
+        responses = micro.packed.labels.numel()
+        self.tokens += micro.tokens
+        self.responses += responses
+        work = (micro.tokens, responses, micro.packed.squares)
+        self.flops += cost.forward(*work) + cost.backward(*work)
+
+
+class Updater(ABC):
+    """One update of a policy or a critic; made anew for each. A subclass has the loss."""
+
+    def __init__(self, rank: TrainRank) -> None:
+        self._store = rank.store
+        self._meeting = rank.meeting
+        self._sequence = rank.sequence
+        self._optimizer = rank.optimizer
+        self._sharded = rank.sharded
+        self._config = rank.config
+        self._cost = rank.cost
+        self._tally = Tally()
+
+    def run(
+        self, batch: BatchRef, max_new_tokens: int, step: int, stored: BatchRef | None = None
+    ) -> UpdateResult:
+        """Train on the batch; every rank is called with the same arguments.
+
+        Args:
+            batch: [N] rows, of which this rank reads its own; without any, nothing is changed.
+            max_new_tokens: Limit of a response, by which some aggregations divide.
+            step: RL step; what the weights are called afterwards.
+            stored: The plan of the batch; None: it is made here, and is the same.
+
+        Raises:
+            ValueError: A column is missing, or a row is longer than the micro-batch's budget.
+        """
+        began = time.perf_counter()
+        config, device = self._config, self._meeting.device
+        if not len(batch):  # optimizer and schedule stay as they are
+            metrics = {"train/optimizer_steps": 0.0, "train/skipped_steps": 0.0}
+            return UpdateResult(step=step, metrics=metrics, made_on=made_on(config, device))
+        columns = self._columns(batch)
+        with self._tally.phase("plan"):
+            plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
+        steps = [mini for _ in range(config.epochs) for mini in plan]
+        parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
+        with (
+            in_fixed_order(config.deterministic),
+            read_ahead(self._store, batch, parts, columns, device) as micros,
+        ):
+            for mini in steps:
+                self._optimizer_step(batch, mini, columns, max_new_tokens, micros)
+        phases = self._tally.timed()  # before the clock is read: it waits for the device
+        return UpdateResult(
+            step=step,
+            metrics=self._metrics(time.perf_counter() - began, phases),
+            made_on=made_on(config, device),
+        )
+
+    def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
+        return plan_update(
+            read_lengths(self._store, batch),
+            world=self._sequence.replicas,
+            budget=self._config.shared_micro_batch_tokens,
+            mini_batches=self._config.mini_batches,
+            cost=self._cost,
+        )
+
+    @abstractmethod
+    def _columns(self, batch: BatchRef) -> list[str]:
+        """Columns per token that the loss, or a metric, is made of."""
+
+    @abstractmethod
+    def _loss(
+        self, micro: MicroBatch, normaliser: Normaliser, selected: Tensor | None
+    ) -> tuple[Tensor, MetricSums]:
+        """The loss (scalar with gradient) and metrics of one micro-batch."""
+
+    def _select(self, batch: BatchRef, mini: MiniBatch, columns: list[str]) -> list[Tensor] | None:
+        """bool [2, R] for each micro-batch, where tokens are chosen over the whole mini-batch."""
+        return None
+
+    def _optimizer_step(
+        self,
+        batch: BatchRef,
+        mini: MiniBatch,
+        columns: list[str],
+        max_new_tokens: int,
+        micros: Iterator[MicroBatch],
+    ) -> None:
+        tally, mine = self._tally, mini.ranks[self._sequence.replica]
+        with tally.phase("plan"):
+            normaliser = self._normaliser(batch, mini, max_new_tokens)
+        selected = self._select(batch, mini, columns)
+        finite = []
+        for number in range(len(mine)):
+            with tally.phase("read"):  # what of it was not done while the last one was computed
+                micro = next(micros)
+            chosen = None if selected is None else selected[number]
+            if self._config.reduce_gradients == "optimizer_step":
+                self._sharded.set_requires_gradient_sync(number == len(mine) - 1)
+            with tally.phase("forward"), kept_on_host(self._config.activation_offload):
+                loss, sums = self._loss(micro, normaliser, chosen)
+            with tally.phase("backward"):
+                loss.backward()
+            finite.append(torch.isfinite(loss.detach()))
+            tally.sums += sums
+            tally.count(micro, self._cost)
+        with tally.phase("optimizer"):
+            tally.reports.append(self._optimizer.step(self._agreed(finite)))
+
+    def _normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:
+        """Counts over the mini-batch of all ranks, by which the loss is divided."""
+        mine = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
+        counts = torch.tensor(read_mask_counts(self._store, batch, mine), dtype=torch.float64)
+        tokens, sequences, rows = self._added(counts).tolist()
+        return Normaliser(
+            tokens=tokens,
+            sequences=sequences,
+            rows=rows,
+            max_tokens=float(max_new_tokens),
+            ranks=self._meeting.world,
+        )
+
+    def _added(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, on each of them; of ranks that share micro-batches one counts."""
+        values = values.to(self._meeting.device)
+        if not self._sequence.counts:
+            values = torch.zeros_like(values)
+        dist.all_reduce(values, group=self._meeting.group)
+        return values
+
+    def _agreed(self, finite: list[Tensor]) -> bool:
+        """Whether every rank's losses, bool scalars, were finite."""
+        return float(self._added(torch.stack(finite).logical_not().sum())) == 0
+
+    def _metrics(self, seconds: float, phases: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of the update over all ranks; seconds by phase are rank 0's."""
+        reports = self._tally.reports
+        norms = [report.grad_norm for report in reports]
+        metrics = self._summed()
+        for name in ("loss", "policy_loss"):  # sums over optimizer steps
+            if name in metrics:
+                metrics[name] /= len(reports)
+        metrics |= {
+            "grad_norm": sum(norms) / len(norms),
+            "learning_rate": reports[-1].learning_rate,
+            "optimizer_steps": float(len(reports)),
+            "skipped_steps": float(sum(report.skipped for report in reports)),
+            **self._rates(seconds),
+            **{f"{phase}_seconds": spent for phase, spent in phases.items()},
+        }
+        # A name with a slash is that of a part which has its own group of metrics.
+        return {n if "/" in n else f"train/{n}": value for n, value in metrics.items()}
+
+    def _summed(self) -> dict[str, float]:
+        """The objective's metrics over the tokens of all ranks."""
+        added, peaks = (part.to(self._meeting.device) for part in self._tally.sums.stacked())
+        added = self._added(added)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self._meeting.group)
+        metrics = self._tally.sums.restored(added, peaks).values()
+        return metrics | sample_sizes(metrics)
+
+    def _rates(self, seconds: float) -> dict[str, float]:
+        """Tokens and FLOPs of all ranks, in all and by the second; MFU where it is known."""
+        tally, device = self._tally, self._meeting.device
+        mine = [tally.tokens, tally.responses, tally.flops]
+        tokens, responses, flops = self._added(torch.tensor(mine, dtype=torch.float64)).tolist()
+        found = {
+            "tokens": tokens,
+            "response_tokens": responses,
+            "tokens_per_second": tokens / seconds,
+            "flops": flops,
+            "flops_per_second": flops / seconds,
+            "seconds": seconds,
+        }
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            mfu = utilisation(flops / seconds, name, self._meeting.world)
+            found |= {} if mfu is None else {"mfu": mfu}
+        return found
