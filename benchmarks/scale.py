@@ -45,7 +45,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.run_store import RunStore
 
-LIMIT = 900.0  # seconds for one run beyond three times what its steps take at least
+LIMIT = 900.0  # seconds for one run beyond six times what its steps take at least
 LOOK_EVERY = 0.05  # seconds
 IN_A_PROCESS = 64  # simulated workers
 
@@ -69,7 +69,7 @@ class Setting:
     @property
     def limit(self) -> float:
         """Seconds after which the run is given up."""
-        return LIMIT + 3 * self.steps * (1.0 + self.shortest)
+        return LIMIT + 6 * self.steps * (1.0 + self.shortest)
 
     def words(self, scheduler: str) -> list[str]:
         """A tiny model, and a prompt a shard."""
