@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -13,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.environments.adapters import load
-from engines.environments.protocol import Start
+from engines.environments.adapters import ClassAdapter
+from engines.environments.tools import schema
 from storage.runs.commit_log import Commit, read_commit
 from tests.flows.conftest import ROOT, Launch, Launched
 
@@ -112,14 +113,11 @@ def check_step(run: Launched, commit: Commit) -> None:
     assert np.isnan(rewards[~answered]).all()
 
 
-def test_the_calculator_is_a_tool(tmp_path: Path) -> None:
-    copied(tmp_path)
-    path = f"{tmp_path}/calculator.py:Calculator"
-    start = Start(name="c", kind="class", path=path, id="", params={}, memory=2**32)
-    loaded = load(start)
-    (tool,) = loaded.ready.tools
+def test_the_calculator_is_a_tool() -> None:
+    made = runpy.run_path(str(EXAMPLES / "calculator.py"))["Calculator"]()
+    environment = ClassAdapter(made)
+    (tool,) = (schema(name, tool) for name, tool in environment.tools.items())
     assert tool["function"]["parameters"]["required"] == ["expression"]
-    environment = loaded.make()
     environment.reset({"question": "12 + 30 = ?"}, seed=0)
 
     def said(expression: str) -> str:
