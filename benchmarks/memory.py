@@ -150,7 +150,7 @@ def prepared(folder: str, rank: int) -> BatchRef:
 @contextmanager
 def micro_batches(found: list[tuple[Batch, int]]) -> Iterator[None]:
     """Append the size of each micro-batch of updates in the body, and the bytes kept of it."""
-    from engines.train import policy_update
+    from engines.train import policy_update, updater
 
     kept: dict[int, int] = {}
     loss = policy_update.PolicyUpdater._loss
@@ -169,7 +169,7 @@ def micro_batches(found: list[tuple[Batch, int]]) -> Iterator[None]:
         return result
 
     with (
-        mock.patch.object(policy_update, "kept_on_host", side_effect=lambda _: counted(kept)),
+        mock.patch.object(updater, "kept_on_host", side_effect=lambda _: counted(kept)),
         mock.patch.object(policy_update.PolicyUpdater, "_loss", counting),
     ):
         yield

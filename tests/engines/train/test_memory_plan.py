@@ -14,7 +14,7 @@ from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape, model_facts
 from engines.models import build_empty, materialize
-from engines.train import attention, logprobs, memory_plan, policy_update
+from engines.train import attention, logprobs, memory_plan, updater
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.lora import inject
 from engines.train.memory_plan import (
@@ -59,7 +59,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(sum(self.kept.values()))
             super().__exit__(*given)
 
-    monkeypatch.setattr(policy_update, "kept_on_host", Counting)
+    monkeypatch.setattr(updater, "kept_on_host", Counting)
     return found
 
 
