@@ -18,7 +18,7 @@ from typing import Any
 from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
-from engines.data.results import AnswerResult, Opponent, SampleFailure
+from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
@@ -94,7 +94,7 @@ def dealt(
     opponent = None
     if settings is not None:
         digest = run.engines.opponents.weights.digest
-        opponent = Opponent(digest=digest, policy_plays=settings.policy_plays)
+        opponent = OpponentSeats(digest=digest, policy_plays=settings.policy_plays)
     given = [] if opponent is None else [asdict(opponent)]
     key = key_of("deal", prompts.to_json(), n, players, *given)
     out_key = stage.key(run, step, "deal", shard, key)

@@ -42,7 +42,7 @@ from engines.data.results import (
     TURNS,
     AnswerResult,
     EnvironmentFailed,
-    Opponent,
+    OpponentSeats,
     PromptsResult,
     RowsSpec,
     SampleFailure,
@@ -125,7 +125,7 @@ class EnvironmentEngine(Engine):
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
 
     def deal(
-        self, prompts: BatchRef, n: int, out_key: str, opponent: Opponent | None = None
+        self, prompts: BatchRef, n: int, out_key: str, opponent: OpponentSeats | None = None
     ) -> tuple[BatchRef, BatchRef]:
         """Prompts as rows of their players, and n samples of each before its first turn (`dealt`)."""
         return dealt(self._store, prompts, n, out_key, opponent)

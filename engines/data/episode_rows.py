@@ -21,11 +21,8 @@ from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 
 POLICY = bytes([Author.POLICY])
-GOES_ON = (
-    UNFINISHED,
-    OPPONENTS_TURN,
-    WAITING,
-)  # finish reasons: its own turn is next, or another's
+# Finish reasons of a sample that goes on: its own turn is next, or that of another.
+GOES_ON = (UNFINISHED, OPPONENTS_TURN, WAITING)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.data.chat_template import EMPTY, TOO_LONG, TokenizedPrompts, state_number
 from engines.data.conversation import Conversation
-from engines.data.results import Opponent
+from engines.data.results import OpponentSeats
 from engines.environments.protocol import Told
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED, WAITING, SampleStatus
 from storage.batches.refs import BatchRef
@@ -57,7 +57,7 @@ def players_prompts(
 
 
 def dealt(
-    store: Store, prompts: BatchRef, n: int, out_key: str, opponent: Opponent | None = None
+    store: Store, prompts: BatchRef, n: int, out_key: str, opponent: OpponentSeats | None = None
 ) -> tuple[BatchRef, BatchRef]:
     """The prompts of P rows as rows of their players, and n samples of each before the first turn.
 

@@ -227,7 +227,7 @@ class EnvironmentFailed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opponent:
+class OpponentSeats:
     """Who plays the seats that the policy does not."""
 
     digest: str  # of its weights

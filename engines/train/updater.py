@@ -21,9 +21,7 @@ from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.rollout_correction_sums import sample_sizes
 from engines.train.activations import kept_on_host
 from engines.train.mfu import CostModel, utilisation
-from engines.train.micro_batch import (
-    MicroBatch,
-)
+from engines.train.micro_batch import MicroBatch
 from engines.train.optimizer import Optimizer, StepReport
 from engines.train.order_of_sums import in_fixed_order, made_on
 from engines.train.packing import MiniBatch, plan_update, read_lengths, read_mask_counts

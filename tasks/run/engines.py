@@ -14,6 +14,7 @@ from engines.rollout.rollout_pool import RolloutPool
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.pool import EnginePool
+from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
 from storage.runs.origins import parent_of
 from tasks.results import Metrics
@@ -22,10 +23,33 @@ from tasks.run.engine_specs import (
 )
 from tasks.run.forking import parent_config
 from tasks.run.handles import Handles, open_engines, trainer_of
-from tasks.run.store_usage import StoreUsage
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
+
+
+class StoreUsage:
+    """Requests and bytes that the flow and every worker asked of the store, since the last look.
+
+    A worker tells its count with the result of each call. What one that died counted after its last
+    call is lost.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Usage] = {"": COUNTER.total()}
+
+    def since_last(self, told: Mapping[str, Usage]) -> Metrics:
+        """Metrics of a step; `told`: what each worker process has asked since it began."""
+        now = {"": COUNTER.total(), **told}
+        total = Usage()
+        for process, count in now.items():
+            total += count - self._before.get(process, Usage())
+        self._before = now
+        return {
+            "store/requests": float(total.requests),
+            "store/bytes_read": float(total.bytes_read),
+            "store/bytes_written": float(total.bytes_written),
+        }
 
 
 class Engines:

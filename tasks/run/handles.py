@@ -68,8 +68,7 @@ def open_engines(run: RunView) -> Handles:
     pools = {name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools}
     environment = {
         config.cluster.roles.pool_of(role): worker_environment(config.rollout)
-        for role in config.engine_roles
-        if role in ("rollout", "opponent")
+        for role in config.sampling_roles
     }
     for judge in config.rewards.judges:
         pool = config.cluster.roles.pool_of("reward_model")

@@ -53,6 +53,12 @@ class Launched:
         out, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode, out
 
+    def whole(self) -> Launched:
+        """Itself, once it has ended well."""
+        code, out = self.end()
+        assert code == 0, out
+        return self
+
     @property
     def files(self) -> RunStore:
         """The only run in the store."""

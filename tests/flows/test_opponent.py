@@ -20,26 +20,19 @@ from storage.runs.opponents import opponent_of
 from storage.runs.run_store import RunStore
 from tests.faults.ledger import committed
 from tests.faults.planted import Fault
-from tests.flows.conftest import CARRYING, ROOT, Launch, Launched, ends_alike, starting
+from tests.flows.conftest import CARRYING, Launch, Launched, ends_alike, starting
+from tests.flows.test_players import SIGNALS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-EXAMPLE = ROOT / "examples/signals"
 WORDS = (
-    f"{EXAMPLE}.yaml",
-    f"episodes.environment.path={EXAMPLE}.py:Signals",
-    f"data.source.path={EXAMPLE}.py:rows",
+    *SIGNALS,
     "episodes.opponent.version=start",
-    "prompts_per_step=4",
-    "group_size=4",
     "steps=3",
-    "rollout.shards=2",
-    "rollout.deadline=30",
     "store.keep_versions=1",
     "store.snapshot_every=3",
     "cluster.roles.opponent=frozen",
     "cluster.pools.frozen={workers: 1, threads: 1, slots: 5}",
-    "cluster.no_workers_timeout=40",
     "name=opponent",
 )
 
@@ -48,10 +41,7 @@ WORDS = (
 def whole(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """A run to which nothing happened."""
     with starting(tmp_path_factory.mktemp("opponent"), prefect_api) as start:
-        run = start(*WORDS)
-        code, out = run.end()
-        assert code == 0, out
-        return run
+        return start(*WORDS).whole()
 
 
 def rows_of(files: RunStore, commit: Commit) -> list[dict[str, Any]]:

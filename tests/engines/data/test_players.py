@@ -15,7 +15,7 @@ from configs.data import DataConfig, FunctionSource
 from configs.episodes import ClassEnvironment, EpisodesConfig
 from configs.model import RandomModel
 from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
-from engines.data.results import Opponent
+from engines.data.results import OpponentSeats
 from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
 from engines.rollout.samples import Completion, read_begun, read_prompts, write_samples
 from storage.batches.columns import UNFINISHED, Author, SampleStatus
@@ -107,7 +107,7 @@ class Table:
         folder: Path,
         rows: list[int],
         n: int,
-        opponent: Opponent | None = None,
+        opponent: OpponentSeats | None = None,
     ) -> None:
         self.engine, self.store = engine, Store(f"file://{folder}/store")
         self.tokenizer, self.turn = engine._tokenizer, 0
@@ -349,14 +349,14 @@ def test_samples_of_an_unsampled_shard_are_none(make: Make, tmp_path: Path) -> N
     [("in_turn", [[0, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 1]]), (2, [[1, 1, 0]] * 4)],
 )
 def test_the_opponent_has_all_seats_but_one(plays: Any, frozen: list[list[int]]) -> None:
-    opponent = Opponent(digest="f", policy_plays=plays)
+    opponent = OpponentSeats(digest="f", policy_plays=plays)
     assert opponent.seats(np.array([3, 4, 5, 6]), 3).astype(int).tolist() == frozen
 
 
 def test_an_opponent_has_turns_of_its_own(make: Make, tmp_path: Path) -> None:
     """Group 5: the policy is player 1, and the opponent begins; group 6: the policy is player 0,
     and the opponent begins too. The policy's step has the number of the opponent's version."""
-    opponent = Opponent(digest="f", policy_plays="in_turn")
+    opponent = OpponentSeats(digest="f", policy_plays="in_turn")
     table = Table(make(), tmp_path, [0, 1], 1, opponent)
     assert table.prompts.fetch_list(table.store, "frozen") == [1, 0, 0, 1]
     theirs = "opponent's turn"
@@ -393,7 +393,7 @@ def test_an_opponent_has_turns_of_its_own(make: Make, tmp_path: Path) -> None:
 
 def test_what_the_policy_has_begun_is_nothing_to_the_opponent(make: Make, tmp_path: Path) -> None:
     """A turn of the policy that was cut stays as it is while the opponent has its own."""
-    table = Table(make(), tmp_path, [0], 2, Opponent(digest="f", policy_plays=0))
+    table = Table(make(), tmp_path, [0], 2, OpponentSeats(digest="f", policy_plays=0))
     table.says({0: "a", 1: "more"})
     table.writes({2: "more", 3: "b"}, frozen=True, version=0, digest="f")
     result = table.engine.answer(table.ref, "answer-first.safetensors", "rollout")
