@@ -40,15 +40,16 @@ def advantage(
     logprobs: of all samples, or of those alone that train.
     """
     run.gate.check_turn(step)
-    samples = samples_of(run, step, scored).of_policy(run.store)
+    samples = samples_of(run, step, scored)
+    if taught:
+        samples = samples.with_columns(BatchRef.concat(taught))
+    samples = samples.of_policy(run.store)
     kept = None
     if logprobs is not None and len(logprobs) != len(samples):
         kept, logprobs = logprobs, None
     for columns in (logprobs, values):
         if columns is not None:
             samples = samples.with_columns(columns[[n for n in ADDED if n in columns.names]])
-    if taught:
-        samples = samples.with_columns(BatchRef.concat(taught))
     baselines = samples_of(run, step, greedy) if greedy else None
     key = key_of(
         "advantage",

@@ -127,7 +127,7 @@ def choose_groups(
     Exhausted where the data's epochs left too few, by data.last_step.
     """
     drawn, every = (*rounds.drawn, prompts), (*rounds.scored, *scored)
-    samples = samples_of(run, step, every)
+    samples = samples_of(run, step, every).of_policy(run.store)
     algorithm, wanted = run.algorithm, run.config.prompts_per_step
     key = key_of("selection", samples.to_json(), algorithm.model_dump(mode="json"), wanted)
     with (

@@ -204,3 +204,26 @@ def test_unfinished_episodes_are_carried(launch: Launch) -> None:
         assert commit.metrics["staleness/max"] <= 2
         assert before.step == commit.step - 1
     assert audit(run.files).problems == []
+
+
+@pytest.mark.parametrize("flow", ["dapo", "distill"])
+def test_its_samples_do_not_train_in_other_flows(launch: Launch, flow: str) -> None:
+    """Neither does dynamic sampling count them, nor do teachers' columns bring them in."""
+    teacher = (
+        "teachers.tutor.model={kind: random, layers: 2, hidden_size: 128, heads: 4, seed: 7}",
+        "teachers.tutor.model.max_positions=256",
+    )
+    words = teacher if flow == "distill" else ("dynamic_sampling.max_rounds=2",)
+    run = launch(*WORDS, *words, "steps=2", "store.snapshot_every=2", module=f"flows.{flow}")
+    code, out = run.end()
+    assert code == 0, out
+    files, trained = run.files, 0
+    for commit in committed(files):
+        samples, batch = commit.refs["samples"], commit.refs.get("batch")
+        frozen = samples.fetch_list(files.store, "frozen")
+        assert 0 < sum(frozen) < len(frozen)  # type: ignore[arg-type]
+        if batch is not None:
+            assert not any(batch.fetch_list(files.store, "frozen"))
+            trained += len(batch)
+    assert trained
+    assert audit(files).problems == []
