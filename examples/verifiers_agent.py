@@ -5,7 +5,8 @@ verifiers does not go with Refrain's packages, so it has an interpreter of its o
     python -m venv verifiers && verifiers/bin/pip install "verifiers==0.4.*" uv
     refrain grpo verifiers.yaml episodes.python=verifiers/bin/python
 
-Its programs find the model at the address that an agent is given, one conversation an episode.
+Its programs find the model at the address that an agent is given, one conversation an episode. With
+`tokenizer` its TrainClient renders what they say to token ids, as in training with prime-rl.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def play(
     environment: str = "",
     harness: str = "null",
     max_turns: int = 8,
+    tokenizer: str = "",
+    renderer: str = "auto",
     task: int = 0,
 ) -> float:
     """The reward of one episode; RuntimeError where it has none.
@@ -37,37 +40,43 @@ def play(
         environment: id of the environment that plays them; empty for the set's own.
         harness: id of the program that asks the model, in a process of this machine.
         max_turns: of the model. Set it to episodes.max_turns, so that verifiers ends the episode.
+        tokenizer: folder or hub name of the policy's, to render messages to token ids here; empty: the
+            messages themselves are sent.
+        renderer: how, by its name in the package `renderers`; auto: as is registered for `tokenizer`.
         task: number of the task in its set, a column of the row.
     """
     # All episodes of a process share a loop, as verifiers' locks do.
-    episode = _episode(base_url, api_key, model, taskset, environment, harness, max_turns, task)
+    seat = {
+        "harness": {"id": harness},
+        "runtime": {"type": "subprocess"},
+        "max_turns": max_turns,
+    }
+    endpoint: dict[str, Any] = {"base_url": base_url}
+    if tokenizer:
+        endpoint |= {"renderer_model_name": tokenizer, "renderer": {"name": renderer}}
+    episode = _episode(endpoint, api_key, model, taskset, environment, seat, task)
     return asyncio.run_coroutine_threadsafe(episode, _loop()).result()
 
 
 async def _episode(
-    base_url: str,
+    endpoint: dict[str, Any],
     api_key: str,
     model: str,
     taskset: str,
     environment: str,
-    harness: str,
-    max_turns: int,
+    seat: dict[str, Any],
     task: int,
 ) -> float:
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import environment_class
 
     made = environment_class(taskset, environment)
-    seat = {
-        "harness": {"id": harness},
-        "runtime": {"type": "subprocess"},
-        "max_turns": max_turns,
-    }
     config = _config_class(made)(id=environment, taskset={"id": taskset}, agent=seat)
     name = f"REFRAIN_{secrets.token_hex(8)}"  # verifiers reads the key from a variable
     os.environ[name] = api_key
     try:
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var=name)
+        kind = vf.TrainClientConfig if "renderer" in endpoint else vf.EvalClientConfig
+        client = kind(**endpoint, api_key_var=name)
         playing = made(config)
         async with playing.serving():
             context = vf.ModelContext(model=model, client=client)

@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
+from configs.data import DataConfig, FunctionSource
 from configs.episodes import AgentEnvironment, EpisodesConfig
+from configs.model import PretrainedModel, RandomModel
+from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
 from engines.environments.sessions import Environments
+from engines.made_models import draw
+from storage.batches.columns import Author
+from tests.engines.data.test_environment_engine import Play
 from tests.engines.environments.playing import begin, call
 from tests.flows.conftest import ROOT
 
@@ -115,3 +121,42 @@ def test_an_environment_with_tools(play: Playing) -> None:
     assert (result["role"], result["content"]) == ("tool", "5")
     outcome = episode.act(environments, "5", ())
     assert (outcome.reward, outcome.done) == (1.0, True)
+
+
+def test_its_train_client_renders_token_ids(tmp_path: Path) -> None:
+    """What the model wrote stays as it was sampled; only the answer's tokens come from the client."""
+    for name in ("verifiers_agent.py", "verifiers_sums.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    draw(RandomModel(), tmp_path / "policy")
+    agent = AgentEnvironment(
+        path=f"{tmp_path}/verifiers_agent.py:play",
+        params={"max_turns": 2, "tokenizer": f"{tmp_path}/policy", "renderer": "default"},
+    )
+    source = FunctionSource(path=f"{tmp_path}/verifiers_agent.py:rows", params={"size": 64})
+    engine = EnvironmentEngine(
+        EnvironmentSpec(
+            model=PretrainedModel(path=f"{tmp_path}/policy"),
+            model_cache=f"{tmp_path}/models",
+            data=DataConfig(source=source, template="chat"),
+            episodes=EpisodesConfig(
+                environment=agent, processes=1, turn_timeout=300.0, timeout=900.0, python=PYTHON
+            ),
+            max_new_tokens=100,
+            store_uri=f"file://{tmp_path}/store",
+            store_options={},
+        )
+    )
+    try:
+        play = Play(engine, tmp_path, 1, row=11)
+        (prompt,) = play.prompts.fetch_list(play.store, "prompt_ids")
+        assert play.tokenizer.decode(prompt) == "user: 1 + 3 =\nassistant: "
+        assert play.says("it is 5").unfinished == 1
+        (ids,), (authors,) = play.column("response_ids"), play.column("author")
+        read = "\nuser: No. Again:\nassistant: "
+        assert play.tokenizer.decode(ids) == f"it is 5{read}"
+        assert authors == [Author.POLICY] * len("it is 5") + [Author.ENVIRONMENT] * len(read)
+        assert play.says("it is 4").failures == ()
+        assert play.column("episode") == ["done"]
+        assert play.column("turn_rewards")[0][-1] == 1.0
+    finally:
+        engine.close()

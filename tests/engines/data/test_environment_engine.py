@@ -176,10 +176,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
 class Play:
     """Episodes of one group, whose turns of the policy are written by the test."""
 
-    def __init__(self, engine: EnvironmentEngine, folder: Path, count: int) -> None:
+    def __init__(self, engine: EnvironmentEngine, folder: Path, count: int, row: int = 1) -> None:
         self.engine, self.store, self.count = engine, Store(f"file://{folder}/store"), count
         self.tokenizer = engine._tokenizer
-        made = engine.prompts([1], 7, "prompts.safetensors")
+        made = engine.prompts([row], 7, "prompts.safetensors")
         assert made.ref is not None
         self.prompts = made.ref
         self.ref: BatchRef | None = None
