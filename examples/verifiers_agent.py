@@ -40,7 +40,7 @@ def play(
         environment: id of the environment that plays them; empty for the set's own.
         harness: id of the program that asks the model, in a process of this machine.
         max_turns: of the model. Set it to episodes.max_turns, so that verifiers ends the episode.
-        tokenizer: folder or hub name of the policy's, to render messages to token ids here; empty: the
+        tokenizer: folder or hub name of the policy's, to render messages to token ids; empty: the
             messages themselves are sent.
         renderer: how, by its name in the package `renderers`; auto: as is registered for `tokenizer`.
         task: number of the task in its set, a column of the row.
