@@ -96,7 +96,8 @@ def sample_lines(one: Transcript) -> list[str]:
     """Markdown of a sample: its texts as code blocks, in which nothing is interpreted."""
     origin = one.origin
     reward = "scoring failed" if origin.reward is None else f"reward {origin.reward:.4g}"
-    by = f", by the opponent {escaped(origin.opponent)}" if origin.opponent else ""
+    by = "" if origin.player is None else f", player {origin.player}"
+    by += f", played by the opponent {escaped(origin.opponent)}" if origin.opponent else ""
     lines = [
         f"**Sample {origin.sample}**, group {origin.group}, {reward}, {origin.tokens} tokens{by}",
         "",

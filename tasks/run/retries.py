@@ -83,7 +83,7 @@ def attempted(run: RunView, step: int, stage: str, shard: int | None = None) -> 
         logger.log(
             logging.WARNING if attempt.error else logging.INFO,
             "%s %d on %s took %.2f s%s",
-            "Attempt" if shard is None else f"Shard {shard}, attempt",
+            "Attempt" if shard is None else f"Shard {shard}, {stage}, attempt",
             number,
             where,
             attempt.ended - attempt.started,
