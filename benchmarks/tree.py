@@ -8,9 +8,12 @@ taking turns, after one round of each that is not counted. A tree's levels are o
 each, as in a run; planning, which a data worker does between them, is counted apart.
 
 Printed, for each side, means over the rounds: tokens that were drawn, tokens of the completions,
-calls, seconds of the calls, seconds of the planning, completions that were cut off. And of the trees,
-what share of the completions' tokens an update would spare that computed each shared prefix once,
-which Refrain's does not.
+calls, seconds of the calls, seconds of the planning, completions that were cut off.
+
+Then the trees of the last round are trained on, with `train.tree_training` and without, on engines
+that take turns in this process too, `--updates` times after one update each that is not counted:
+tokens of an update, its seconds and those of the processor (medians), and for the largest micro-batch
+the slots that attention has and the bytes that say where its tokens lie, beside those of a mask.
 """
 
 from __future__ import annotations

@@ -35,6 +35,12 @@ class TrainConfig(Settings):
         description="Ranks that share each micro-batch, each with a part of its tokens and, in "
         "attention, of the heads (Ulysses): for samples longer than one device takes.",
     )
+    tree_training: bool = Field(
+        False,
+        description="Compute what samples begin with alike once, in updates and in passes for "
+        "log-probs: a group's prompt, and what its responses share. The same gradients but for "
+        "rounding. Off: prompts alone.",
+    )
     logit_chunk_tokens: int = Field(
         1024, ge=1, description="Response tokens whose logits are held at once, per rank."
     )

@@ -78,11 +78,13 @@ def plan_of(
     cost: CostModel,
 ) -> Part:
     """The call that cuts an update into micro-batches on so many ranks, balanced by `cost`."""
-    limits = {
+    limits: dict[str, int] = {
         "world": ranks // config.sequence_parallel,
         "budget": config.shared_micro_batch_tokens,
         "mini_batches": config.mini_batches,
     }
+    if config.tree_training:  # named only then: plans that an older run has stored are found again
+        limits["tree_training"] = True
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
     named = ("prompt_ids", "response_ids", "group_id", "player")
     lengths = batch.ref[[name for name in named if name in batch.ref.names]]

@@ -1,6 +1,6 @@
-"""Attention over packed sequences that may share prompts, as an attention function of transformers.
+"""Attention over packed sequences that may share their beginnings, as a function of transformers.
 
-Tokens of a micro-batch lie in one row, [1, T, H]; a prompt that several responses continue is there
+Tokens of a micro-batch lie in one row, [1, T, H]; a beginning that several sequences share is there
 once. Only attention needs whole sequences: there tokens are copied to slots, one per position of each
 sequence, and of each token the result of one copy is kept. So linear layers run on each token once
 and on no padding, and no [T, T] mask exists.
@@ -44,13 +44,15 @@ class AttentionLayout:
     Example: prompt [5, 6] with the responses [7, 8, 9] and [4], on a CPU; T = 4 tokens [5, 6, 7, 8]
         expand   = [0, 1, 2, 3, 0, 1, 0]  # sequence 5 6 7 8, sequence 5 6, a spare slot
         collapse = [4, 5, 2, 3]  # of a shared token the slot in the shortest sequence counts
-        copies   = [[0, 1], [4, 5]]  # both slots of token 0, and of token 1
+        copies   = ([[0, 1], [4, 5]],)  # both slots of token 0, and of token 1
         buckets  = Bucket(0, 1, 4), Bucket(4, 1, 2), Bucket(6, 1, 1)
     """
 
     expand: Tensor  # [S] int64: token in each slot; padding repeats some token
     collapse: Tensor  # [T] int64: the slot of each token whose result counts
-    copies: Tensor  # [C, P] int64: all slots of the first P tokens (prompts), then padding slots
+    # [C, P] int64 each: all slots of P tokens, then padding slots. The first matrix is of the first
+    # tokens, the next one of those that follow; the tokens after all of them have one slot.
+    copies: tuple[Tensor, ...]
     buckets: tuple[Bucket, ...]  # dense batches for scaled_dot_product_attention; empty: use edges
     edges: Tensor | None  # [sequences + 1] int32: first slot of each sequence, for varlen_attn
     longest: int  # positions of the longest sequence
@@ -68,10 +70,13 @@ class _Expand(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         layout = ctx.layout
         result = grad.index_select(0, layout.collapse)
-        number, prompts = layout.copies.shape
-        if number > 1:
-            copied = grad.index_select(0, layout.copies.flatten())
-            torch.sum(copied.view(number, prompts, -1), 0, out=result[:prompts])
+        start = 0
+        for copies in layout.copies:
+            number, count = copies.shape
+            if number > 1:
+                copied = grad.index_select(0, copies.flatten())
+                torch.sum(copied.view(number, count, -1), 0, out=result[start : start + count])
+            start += count
         return result, None
 
 

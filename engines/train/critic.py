@@ -51,7 +51,7 @@ class Critic(nn.Module):
 
         A tuple, because FSDP looks for the outputs' gradients there.
         """
-        states, places = decoder_states(self.model, packed, sequence)
+        states, places = decoder_states(self.model, packed, packed.predictors, sequence)
         weight, bias = self.value.weight.float(), self.value.bias.float()
         own = functional.linear(states.float(), weight, bias).squeeze(-1)
         (values,) = sequence.together((own,), places, packed.labels.numel())

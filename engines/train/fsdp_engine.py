@@ -236,6 +236,7 @@ class FSDPEngine(Ranked):
             names,
             budget=self._spec.train.shared_micro_batch_tokens,
             cost=self._cost,
+            tree_training=self._spec.train.tree_training,
         )
         return ColumnsResult(batch=ref, metrics=sums)
 

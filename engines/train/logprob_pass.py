@@ -43,6 +43,7 @@ def write_token_columns(
     *,
     budget: int,
     cost: CostModel,
+    tree_training: bool = False,
 ) -> tuple[BatchRef | None, dict[str, float]]:
     """Write columns over the response tokens of this rank's rows, computed without gradients.
 
@@ -58,18 +59,18 @@ def write_token_columns(
         columns: Names of those that are written.
         budget: Most tokens of a forward pass.
         cost: By which rows are balanced over ranks.
+        tree_training: Whether what rows of a group begin with alike is computed once.
 
     Returns:
         The ref of the columns, None where this rank has no rows. And the sum of each name's numbers
         [R], written or not, over the tokens with mask 1; "tokens" is the number of those.
     """
-    plan = plan_logprobs(
-        read_lengths(store, batch), world=sequence.replicas, budget=budget, cost=cost
-    )
+    known = read_lengths(store, batch, tree_training)
+    plan = plan_logprobs(known, world=sequence.replicas, budget=budget, cost=cost)
     found: dict[str, dict[int, np.ndarray]] = {}
     sums = {"tokens": 0.0}
     mine = plan.ranks[sequence.replica]
-    with read_ahead(store, batch, mine, (), device) as micros:
+    with read_ahead(store, batch, mine, (), device, tree_training) as micros:
         for rows, micro in zip(mine, micros, strict=True):
             with torch.no_grad():
                 given = computed(micro)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape
+from engines.train.packing import WHOLE
 
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/attention.py, likewise
@@ -66,6 +67,7 @@ def largest_batch(
     group: int,
     ranks: int,
     sequence: int = 1,
+    tree_training: bool = False,
 ) -> Batch:
     """A rank's part of the largest micro-batch of samples as long as they may be.
 
@@ -77,6 +79,8 @@ def largest_batch(
         group: Samples of a group.
         ranks: Of the gang.
         sequence: Ranks that share a micro-batch, of tokens and of heads.
+        tree_training: Whether samples share what they begin with: any number of tokens, so they fill
+            as many slots as plans allow.
     """
     budget *= sequence
     mine = math.ceil(samples * sequence / ranks)
@@ -84,10 +88,16 @@ def largest_batch(
     one = response - 1 + prompt / shared  # tokens of a sample
     fitting = max(1, min(mine, int(budget / one)))
     tokens = min(budget, math.ceil(fitting * one))
+    together, responses = fitting, fitting * response
+    if tree_training:
+        together = max(fitting, min(mine, WHOLE * budget // (prompt + response - 1)))
+        tokens = min(budget, math.ceil(together * one))
+        # What is predicted, shared tokens once: each token that is read, and each sample's last.
+        responses = min(tokens + together, together * response)
     return Batch(
         tokens=max(math.ceil(tokens / sequence), 1),
-        slots=math.ceil((fitting * (prompt + response - 1) + 1) / sequence),
-        responses=math.ceil(fitting * response / sequence),
+        slots=math.ceil((together * (prompt + response - 1) + 1) / sequence),
+        responses=math.ceil(responses / sequence),
         longest=prompt + response - 1,
         several=fitting < mine,
     )

@@ -1,7 +1,8 @@
 """A micro-batch as tensors: rows read from the store and laid end to end, a shared prompt only once.
 
-Which rows form a micro-batch is decided in engines/train/packing.py; attention over the packed
-tokens is in engines/train/attention.py.
+With tree training everything that rows begin with alike is there only once. Which rows form a
+micro-batch is decided in engines/train/packing.py; attention over the packed tokens is in
+engines/train/attention.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from engines.algorithms.jagged import Rows
 from engines.train.attention import AttentionLayout, Bucket
+from engines.train.tree_training import in_order
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -40,10 +42,23 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Distinct:
+    """Response tokens of several rows whose numbers are the same: U of R are computed.
+
+    Example: the responses [7, 8, 9] and [7, 8, 4] to one prompt
+        Distinct(first=[0, 1, 2, 5], member=[0, 1, 2, 0, 1, 3])
+    """
+
+    first: Tensor  # [U] int64: which of the R are computed
+    member: Tensor  # [R] int64: the one of the U whose numbers each has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
     """What a forward pass over some rows needs: T tokens in, numbers of R response tokens out.
 
-    Rows that share a prompt share its tokens. The last token of a row is only ever a label.
+    Rows that share a prompt share its tokens; with tree training, all tokens that they begin with.
+    The last token of a row is only ever a label.
 
     Example: prompt [5, 6] with the responses [7, 8, 9] and [4]
         tokens     = [5, 6, 7, 8]  # the prompt once, the first response without its last token
@@ -52,15 +67,25 @@ class PackedBatch:
         labels     = [7, 8, 9, 4]
         rows       = offsets [0, 3, 4]
         squares    = 4 * 4 + 2 * 2
+        whole      = 4 + 2
     """
 
-    tokens: Tensor  # [T] int64: distinct prompts, then each row's response but for its last token
+    # [T] int64: distinct prompts, then each row's response but for its last token; with tree training
+    # first those that most rows share
+    tokens: Tensor
     positions: Tensor  # [T] int64: position of each token in its sequence
     layout: AttentionLayout  # of the T tokens in their sequences
     predictors: Tensor  # [R] int64: the token whose hidden state predicts each response token
     labels: Tensor  # [R] int64: response tokens of all rows
     rows: Rows  # where the R response tokens of each row begin and end; rows may be empty
     squares: int  # sum of squared sequence lengths, for the count of FLOPs
+    whole: int  # tokens of the rows, were nothing shared
+    distinct: Distinct | None = None  # of the R; None: each is computed
+
+    @property
+    def predicted(self) -> int:
+        """Response tokens whose logits are computed."""
+        return self.labels.numel() if self.distinct is None else self.distinct.first.numel()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +109,7 @@ def read_micro_batch(
     rows: Sequence[int],
     columns: Iterable[str],
     device: torch.device,
+    tree_training: bool = False,
 ) -> MicroBatch:
     """Read rows of a batch and pack them.
 
@@ -93,6 +119,7 @@ def read_micro_batch(
         rows: Row numbers; only these are read. May be empty: then nothing is.
         columns: Jagged columns over the response tokens that are wanted too.
         device: Where the tensors are put.
+        tree_training: Whether all that rows begin with alike is packed once, or prompts alone.
 
     Raises:
         ObjectMissing, ObjectDamaged: By the store.
@@ -112,7 +139,7 @@ def read_micro_batch(
     mask = data["response_mask"].values().bool() if masked else None
     total = sum(map(len, responses))
     return MicroBatch(
-        packed=pack(_rows_of(data["prompt_ids"]), responses, device),
+        packed=pack(_rows_of(data["prompt_ids"]), responses, device, tree_training),
         mask=put(torch.ones(total, dtype=torch.bool) if mask is None else mask, device),
         columns={name: put(_as_read(name, data[name].values()), device) for name in wanted},
     )
@@ -135,7 +162,10 @@ def _rows_of(column: Tensor) -> list[np.ndarray]:
 
 
 def pack(
-    prompts: Sequence[Ints], responses: Sequence[Ints], device: torch.device | str = "cpu"
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    device: torch.device | str = "cpu",
+    tree_training: bool = False,
 ) -> PackedBatch:
     """Pack rows; rows whose prompts are equal share it, rows without response take no room.
 
@@ -143,37 +173,108 @@ def pack(
         prompts: Of each row, int64 [P_i], P_i >= 1.
         responses: Of each row, int64 [R_i]; R_i may be 0.
         device: Where the tensors are put; on a CPU attention gets dense buckets, else edges.
+        tree_training: Whether rows share all tokens that they begin with alike.
     """
     used = [row for row, response in enumerate(responses) if len(response)]
-    bases, owners = _place_prompts([prompts[row] for row in used])
-    tokens = [np.asarray(prompts[used[first]]) for first in owners]
-    positions = [np.arange(len(prompt)) for prompt in tokens]
-    total = sum(map(len, tokens))
-    shared, members, predictors = total, [], []
-    for number, row in enumerate(used):
-        prompt, response = len(prompts[row]), len(responses[row])
-        indices = np.concatenate(
-            [np.arange(prompt) + bases[number], np.arange(response - 1) + total]
-        )
-        tokens.append(np.asarray(responses[row][:-1]))
-        positions.append(np.arange(prompt, prompt + response - 1))
-        members.append(indices)
-        predictors.append(indices[prompt - 1 :])
-        total += response - 1
-    # A rank with a micro-batch less than others still takes part in the collectives.
-    if not used:
-        zero = np.zeros(1, dtype=np.int64)
-        tokens, positions, members, total = [zero], [zero], [zero], 1
+    asked = [np.asarray(prompts[row]) for row in used]
+    given = [np.asarray(responses[row]) for row in used]
+    place = _beginnings_once if tree_training else _prompts_once
+    placed = place(asked, given) if used else _NOTHING
+    predictors = [
+        member[len(prompt) - 1 :] for member, prompt in zip(placed.members, asked, strict=False)
+    ]
     lengths = [len(response) for response in responses]
     return PackedBatch(
-        tokens=_tensor(tokens, device),
-        positions=_tensor(positions, device),
-        layout=_layout([m.astype(np.int64) for m in members], total, shared, device),
+        tokens=_tensor([placed.tokens], device),
+        positions=_tensor([placed.positions], device),
+        layout=_layout(placed, device),
         predictors=_tensor(predictors, device),
-        labels=_tensor([responses[row] for row in used], device),
+        labels=_tensor(given, device),
         rows=Rows.of_lengths(put(torch.tensor(lengths, dtype=torch.int64), device)),
-        squares=int(sum(len(m) ** 2 for m in members)),
+        squares=sum(len(member) ** 2 for member in placed.members),
+        whole=sum(map(len, placed.members)),
+        distinct=_distinct(predictors, given, device) if tree_training and used else None,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placed:
+    """Rows' tokens, each that some of them share only once."""
+
+    tokens: Ints  # [T]
+    positions: Ints  # [T]
+    members: list[Ints]  # of each row: its tokens among the T, but for its last
+    shared: tuple[
+        int, ...
+    ]  # so many of the first tokens are in several rows, and so many after them
+
+
+# A rank with a micro-batch less than others still takes part in the collectives.
+_ZERO: Ints = np.zeros(1, dtype=np.int64)
+_NOTHING = _Placed(tokens=_ZERO, positions=_ZERO, members=[_ZERO], shared=(0,))
+
+
+def _prompts_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
+    """Each distinct prompt once, then the rows' responses."""
+    bases, owners = _place_prompts(prompts)
+    tokens = [prompts[first] for first in owners]
+    positions = [np.arange(len(prompt)) for prompt in tokens]
+    shared = total = sum(map(len, tokens))
+    members = []
+    for base, prompt, response in zip(bases, map(len, prompts), responses, strict=True):
+        own = len(response) - 1
+        tokens.append(response[:-1])
+        positions.append(np.arange(prompt, prompt + own))
+        members.append(np.concatenate([np.arange(prompt) + base, np.arange(own) + total]))
+        total += own
+    return _Placed(
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        members=members,
+        shared=(shared,),
+    )
+
+
+def _beginnings_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
+    """Each token once that rows share with all tokens before it; those of most rows first.
+
+    Tokens of 2 ** k + 1 to 2 ** (k + 1) rows are together, so that a table of all their slots is at
+    least half full.
+    """
+    rows = [np.concatenate([p, r[:-1]]) for p, r in zip(prompts, responses, strict=True)]
+    order, common = in_order(rows)
+    members: list[Ints] = [_ZERO] * len(rows)
+    before, total = _ZERO, 0
+    for row, shared in zip(order, common, strict=True):
+        own = np.arange(total, total + len(rows[row]) - shared)
+        members[row] = before = np.concatenate([before[:shared], own])
+        total += len(own)
+    tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    for own, member in zip(rows, members, strict=True):
+        tokens[member], positions[member] = own, np.arange(len(own))
+    number = np.bincount(np.concatenate(members), minlength=total)
+    kind = np.ceil(np.log2(number)).astype(np.int64)  # 0: of one row alone
+    by_kind = np.argsort(-kind, kind="stable")
+    place = np.empty(total, dtype=np.int64)
+    place[by_kind] = np.arange(total)
+    return _Placed(
+        tokens=tokens[by_kind],
+        positions=positions[by_kind],
+        members=[place[member] for member in members],
+        shared=tuple(int(n) for n in np.bincount(kind)[:0:-1]),
+    )
+
+
+def _distinct(
+    predictors: list[Ints], labels: list[Ints], device: torch.device | str
+) -> Distinct | None:
+    """Which response tokens are predicted by one token and are the same; None: all differ."""
+    words = np.concatenate(labels).astype(np.int64)
+    pairs = np.concatenate(predictors) * (words.max() + 1) + words
+    _, first, member = np.unique(pairs, return_index=True, return_inverse=True)
+    if len(first) == len(pairs):
+        return None
+    return Distinct(first=_tensor([first], device), member=_tensor([member], device))
 
 
 def _place_prompts(prompts: Sequence[Ints]) -> tuple[list[int], list[int]]:
@@ -202,10 +303,9 @@ def put(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _layout(
-    members: list[Ints], total: int, shared: int, device: torch.device | str
-) -> AttentionLayout:
-    """Slots of sequences given the tokens of each; the first `shared` tokens may be in several."""
+def _layout(placed: _Placed, device: torch.device | str) -> AttentionLayout:
+    """Slots of the rows, each whole."""
+    members = placed.members
     dense = torch.device(device).type == "cpu"
     order = sorted(range(len(members)), key=lambda i: (-len(members[i]), i))
     lengths = [len(members[i]) for i in order]
@@ -214,7 +314,7 @@ def _layout(
     edges = np.concatenate([[0], np.cumsum(widths)])
     spare = int(edges[-1])  # one slot more, of a sequence of its own, whose gradient is zero
     expand = np.zeros(spare + 1, dtype=np.int64)
-    collapse = np.zeros(total, dtype=np.int64)
+    collapse = np.zeros(len(placed.tokens), dtype=np.int64)
     for start, i in zip(edges[:-1].tolist(), order, strict=True):
         member = members[i]
         expand[start : start + len(member)] = member
@@ -222,28 +322,30 @@ def _layout(
     slots = np.concatenate(
         [start + np.arange(len(members[i])) for start, i in zip(edges, order, strict=False)]
     )
-    copies = _copies(expand[slots], slots, shared, spare)
+    bounds = pairwise([0, *np.cumsum(placed.shared).tolist()])
+    copies = [_copies(expand[slots], slots, start, stop, spare) for start, stop in bounds]
     return AttentionLayout(
         expand=put(torch.from_numpy(expand), device),
         collapse=put(torch.from_numpy(collapse), device),
-        copies=put(torch.from_numpy(copies), device),
+        copies=tuple(put(torch.from_numpy(each), device) for each in copies),
         buckets=(*buckets, Bucket(start=spare, sequences=1, length=1)) if dense else (),
         edges=None if dense else put(torch.from_numpy(np.append(edges, spare + 1)).int(), device),
         longest=max(lengths),
     )
 
 
-def _copies(tokens: Ints, slots: Ints, shared: int, spare: int) -> Ints:
-    """[C, shared] the slots of each of the first `shared` tokens, in their order, then `spare`.
+def _copies(tokens: Ints, slots: Ints, start: int, stop: int, spare: int) -> Ints:
+    """[C, stop - start] the slots of each of these tokens, in their order, then `spare`.
 
     tokens, slots: [S] of each slot in use, its token and its number.
     """
-    first = np.flatnonzero(tokens < shared)
-    first = first[np.argsort(tokens[first], kind="stable")]  # by token
-    number = np.bincount(tokens[first], minlength=shared)
-    place = np.arange(len(first)) - np.repeat(number.cumsum() - number, number)
-    copies = np.full((number.max(initial=0) if shared else 1, shared), spare, dtype=np.int64)
-    copies[place, tokens[first]] = slots[first]
+    count = stop - start
+    found = np.flatnonzero((tokens >= start) & (tokens < stop))
+    found = found[np.argsort(tokens[found], kind="stable")]  # by token
+    number = np.bincount(tokens[found] - start, minlength=count)
+    place = np.arange(len(found)) - np.repeat(number.cumsum() - number, number)
+    copies = np.full((number.max(initial=0) if count else 1, count), spare, dtype=np.int64)
+    copies[place, tokens[found] - start] = slots[found]
     return copies
 
 

@@ -1,8 +1,9 @@
 """Which rows go to which rank, mini-batch and micro-batch: plans made from lengths alone.
 
 A plan is a pure function of row lengths, so every rank makes the same one without talking and before
-any token is read. Without torch. What a micro-batch looks like as tensors is in
-engines/train/micro_batch.py, how costs are balanced in engines/train/balancing.py.
+any token is read; with tree training also of what rows begin with alike, for which tokens are read.
+Without torch. What a micro-batch looks like as tensors is in engines/train/micro_batch.py, how costs
+are balanced in engines/train/balancing.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from engines.train.balancing import contiguous_cuts, largest_first, partition
 from engines.train.mfu import CostModel
+from engines.train.tree_training import Beginnings, read_beginnings
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -23,6 +25,9 @@ from storage.objects.store import Store
 # ones get takes time with the square of the rows: minutes at 16,000.
 LARGE = 8192
 LARGE_UNIT = 4  # units of a large plan fill at most this part of a micro-batch
+# With tree training rows of a micro-batch have, each counted whole, at most so many times the tokens
+# of its budget: attention works on each row whole, so memory must not grow with what they share.
+WHOLE = 8
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -35,6 +40,7 @@ class Lengths:
     prompts: Ints  # [N] prompt tokens
     responses: Ints  # [N] response tokens
     groups: Ints | None = None  # [N] rows of one group share their prompt; None: rows share nothing
+    beginnings: Beginnings | None = None  # of the rows of each group; None: no tree training
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):
@@ -68,12 +74,15 @@ class _Unit:
     """Rows that stay together; rows of one unit share their prompt."""
 
     rows: tuple[int, ...]
-    tokens: int
+    tokens: int  # as the budget counts them
     cost: float
 
 
-def read_lengths(store: Store, batch: BatchRef) -> Lengths:
-    """The lengths and groups of a batch's rows; reads row indices and group numbers only."""
+def read_lengths(store: Store, batch: BatchRef, tree_training: bool = False) -> Lengths:
+    """The lengths and groups of a batch's rows; reads row indices and group numbers only.
+
+    With `tree_training` also what the rows of a group begin with alike; that reads all tokens.
+    """
     groups = None
     if "group_id" in batch.names:
         groups = batch.own_groups(store)
@@ -81,6 +90,7 @@ def read_lengths(store: Store, batch: BatchRef) -> Lengths:
         prompts=batch.lengths(store, "prompt_ids"),
         responses=batch.lengths(store, "response_ids"),
         groups=groups,
+        beginnings=read_beginnings(store, batch, groups) if tree_training else None,
     )
 
 
@@ -118,7 +128,8 @@ def plan_update(
     Args:
         lengths: Of N rows.
         world: Number of ranks.
-        budget: Most tokens of a micro-batch, a shared prompt counted once.
+        budget: Most tokens of a micro-batch, a shared prompt (with tree training all that rows of a
+            group begin with alike) counted once.
         mini_batches: Optimizer steps; a batch with fewer rows has as many as rows.
         cost: By which micro-batches are balanced; None: by their tokens.
 
@@ -268,18 +279,25 @@ def _fill_bins(lengths: Lengths, units: list[_Unit], count: int, cost: CostModel
 
 
 def _groups(lengths: Lengths, rows: Sequence[int]) -> list[list[int]]:
-    """Rows by group, in the order of their first row; rows without response are on their own."""
+    """Rows by group, in the order of their first row; with tree training, neighbours share most."""
     if lengths.groups is None:
         return [[row] for row in rows]
     found: dict[tuple[int, int], list[int]] = {}
+    tree = lengths.beginnings
     for row in rows:
-        key = (int(lengths.groups[row]), int(lengths.prompts[row]))
+        key = (int(lengths.groups[row]), int(lengths.prompts[row]) if tree is None else 0)
         found.setdefault(key, []).append(row)
-    return list(found.values())
+    groups = list(found.values())
+    if tree is not None:
+        for group in groups:
+            group.sort(key=tree.places.__getitem__)
+    return groups
 
 
 def _unit(lengths: Lengths, rows: Sequence[int] | Ints, cost: CostModel) -> _Unit:
     """Tokens and cost of rows that are packed together, where a prompt is computed once per group."""
+    if lengths.beginnings is not None:
+        return _tree_unit(lengths, lengths.beginnings, rows, cost)
     tokens = logits = squares = 0
     prompts: set[tuple[int, int]] = set()
     for row in rows:
@@ -294,8 +312,35 @@ def _unit(lengths: Lengths, rows: Sequence[int] | Ints, cost: CostModel) -> _Uni
     return _Unit(tuple(int(row) for row in rows), tokens, cost.forward(tokens, logits, squares))
 
 
+def _tree_unit(
+    lengths: Lengths, tree: Beginnings, rows: Sequence[int] | Ints, cost: CostModel
+) -> _Unit:
+    """The same where all that rows of a group begin with alike is computed once."""
+    used = [int(row) for row in rows if lengths.responses[row]]
+    tokens = logits = squares = whole = 0
+    for group in _groups(lengths, used):
+        prompts, responses = lengths.prompts[group], lengths.responses[group]
+        sizes, shared = prompts + responses - 1, tree.shared(group)
+        tokens += int((sizes - shared).sum())
+        logits += int((responses - (shared - prompts).clip(min=0)).sum())
+        squares += int((sizes**2).sum())
+        whole += int(sizes.sum())
+    return _Unit(
+        tuple(sorted(int(row) for row in rows)),
+        max(tokens, -(-whole // WHOLE)),
+        cost.forward(tokens, logits, squares),
+    )
+
+
 def _row_costs(lengths: Lengths, cost: CostModel) -> Floats:
-    """Cost of each row when the row before it has paid for a shared prompt."""
+    """Cost of each row when the row before it has paid for what both begin with."""
+    if (tree := lengths.beginnings) is not None:
+        found = [_unit(lengths, [row], cost).cost for row in range(len(lengths))]
+        for row in range(1, len(lengths)):
+            (pair, *others) = _groups(lengths, [row - 1, row])
+            if not others:
+                found[row] -= cost.per_token * int(tree.shared(pair)[1])
+        return np.asarray(found, dtype=np.float64)
     previous = None
     costs = []
     for row in range(len(lengths)):

@@ -37,8 +37,9 @@ class Planner(Engine):
         mini_batches: int,
         cost: CostModel,
         out_key: str,
+        tree_training: bool = False,
     ) -> BatchRef:
-        """Write the micro-batches of an update; reads the rows' lengths and groups, no token."""
+        """Write the micro-batches of an update; reads tokens for tree training only."""
         return write_plan(
             self._store,
             batch,
@@ -47,6 +48,7 @@ class Planner(Engine):
             mini_batches=mini_batches,
             cost=cost,
             out_key=out_key,
+            tree_training=tree_training,
         )
 
     def close(self) -> None:

@@ -62,7 +62,13 @@ class Policy(nn.Module):
             `words` or `top` log-probs of these and the tail [R, k + 1], and with `top` the words,
             int64 [R, k].
         """
-        states, places = decoder_states(self.model.get_decoder(), packed, sequence)
+        # Words that are handed in are each row's own: no two rows' numbers are the same then.
+        distinct = packed.distinct if words is None else None
+        labels, predictors = packed.labels, packed.predictors
+        if distinct is not None:
+            labels, predictors = labels[distinct.first], predictors[distinct.first]
+        decoder, total = self.model.get_decoder(), labels.numel()
+        states, places = decoder_states(decoder, packed, predictors, sequence)
         states, head = states.to(dtype), self.head.to(dtype)
         if top:
             words = top_words(states, head, top, chunk=chunk, among=among)
@@ -71,7 +77,7 @@ class Policy(nn.Module):
         stats = token_statistics(
             states,
             head,
-            packed.labels if places is None else packed.labels[places],
+            labels if places is None else labels[places],
             temperature=temperature,
             chunk=chunk,
             entropy_gradient=entropy_gradient,
@@ -81,23 +87,24 @@ class Policy(nn.Module):
         found: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
         if stats.sum_pi_squared is not None:
             found = (*found, stats.sum_pi_squared)
-        total = packed.labels.numel()
         found = sequence.together(found, places, total)
         if stats.bins is not None:
             found = (*found, sequence.table(stats.bins, places, total))
         if top:
             assert words is not None
             found = (*found, sequence.table(words, places, total))
+        if distinct is not None:
+            return tuple(each.index_select(0, distinct.member) for each in found)
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
         return tuple(each.clone() for each in found)
 
 
 def decoder_states(
-    decoder: nn.Module, packed: PackedBatch, sequence: SequenceGroup
+    decoder: nn.Module, packed: PackedBatch, predictors: Tensor, sequence: SequenceGroup
 ) -> tuple[Tensor, Tensor | None]:
-    """The last hidden states [r, H] of this rank's tokens that predict the response tokens.
+    """The last hidden states [r, H] of this rank's tokens among `predictors`, int64 [R].
 
-    And which of the R response tokens those are, int64 [r]; None: all.
+    And which of the R those are, int64 [r]; None: all.
     """
     hidden = decoder(
         input_ids=sequence.own(packed.tokens)[None],
@@ -108,8 +115,8 @@ def decoder_states(
     ).last_hidden_state[0]
     assert isinstance(hidden, Tensor)
     if sequence.size == 1:
-        return hidden.index_select(0, packed.predictors), None
-    places, rows = sequence.held(packed.predictors)
+        return hidden.index_select(0, predictors), None
+    places, rows = sequence.held(predictors)
     return hidden.index_select(0, rows), places
 
 

@@ -129,11 +129,12 @@ class PolicyUpdater(Updater):
         if not self._objective.selects:
             return None
         rows, mine = mini.rows(), mini.ranks[self._sequence.replica]
+        device, tree = self._meeting.device, self._config.tree_training
         whole = read_micro_batch(self._store, batch, rows, columns, torch.device("cpu"))
         places = _places(rows, whole, mine)
         statistics = torch.zeros(2, whole.mask.numel())
         for place, micro_rows in zip(places, mine, strict=True):
-            micro = read_micro_batch(self._store, batch, micro_rows, (), self._meeting.device)
+            micro = read_micro_batch(self._store, batch, micro_rows, (), device, tree)
             with torch.no_grad():
                 statistics[:, place] = torch.stack(self._forward(micro.packed)).cpu()
         logprobs, entropy = self._added(statistics).cpu()
@@ -150,7 +151,7 @@ class PolicyUpdater(Updater):
                 ref_logprobs=whole.columns.get("ref_logprobs"),
             )
         )
-        return [chosen[:, place].to(self._meeting.device) for place in places]
+        return [chosen[:, place].to(device) for place in places]
 
 
 def _places(rows: Sequence[int], whole: MicroBatch, parts: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -20,6 +20,7 @@ def read_ahead(
     parts: Sequence[Sequence[int]],
     columns: Sequence[str],
     device: torch.device,
+    tree_training: bool = False,
 ) -> Iterator[Iterator[MicroBatch]]:
     """The micro-batches of these rows in their order, of which a thread has the next one ready.
 
@@ -32,19 +33,23 @@ def read_ahead(
         parts: Row numbers of each micro-batch; may be empty.
         columns: Jagged columns over the response tokens that are wanted too.
         device: Where the tensors are put. On a GPU they are copied in a queue of their own.
+        tree_training: As `read_micro_batch` takes it.
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def made(rows: Sequence[int]) -> MicroBatch:
+        return read_micro_batch(store, batch, rows, columns, device, tree_training)
 
     def read(
         rows: Sequence[int], free: torch.cuda.Event | None
     ) -> tuple[MicroBatch, torch.cuda.Event | None]:
         if copies is None:
-            return read_micro_batch(store, batch, rows, columns, device), None
+            return made(rows), None
         with torch.cuda.stream(copies):
             assert free is not None
             # Memory that is let go of may be used again here, but by then not be read any more.
             copies.wait_event(free)
-            return read_micro_batch(store, batch, rows, columns, device), copies.record_event()
+            return made(rows), copies.record_event()
 
     def done_so_far() -> torch.cuda.Event | None:
         return None if copies is None else torch.cuda.current_stream(device).record_event()

@@ -1,6 +1,6 @@
 """The plan of an update as a stored object: made once by any worker, read by every rank.
 
-A plan is a pure function of the rows' lengths (engines/train/packing.py), so a rank that is handed
+A plan is a pure function of the batch (engines/train/packing.py), so a rank that is handed
 none, as in a replay, makes the same one. Of a large batch that takes seconds, which are better spent
 once, while no device waits. Without torch.
 """
@@ -27,6 +27,7 @@ def write_plan(
     mini_batches: int,
     cost: CostModel,
     out_key: str,
+    tree_training: bool = False,
 ) -> BatchRef:
     """Make the plan of a batch and store it: a row for each micro-batch.
 
@@ -34,7 +35,7 @@ def write_plan(
     rank the micro-batches stand in their order. Arguments and errors are those of `plan_update`.
     """
     plan = plan_update(
-        read_lengths(store, batch),
+        read_lengths(store, batch, tree_training),
         world=world,
         budget=budget,
         mini_batches=mini_batches,

@@ -56,6 +56,7 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase; on a device, see `timed`
     marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     tokens: int = 0  # in forward passes
+    whole: int = 0  # what they would be if nothing were shared
     responses: int = 0  # response tokens
     flops: float = 0.0  # forward and backward
 
@@ -85,10 +86,10 @@ class Tally:
 
     def count(self, micro: MicroBatch, cost: CostModel) -> None:
         """Add the work on a micro-batch, forward and backward."""
-        responses = micro.packed.labels.numel()
         self.tokens += micro.tokens
-        self.responses += responses
-        work = (micro.tokens, responses, micro.packed.squares)
+        self.whole += micro.packed.whole
+        self.responses += micro.packed.labels.numel()
+        work = (micro.tokens, micro.packed.predicted, micro.packed.squares)
         self.flops += cost.forward(*work) + cost.backward(*work)
 
 
@@ -131,7 +132,7 @@ class Updater(ABC):
         parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
         with (
             in_fixed_order(config.deterministic),
-            read_ahead(self._store, batch, parts, columns, device) as micros,
+            read_ahead(self._store, batch, parts, columns, device, config.tree_training) as micros,
         ):
             for mini in steps:
                 self._optimizer_step(batch, mini, columns, max_new_tokens, micros)
@@ -144,7 +145,7 @@ class Updater(ABC):
 
     def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
         return plan_update(
-            read_lengths(self._store, batch),
+            read_lengths(self._store, batch, self._config.tree_training),
             world=self._sequence.replicas,
             budget=self._config.shared_micro_batch_tokens,
             mini_batches=self._config.mini_batches,
@@ -249,10 +250,12 @@ class Updater(ABC):
     def _rates(self, seconds: float) -> dict[str, float]:
         """Tokens and FLOPs of all ranks, in all and by the second; MFU where it is known."""
         tally, device = self._tally, self._meeting.device
-        mine = [tally.tokens, tally.responses, tally.flops]
-        tokens, responses, flops = self._added(torch.tensor(mine, dtype=torch.float64)).tolist()
+        mine = [tally.tokens, tally.whole, tally.responses, tally.flops]
+        added = self._added(torch.tensor(mine, dtype=torch.float64))
+        tokens, whole, responses, flops = added.tolist()
         found = {
             "tokens": tokens,
+            "tokens_saved": 1 - tokens / whole,  # the share that rows have in common
             "response_tokens": responses,
             "tokens_per_second": tokens / seconds,
             "flops": flops,

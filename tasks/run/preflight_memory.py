@@ -88,6 +88,7 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
         config.group_size,
         pool.workers,
         train.sequence_parallel,
+        train.tree_training,
     )
     lora = config.lora if role == "actor" else None
     gpu = pool.gpus > 0

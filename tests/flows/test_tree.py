@@ -17,7 +17,12 @@ from tests.flows.conftest import Launch, Launched
 
 pytestmark = pytest.mark.cluster
 
-WORDS = ("tiny", "tree.divergence={kind: drawn, fewest: 1, most: 3}", "group_size=5")
+WORDS = (
+    "tiny",
+    "tree.divergence={kind: drawn, fewest: 1, most: 3}",
+    "group_size=5",
+    "train.tree_training=true",
+)
 
 
 def check_trees(commit: Commit, store: Store) -> tuple[int, int]:
@@ -51,6 +56,14 @@ def test_a_run_on_trees_is_on_record(launch: Launch) -> None:
     assert np.unique(groups, return_counts=True)[1].tolist() == [5] * 4
     mask = commit.refs["batch"].fetch_numpy(store, "response_mask")[0]
     assert int(mask.sum()) == drawn, "a shared token trains once"
+    batch = commit.refs["batch"]
+    computed = commit.metrics["train/tokens"]
+    whole = int((batch.lengths(store, "prompt_ids") + batch.lengths(store, "response_ids")).sum())
+    prompts = int(batch.lengths(store, "prompt_ids").sum()) // 5
+    assert computed <= prompts + drawn, "and is computed once"
+    assert commit.metrics["train/tokens_saved"] == pytest.approx(1 - computed / (whole - 20))
+    code, out = launch(run.files.run, "1", module="flows.replay").end()
+    assert (code, "Equal, to the bit." in out) == (0, True), out
     assert audit(run.files).problems == []
 
 

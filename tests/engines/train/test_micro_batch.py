@@ -17,11 +17,11 @@ def test_the_example_of_the_docstrings() -> None:
     assert packed.predictors.tolist() == [1, 2, 3, 1]
     assert packed.labels.tolist() == [7, 8, 9, 4]
     assert packed.rows.offsets.tolist() == [0, 3, 4]
-    assert packed.squares == 20
+    assert (packed.squares, packed.whole) == (20, 6)
     layout = packed.layout
     assert layout.expand.tolist() == [0, 1, 2, 3, 0, 1, 0]
     assert layout.collapse.tolist() == [4, 5, 2, 3]
-    assert layout.copies.tolist() == [[0, 1], [4, 5]]
+    assert [each.tolist() for each in layout.copies] == [[[0, 1], [4, 5]]]
     assert layout.buckets == (
         Bucket(start=0, sequences=1, length=4),
         Bucket(start=4, sequences=1, length=2),
