@@ -1,6 +1,6 @@
 """Tokens sampled and engine seconds of trees against independent completions, at equal numbers.
 
-    python -m benchmarks.tree [RECIPE] [key=value …] [--prompts 8] [--rounds 3]
+    python -m benchmarks.tree [RECIPE] [key=value …] [--prompts 8] [--rounds 3] [--updates 5]
 
 RECIPE as for `refrain tree`, tiny if left out. One rollout engine, in this process, with the weights
 that a run of the recipe begins with; both sides sample `group_size` completions of the same prompts,
@@ -25,6 +25,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from configs.imports import imported_class
 from configs.recipe import load_recipe
 from configs.tree import TreeConfig
@@ -34,9 +36,10 @@ from engines.rollout.engine import RolloutEngine
 from engines.trees.growing import TreeEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run.engine_specs import data_spec, rollout_spec
+from tasks.run.engine_specs import data_spec, rollout_spec, train_spec
 from tasks.tree import sampling_of
 
 RUN = "benchmark"
@@ -52,6 +55,29 @@ class Sampled:
     seconds: float  # in these calls
     planned: float  # seconds between them
     truncated: int  # completions
+    samples: BatchRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Updated:
+    """One update."""
+
+    tokens: int  # in forward passes
+    saved: float  # share of the samples' tokens that are not among them
+    seconds: float
+    processor: float  # seconds of the processor
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """An update's micro-batches, and the largest one."""
+
+    micro_batches: int
+    tokens: int
+    slots: int  # of attention
+    bytes: int  # that say where tokens lie
 
 
 class Bench:
@@ -78,6 +104,7 @@ class Bench:
         self.engine.sync(weights)
         data = data_spec(config, files).model_copy(update={"model_cache": str(folder / "models")})
         self.data = TreeEngine(data)
+        self.files, self.models = files, str(folder / "models")
         made = self.data.prompts(list(range(prompts)), 0, f"{RUN}/prompts.safetensors")
         assert made.ref is not None
         self.prompts = made.ref
@@ -139,7 +166,79 @@ class Bench:
             seconds=seconds,
             planned=planned,
             truncated=int((status == SampleStatus.TRUNCATED).sum()),
+            samples=samples,
         )
+
+    def updates(self, samples: BatchRef, count: int) -> dict[bool, list[Updated]]:
+        """Updates on one batch, with advantages that are drawn, without tree training and with it."""
+        from engines.train.fsdp_engine import FSDPEngine
+
+        random = np.random.default_rng(0)
+        lengths = samples.lengths(self.store, "response_ids")
+        drawn = [np.full(length, random.normal(), np.float32) for length in lengths]
+        batch = samples.with_columns(
+            write_batch(self.store, f"{RUN}/advantages.safetensors", {"advantages": drawn})
+        )
+        engines = {}
+        for tree in (False, True):
+            spec = train_spec(self.config, replace(self.files, run=f"{RUN}-{tree}"), "actor")
+            train = spec.train.model_copy(update={"tree_training": tree})
+            engines[tree] = FSDPEngine(
+                spec.model_copy(update={"train": train, "model_cache": self.models})
+            )
+            engines[tree].join(0, 1, "127.0.0.1", 0, 1, 600.0)
+        found: dict[bool, list[Updated]] = {False: [], True: []}
+        most = self.config.rollout.max_new_tokens
+        for step in range(1, count + 2):
+            for tree, engine in engines.items():
+                began, used = time.perf_counter(), time.process_time()
+                metrics = engine.update(
+                    batch, self.config.algorithm, self.config.rollout.temperature, most, step
+                ).metrics
+                one = Updated(
+                    tokens=int(metrics["train/tokens"]),
+                    saved=metrics["train/tokens_saved"],
+                    seconds=time.perf_counter() - began,
+                    processor=time.process_time() - used,
+                    loss=metrics["train/loss"],
+                    norm=metrics["train/grad_norm"],
+                )
+                if step > 1:
+                    found[tree].append(one)
+        for engine in engines.values():
+            engine.close()
+        return found
+
+    def layouts(self, samples: BatchRef) -> dict[bool, Layout]:
+        """The largest micro-batch of each side's update."""
+        import torch
+
+        from engines.train.micro_batch import read_micro_batch
+        from engines.train.packing import plan_update, read_lengths
+
+        train, found = self.config.train, {}
+        for tree in (False, True):
+            plan = plan_update(
+                read_lengths(self.store, samples, tree),
+                world=1,
+                budget=train.shared_micro_batch_tokens,
+                mini_batches=train.mini_batches,
+            )
+            micros = [rows for mini in plan for rows in mini.ranks[0]]
+            packed = [
+                read_micro_batch(self.store, samples, rows, (), torch.device("cpu"), tree).packed
+                for rows in micros
+            ]
+            widest = max(packed, key=lambda one: one.tokens.numel())
+            layout = widest.layout
+            held = [layout.expand, layout.collapse, *layout.copies]
+            found[tree] = Layout(
+                micro_batches=len(micros),
+                tokens=widest.tokens.numel(),
+                slots=layout.expand.numel(),
+                bytes=sum(each.numel() * each.element_size() for each in held),
+            )
+        return found
 
 
 def line(name: str, rounds: list[Sampled]) -> str:
@@ -155,6 +254,28 @@ def line(name: str, rounds: list[Sampled]) -> str:
     )
 
 
+def print_updates(found: dict[bool, list[Updated]], layouts: dict[bool, Layout]) -> None:
+    """Both sides' medians."""
+    for tree, updates in found.items():
+        layout, first = layouts[tree], updates[0]
+        print(
+            f"{'tree training' if tree else 'prompts once':14} tokens {first.tokens:7}  saved "
+            f"{first.saved:.1%}  update {_median(updates, 'seconds'):8.3f} s  processor "
+            f"{_median(updates, 'processor'):8.3f} s  loss {first.loss:+.6f}  norm {first.norm:.6f}\n"
+            f"{'':14} {layout.micro_batches} micro-batches, the largest: {layout.tokens} tokens, "
+            f"{layout.slots} slots, {layout.bytes:,} bytes (a mask: {layout.tokens**2:,})"
+        )
+    ratios = [
+        _median(found[True], field) / _median(found[False], field)
+        for field in ("tokens", "seconds", "processor")
+    ]
+    print("with over without: tokens {:.3f}, seconds {:.3f}, processor {:.3f}".format(*ratios))
+
+
+def _median(updates: list[Updated], field: str) -> float:
+    return float(statistics.median(getattr(one, field) for one in updates))
+
+
 def main() -> None:
     """Let the sides take turns and print means."""
     parser = argparse.ArgumentParser(
@@ -164,6 +285,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         words = [*options.words, f"store.uri=file://{folder}/store"]
@@ -176,15 +298,17 @@ def main() -> None:
                 if step:
                     found[name].append(one)
         bench.close()
-    for name, rounds in found.items():
-        print(line(name, rounds))
+        for name, rounds in found.items():
+            print(line(name, rounds), flush=True)
+        samples = found["trees"][-1].samples
+        updates = bench.updates(samples, options.updates)
+        layouts = bench.layouts(samples)
     alone, trees = found["independent"], found["trees"]
     spent = sum(one.seconds + one.planned for one in trees) / sum(one.seconds for one in alone)
     share = sum(one.drawn for one in trees) / sum(one.held for one in trees)
-    print(
-        f"drawn of the tokens that trees hold: {share:.3f}; an update could spare {1 - share:.1%}"
-    )
+    print(f"drawn of the tokens that trees hold: {share:.3f}")
     print(f"seconds of trees over those of independent completions: {spent:.2f}")
+    print_updates(updates, layouts)
 
 
 if __name__ == "__main__":
