@@ -2,18 +2,13 @@
 
 Every rank gets the same arguments, the whole BatchRef among them, makes the same plan from the
 rows' lengths (engines/train/packing.py) and reads its own rows only. The loss is in
-engines/algorithms/objective.py, one update in engines/train/updater.py.
+engines/algorithms/objective.py, one update in engines/train/updater.py, weights and state in
+engines/train/sharded_model.py.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
-import time
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -22,13 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
-from engines.models import prepared
-from engines.progress import report
-from engines.train.building import build, materialize, tokens_of_student
-from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic, CriticUpdater
-from engines.train.fsdp import fill
-from engines.train.loading import open_checkpoint
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
     Computed,
@@ -37,32 +26,18 @@ from engines.train.logprob_pass import (
     score,
     write_token_columns,
 )
-from engines.train.lora import base_alone, reset
-from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
-from engines.train.mfu import CostModel, cost_model
+from engines.train.lora import base_alone
+from engines.train.mfu import CostModel
 from engines.train.micro_batch import MicroBatch
-from engines.train.optimizer import Optimizer
-from engines.train.order_of_sums import prepare
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
-from engines.train.rendezvous import Meeting, meet
-from engines.train.sequence_parallel import SequenceGroup, sequence_group
-from engines.train.spec import ColumnsResult, JoinReport, TrainSpec, UpdateResult, WeightsComparison
+from engines.train.sharded_model import ShardedModel
+from engines.train.spec import ColumnsResult, UpdateResult
 from engines.train.updater import TrainRank, Updater
-from engines.train.versions import AdapterVersions, Versions
-from engines.workers.engine import Memory, Ranked
-from engines.workers.messages import Moved
-from engines.workers.storages import Storages
 from storage.batches.refs import BatchRef
-from storage.objects.node_cache import open_node_cache
-from storage.objects.store import Store
-from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class FSDPEngine(Ranked):
+class FSDPEngine(ShardedModel):
     """One rank; see the module's docstring."""
 
     REMOTE: ClassVar[tuple[str, ...]] = (
@@ -83,98 +58,6 @@ class FSDPEngine(Ranked):
         "onload",
     )
     CONCAT: ClassVar[tuple[str, ...]] = ("logprobs", "values", "teach")
-
-    def __init__(self, spec: TrainSpec) -> None:
-        self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
-        self._node_cache = open_node_cache(self._store, spec.node_cache_bytes)
-        self._files = RunStore(self._store, spec.run, spec.role)
-        torch.set_num_threads(spec.threads)
-        prepare(spec.train)
-        # torch 2.13's checkpoint code calls what it warns of itself:
-        # https://github.com/pytorch/pytorch/pull/161385
-        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._directory = prepared(spec.model, Path(spec.model_cache))
-        self._checkpoint = open_checkpoint(self._directory)
-        self._readable = tokens_of_student(self._spec, self._directory)
-        self._policy: Policy | Critic | None = None
-        self._optimizer: Optimizer | None = None
-        self._published: Versions | None = None
-        self._meeting: Meeting | None = None
-        self._sequence: SequenceGroup | None = None
-        self._storages = Storages()
-
-    # --- the gang -----------------------------------------------------------------------------
-
-    def join(
-        self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
-    ) -> JoinReport:
-        """Meet the other ranks and load this rank's part of the model: version 0."""
-        self.leave()
-        report("meeting the other ranks")
-        self._meeting = meet(
-            rank, world, host, port, self._device, timeout, self._spec.train.deadline
-        )
-        began = time.monotonic()
-        config = self._spec.train
-        self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
-        report("building the model")
-        policy = build(self._spec, self._directory, self._sequence.size)
-        parameters = sum(parameter.numel() for parameter in policy.parameters())
-        self._cost = cost_model(policy)
-        materialize(
-            *(policy, self._spec, self._checkpoint, self._meeting, self._store, self._compute)
-        )
-        self._policy = policy.train()
-        self._begin_versions(policy)
-        if not self._spec.frozen:
-            self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
-        self.version = 0
-        seconds = {**self._meeting.seconds, "model": time.monotonic() - began}
-        return JoinReport(
-            rank=rank, device=str(self._device), parameters=parameters, seconds=seconds
-        )
-
-    def leave(self) -> None:
-        """Leave the process group and forget the weights."""
-        if self._meeting is None:
-            return
-        if self._published is not None:
-            self._published.close()
-        self._meeting = self._policy = self._optimizer = self._published = self.version = None
-        self._storages = Storages()
-        gc.collect()
-
-    def close(self) -> None:
-        """Give memory back."""
-        self.leave()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def offload(self) -> Moved:
-        """Put weights, gradients and optimizer state into the host's memory, until `onload`.
-
-        The device's memory is free then; every other call is an error.
-        """
-        self._joined()
-        held = on_device(self._loaded(), self._optimizer, self._device)
-        return self._storages.put_away(held, keep=True)
-
-    def onload(self) -> Moved:
-        """Bring back what `offload` put away, the same to the bit."""
-        return self._storages.bring_back()
-
-    def memory_held(self, memory: Memory) -> dict[str, int]:
-        if self._storages.away:
-            return {PUT_AWAY: self._storages.on_host if memory == "host" else 0}
-        return held_by_rank(self._policy, self._optimizer, self._device, memory)
-
-    @classmethod
-    def memory_setting(
-        cls, payload: TrainSpec, memory: Memory, held: Mapping[str, int], said: str
-    ) -> str:
-        return setting_for_less(payload.train, memory, held)
 
     # --- forward passes -----------------------------------------------------------------------
 
@@ -297,94 +180,6 @@ class FSDPEngine(Ranked):
         self._joined()
         return self._cost
 
-    # --- weights and state --------------------------------------------------------------------
-
-    def export_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
-        """Publish the weights held as a policy version; transformers and vLLM can load its folder.
-
-        Engines on the ranks' machines may read it at once, others once it is settled. Unless `whole`
-        some versions are stored as the difference from another one, if the settings say so; such a
-        folder is read by this program only.
-
-        Each rank writes the tensors that it gathers. The output head is among the tensors also where
-        it is tied to the embedding.
-        """
-        self._joined()
-        if self._spec.role == "critic":
-            raise ValueError("A critic is no policy, so it has no version to publish.")
-        return self._versions().publish(version, DTYPES[dtype], whole)
-
-    def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
-        """Return once the store has what `export_weights` has published with these arguments."""
-        self._joined()
-        return self._versions().settle(version, DTYPES[dtype], whole)
-
-    def digest(self, dtype: str | None = None) -> str:
-        """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""
-        self._joined()
-        return self._versions().digest(DTYPES[dtype] if dtype else None)
-
-    def compare(self, weights: WeightsRef, dtype: str) -> WeightsComparison:
-        """The weights held, cast to `dtype`, beside a published version's."""
-        self._joined()
-        return self._versions().compare(weights, DTYPES[dtype])
-
-    def save_state(self, step: int, run: str | None = None) -> None:
-        """Store weights, optimizer and counters as a snapshot of this or another run."""
-        meeting = self._joined()
-        optimizer = self._trained()
-        facts = {"step": step, "steps": optimizer.steps, "applied": optimizer.applied}
-        save_snapshot(self._files_of(run), step, self._state(), facts, meeting.group)
-
-    def load_state(self, step: int, run: str | None = None, version: int | None = None) -> None:
-        """Go back (or on) to the snapshot after `step`, of this or another run.
-
-        `version`: what the weights are called here, if not `step`.
-        """
-        meeting = self._joined()
-        optimizer = self._trained()
-        self.version = None
-        facts = load_snapshot(self._files_of(run), step, self._state(), meeting.group)
-        optimizer.resume(facts["steps"], facts["applied"])
-        self.version = step if version is None else version
-
-    def load_weights(self, weights: WeightsRef, version: int) -> None:
-        """Take the weights of a published policy version, with the optimizer as it is.
-
-        An engine with adapters takes them as its base, below adapters that change nothing yet.
-        """
-        meeting = self._joined()
-        model = self._loaded()
-        self.version = None
-        if weights != self._spec.base:
-            fill(model.model, self._store, weights, meeting.group)
-        self._begin_versions(model)
-        self.version = version
-
-    def _begin_versions(self, policy: Policy | Critic) -> None:
-        """What is held now is a beginning: below fresh adapters, if this engine trains any."""
-        module = policy if isinstance(policy, Critic) else policy.model
-        made: type[Versions] = Versions
-        if self._spec.lora is not None:
-            reset(policy.model, self._spec.seed)
-            made = AdapterVersions
-        if self._published is not None:
-            self._published.close()
-        group, cache = self._joined().group, self._node_cache
-        self._published = made(module, self._spec, self._files, self._directory, cache, group)
-
-    def _files_of(self, run: str | None) -> RunStore:
-        return self._files if run is None else replace(self._files, run=run)
-
-    def _state(self) -> dict[str, Tensor]:
-        optimizer = self._trained()
-        weights = {f"model.{name}": value.detach() for name, value in optimizer.parameters.items()}
-        return {**weights, **optimizer.moments()}
-
-    def _versions(self) -> Versions:
-        assert self._published is not None
-        return self._published
-
     def _forward(self, temperature: float) -> Forward:
         policy = self._loaded()
         if not isinstance(policy, Policy):
@@ -396,28 +191,3 @@ class FSDPEngine(Ranked):
             chunk=self._spec.train.logit_chunk_tokens,
             dtype=self._compute,
         )
-
-    @property
-    def _compute(self) -> torch.dtype:
-        return DTYPES[self._spec.train.compute_dtype]
-
-    def _loaded(self) -> Policy | Critic:
-        assert self._policy is not None
-        return self._policy
-
-    def _joined(self) -> Meeting:
-        if self._meeting is None:
-            raise RuntimeError("This engine has not joined its process group. Form the gang first.")
-        if self._storages.away:
-            raise RuntimeError("This engine's weights are off its device. Call onload first.")
-        return self._meeting
-
-    def _shared(self) -> SequenceGroup:
-        self._joined()
-        assert self._sequence is not None
-        return self._sequence
-
-    def _trained(self) -> Optimizer:
-        if self._optimizer is None:
-            raise ValueError(f"An engine of role {self._spec.role} has no trainer state.")
-        return self._optimizer
