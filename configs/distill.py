@@ -1,43 +1,15 @@
 """The settings of a distillation run: those of GRPO, and teachers that score the samples."""
 
-import re
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
 from configs.algorithm.distillation import DistillAlgorithm
-from configs.base import Settings
 from configs.cluster.cluster import PoolConfig, Role
 from configs.cluster.sharing import check_sharing
 from configs.grpo import GRPOConfig
-from configs.model import Model
-from configs.retraining import CONTINUE_FROM
 from configs.rewards import RewardsConfig
-
-TEACHER_POOL = "teacher"  # what the pool is called that a run gets which names none
-TEACHER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-
-
-class TeacherConfig(Settings):
-    """A frozen model that scores the student's token ids; it has the student's tokenizer."""
-
-    model: Model | None = Field(None, description="The model, from a path or the hub.")
-    version: str | None = Field(
-        None,
-        pattern=CONTINUE_FROM,
-        description="In its place a policy version of this store: models:/NAME@ALIAS, RUN, or "
-        "RUN@STEP. A new run records which it found.",
-    )
-
-    @model_validator(mode="after")
-    def _is_one_of_two(self) -> Self:
-        if (self.model is None) == (self.version is None):
-            has = "neither" if self.model is None else f"a model and the version {self.version}"
-            raise ValueError(
-                f"A teacher is a model or a policy version, and one of teachers has {has}. Set "
-                "teachers.NAME.model or teachers.NAME.version, not both."
-            )
-        return self
+from configs.teachers import TEACHER_NAME, TEACHER_POOL, TeacherConfig
 
 
 class DistillConfig(GRPOConfig):
@@ -52,7 +24,8 @@ class DistillConfig(GRPOConfig):
         description="Distillation, and how the task's rewards are learned from beside it.",
     )
     teachers: dict[str, TeacherConfig] = Field(
-        min_length=1, description="The teachers by name, each on all workers of their pool."
+        min_length=1,
+        description="The teachers by name, each on all workers of their pool, or a service.",
     )
     teacher_column: str | None = Field(
         None, description="Column of the data that names each row's teacher; none: there is one."
@@ -77,13 +50,24 @@ class DistillConfig(GRPOConfig):
     @property
     def frozen_roles(self) -> list[Role]:
         """Roles of the train engine without an optimizer."""
-        return [*super().frozen_roles, "teacher"]
+        own: list[Role] = ["teacher"] if self.own_teachers else []
+        return [*super().frozen_roles, *own]
+
+    @property
+    def own_teachers(self) -> list[str]:
+        """Names of the teachers that live on workers of the run."""
+        return [name for name, teacher in self.teachers.items() if teacher.service is None]
+
+    @property
+    def services(self) -> dict[str, TeacherConfig]:
+        """The teachers that are services, by name."""
+        return {name: one for name, one in self.teachers.items() if one.service is not None}
 
     @model_validator(mode="after")
     def _teachers_have_a_pool(self) -> Self:
         """A pool of their own, like the actor's with one worker, where the settings name none."""
         cluster = self.cluster
-        if cluster.roles.teacher is None:
+        if self.own_teachers and cluster.roles.teacher is None:
             like = cluster.pools[cluster.roles.actor].model_dump(exclude={"workers"})
             pools = {TEACHER_POOL: PoolConfig(**like), **cluster.pools}
             roles = cluster.roles.model_copy(update={"teacher": TEACHER_POOL})

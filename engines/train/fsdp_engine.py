@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
+from engines.model_tokens import ModelTokens, model_tokens
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
@@ -35,6 +36,7 @@ from engines.train.sharded_model import ShardedModel
 from engines.train.spec import ColumnsResult, UpdateResult
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
+from storage.objects.store import Store
 
 
 class FSDPEngine(ShardedModel):
@@ -44,6 +46,7 @@ class FSDPEngine(ShardedModel):
         "logprobs",
         "values",
         "teach",
+        "tokens",
         "update",
         "cost",
         "export_weights",
@@ -91,16 +94,30 @@ class FSDPEngine(ShardedModel):
         return self._columns(batch, out_key, computed, ("values",))
 
     def teach(
-        self, batch: BatchRef, out_key: str, temperature: float, top_k: int = 0
+        self,
+        batch: BatchRef,
+        out_key: str,
+        temperature: float,
+        top_k: int = 0,
+        store: Store | None = None,
+        readable: int | None = None,
     ) -> ColumnsResult:
         """Write teacher_logprobs of all rows, in their order; with `top_k` the likeliest words too.
 
         teacher_topk_ids and teacher_topk_logprobs have [top_k] numbers for each token,
         teacher_tail_logprobs the probability of all other words, in nats. The words are among those
         that the student knows.
+
+        store: of the batch and the columns, if not the engine's own. readable: how many token ids
+        the student knows, where the spec names no student.
         """
-        computed = likeliest_words(self._forward(temperature), top_k, self._readable)
-        return self._columns(batch, out_key, computed, TEACHER_COLUMNS)
+        among = self._readable if readable is None else readable
+        computed = likeliest_words(self._forward(temperature), top_k, among)
+        return self._columns(batch, out_key, computed, TEACHER_COLUMNS, store)
+
+    def tokens(self) -> ModelTokens | None:
+        """The tokens of the model; None where its files do not have them."""
+        return model_tokens(self._directory)
 
     def _columns(
         self,
@@ -108,9 +125,10 @@ class FSDPEngine(ShardedModel):
         out_key: str,
         computed: Computed,
         names: tuple[str, ...],
+        store: Store | None = None,
     ) -> ColumnsResult:
         ref, sums = write_token_columns(
-            self._store,
+            store or self._store,
             self._shared(),
             self._device,
             batch,

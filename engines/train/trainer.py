@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
+from engines.model_tokens import ModelTokens
 from engines.train.mfu import CostModel
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
@@ -171,6 +172,12 @@ class Trainer:
         with self._lock:
             self.at(0)
             return self._call("teach", 0, arguments, name=f"teach-{out_key}").batch
+
+    def tokens(self, version: int) -> ModelTokens | None:
+        """The model's tokens; None where its files do not have them."""
+        with self._lock:
+            self.at(version)
+            return self._call("tokens", version, {})
 
     def values(self, version: int, batch: BatchRef, out_key: str) -> BatchRef:
         """A critic's values of the responses [N, jagged] under a version, as a new column."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
+from configs.storage import TrackingConfig
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
@@ -44,7 +45,7 @@ def beginning(config: GRPOConfig) -> tuple[Origin, np.ndarray]:
     """
     store = Store(config.store.uri, config.store.options)
     assert config.continue_from is not None
-    parent, step = place_of(store, config, config.continue_from, "continue_from")
+    parent, step = place_of(store, config.tracking, config.continue_from, "continue_from")
     try:
         origin = begin_at(
             parent,
@@ -104,7 +105,7 @@ def fresh_rows(cursor: Cursor, source: PromptSource, seen: np.ndarray) -> list[i
 
 
 def place_of(
-    store: Store, config: GRPOConfig, named: str, setting: str
+    store: Store, tracking: TrackingConfig, named: str, setting: str
 ) -> tuple[RunStore, int | None]:
     """The run that models:/NAME@ALIAS, RUN or RUN@STEP names, and the step; None for its last.
 
@@ -115,13 +116,13 @@ def place_of(
         return RunStore(store, name), int(step) if step else None
     model, _, alias = named.removeprefix(REGISTERED).partition("@")
     try:
-        found = Registry(config.tracking).by_alias(model, alias)
+        found = Registry(tracking).by_alias(model, alias)
     except NotRegistered as error:
         raise ConfigError(f"{setting}: {error}") from error
     if found is None:
         raise ConfigError(
             f"{setting} = {named}: no version of model {model} has the alias {alias} at "
-            f"{config.tracking.uri}. Run once without {setting} and with promotion.alias = {alias}, "
+            f"{tracking.uri}. Run once without {setting} and with promotion.alias = {alias}, "
             "or set another alias."
         )
     if found.store_uri != store.uri:

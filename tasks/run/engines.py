@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from configs.cluster.kinds import TemporaryTls
 from engines.processes.certificates import Certificates
 from engines.rollout.rollout_pool import RolloutPool
+from engines.teachers.client import TeacherClient
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.pool import EnginePool
@@ -23,6 +24,7 @@ from tasks.run.engine_specs import (
 )
 from tasks.run.forking import parent_config
 from tasks.run.handles import Handles, open_engines, trainer_of
+from tasks.run.teachers import teachers_of
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
@@ -61,9 +63,11 @@ class Engines:
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
         self._usage = StoreUsage()
-        self.roles = ["reward", *run.config.engine_roles]
+        self.roles: list[str] = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
         self.roles += ["reward_model"] if run.config.rewards.on_engines else []
+        self._services = [one for one in teachers_of(run.config).values() if one.service]
+        self.roles += ["teacher_service"] if self._services else []
 
     def launch(self) -> None:
         """Begin to start workers and engines; returns at once.
@@ -80,9 +84,9 @@ class Engines:
             in_order = cluster.share_devices or role == "opponent"
             after = before.get(pool) if in_order else None
             before[pool] = self._started[role] = self._threads.submit(self._start, role, after)
-        for role in self.roles:
-            if role not in self._started:
-                self._started[role] = self._threads.submit(self._start, role)
+        for name in self.roles:
+            if name not in self._started:
+                self._started[name] = self._threads.submit(self._start, name)
 
     def workers(self) -> dict[str, list[str]]:
         """Pool -> names of its live workers; waits for them."""
@@ -122,6 +126,7 @@ class Engines:
             "opponent": lambda: self.opponents.start(),
             "ref": lambda: self.ref.at(0),
             "teacher": self._start_teachers,
+            "teacher_service": self._attach,
         }
         start[role]()
         waiting = [name for name, future in self._started.items() if not future.done()]
@@ -143,12 +148,29 @@ class Engines:
         trainer.at(run.head)
 
     def _start_teachers(self) -> None:
-        for teacher in self.teachers.values():
+        for teacher in self._made().teachers.values():
             teacher.at(0)
+
+    def _attach(self) -> None:
+        """Take the run's places at services, once the student is there whose tokens they compare."""
+        self.wait("actor")
+        student = self.actor.tokens(self._run.head)
+        for service in self._made().services.values():
+            service.attach(student)
 
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""
         return self._usage.since_last(self.cluster.usage)
+
+    def asked(self) -> Metrics:
+        """What services have done for the run since the last look; of a teacher each."""
+        if not self._services:
+            return {}
+        return {
+            f"teacher_service/{name}/{what}": number
+            for name, service in self._made().services.items()
+            for what, number in service.used().items()
+        }
 
     def turns(self) -> Metrics:
         """Seconds and bytes of the turns on shared devices since the last look, by role."""
@@ -232,9 +254,9 @@ class Engines:
         return found
 
     @property
-    def teachers(self) -> Mapping[str, Trainer]:
+    def teachers(self) -> Mapping[str, Trainer | TeacherClient]:
         """The teachers of a distillation by name, which are frozen."""
-        return self._made().teachers
+        return {**self._made().teachers, **self._made().services}
 
     @property
     def trained(self) -> list[Trainer]:
@@ -247,4 +269,7 @@ class Engines:
         if self._handles is not None:
             # Not cancelled by now means opening or open: wait for it, so that nothing is left.
             with contextlib.suppress(Exception, CancelledError):
-                self._handles.result().cluster.close()
+                handles = self._handles.result()
+                handles.cluster.close()
+                for service in handles.services.values():
+                    service.close()

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Literal
 from configs.cluster.cluster import Role
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
+from configs.teachers import TeacherConfig
 from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
 from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
+from engines.teachers.client import TeacherClient
 from engines.train.planner import PlannerSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
@@ -28,7 +30,7 @@ from tasks.run.engine_specs import (
     rollout_spec,
     train_spec,
 )
-from tasks.run.teachers import Teacher, resolved, teachers_of
+from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
@@ -53,7 +55,8 @@ class Handles:
     actor: Trainer
     ref: Trainer | None
     critic: Trainer | None
-    teachers: Mapping[str, Trainer]  # by name
+    teachers: Mapping[str, Trainer]  # by name, on the run's own workers
+    services: Mapping[str, TeacherClient]  # teachers by name that are elsewhere
     rollouts: RolloutPool
     opponents: RolloutPool | None
     scorers: EnginePool
@@ -95,7 +98,13 @@ def open_engines(run: RunView) -> Handles:
                 config,
                 resolved(run.store, config, name),
             )
-            for name in teachers_of(config)
+            for name, teacher in teachers_of(config).items()
+            if teacher.service is None
+        },
+        services={
+            name: _service(run, name, teacher)
+            for name, teacher in teachers_of(config).items()
+            if teacher.service is not None
         },
         rollouts=_rollouts(run, cluster, "rollout"),
         opponents=None if config.opponent is None else _rollouts(run, cluster, "opponent"),
@@ -138,6 +147,21 @@ def trainer_of(
         max_new_tokens=config.rollout.max_new_tokens,
         on_replay=run.progress.replaying,
         caller=run.name,
+    )
+
+
+def _service(run: RunView, name: str, teacher: TeacherConfig) -> TeacherClient:
+    config = run.config
+    return TeacherClient(
+        address_of(name, teacher),
+        store=run.store,
+        run=run.name,
+        epoch=run.epoch,
+        temperature=config.rollout.temperature,
+        dtype=config.rollout.dtype,
+        digest=teacher.digest,
+        patience=teacher.patience,
+        cancel=run.cancelled,
     )
 
 

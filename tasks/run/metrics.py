@@ -65,6 +65,7 @@ def step_metrics(
         "policy/version": float(updated.version),
         **run.engines.store_usage(),
         **run.engines.turns(),
+        **run.engines.asked(),
     }
     return metrics
 

@@ -35,7 +35,7 @@ def frozen_version(config: GRPOConfig, store: Store, fork: Origin | None) -> Opp
     if settings.version == START:
         return None
     try:
-        owner, step = place_of(store, config, settings.version, SETTING)
+        owner, step = place_of(store, config.tracking, settings.version, SETTING)
         origin = begin_at(owner, step, fork=False, trainer_state=False, cursor=False)
     except (NoSuchOrigin, StoreError) as error:
         raise ConfigError(f"{SETTING} = {settings.version}: {error}") from error

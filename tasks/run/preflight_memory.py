@@ -71,6 +71,8 @@ def _held(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[Role, str, Mo
         if role != "teacher":
             yield role, role, shape
     for name, teacher in (config.teachers if isinstance(config, DistillConfig) else {}).items():
+        if teacher.service is not None:
+            continue
         own = shape if teacher.model is None else _shape_of(teacher.model)
         if own is not None:
             yield "teacher", f"teacher {name}", own

@@ -14,7 +14,7 @@ from storage.runs.run_store import RunStore
 from tasks.run.recorded_flow import check_same_flow, settings_of
 
 # What may change between the parts of a run without making its past unrepeatable. A name stands
-# for the setting and all below it; of a list * is any entry.
+# for the setting and all below it; * is any entry of a list, and any name.
 MAY_CHANGE = (
     "steps",
     "cluster",
@@ -42,6 +42,7 @@ MAY_CHANGE = (
     "rewards.timeout",
     "rewards.functions.*.url",  # of a judge, which may have moved; commits say so
     *(f"rewards.functions.*.{name}" for name in HOW_ASKED),
+    *(f"teachers.*.{name}" for name in ("service", "key_variable", "patience")),
     "train.deadline",
     # Where the same numbers lie, and how often they are computed.
     "train.gradient_checkpointing",
@@ -87,8 +88,8 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
 
 def may_change(key: str) -> bool:
     """Whether a setting may be another on resuming, by its dotted name."""
-    named = re.sub(r"\.\d+(?=\.|$)", ".*", key)
-    return any(named == one or named.startswith(f"{one}.") for one in MAY_CHANGE)
+    patterns = (re.escape(one).replace(r"\*", "[^.]+") for one in MAY_CHANGE)
+    return any(re.fullmatch(rf"{pattern}(\..*)?", key) for pattern in patterns)
 
 
 def differing(old: Any, new: Any, prefix: str = "") -> list[str]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.distill import DistillConfig, TeacherConfig
+from configs.distill import DistillConfig
+from configs.environment import given
 from configs.grpo import GRPOConfig
 from configs.model import Model, RandomModel
 from configs.overrides import ConfigError
+from configs.storage import TrackingConfig
+from configs.teachers import TeacherConfig
 from engines.model_facts import ModelFacts, model_facts
 from engines.model_tokens import check_same_tokens, model_tokens
 from engines.models import check_model, present
+from engines.teachers.client import Address, check_digest, probed, tokens_of
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
@@ -45,20 +49,41 @@ def resolved(store: Store, config: GRPOConfig, name: str) -> Teacher:
     if teacher.version is None:
         assert teacher.model is not None, "the settings have one of the two"
         return Teacher(name=name, model=teacher.model)
-    origin = _origin(store, config, name, teacher.version)
+    origin = origin_of_version(store, config.tracking, teacher.version, f"teachers.{name}.version")
     model = parent_config(RunStore(store, origin.run), origin).model
     return Teacher(name=name, model=model, weights=origin.weights)
 
 
+def address_of(name: str, teacher: TeacherConfig) -> Address:
+    """Where a service is and by what key it is asked. ConfigError where the key is not set."""
+    assert teacher.service is not None, "this teacher is no service"
+    key = given([teacher.key_variable]).get(teacher.key_variable)
+    if not key:
+        raise ConfigError(
+            f"The teacher {name} is the service {teacher.service}, and the environment variable "
+            f"{teacher.key_variable} with its key is not set. Set it, or "
+            f"teachers.{name}.key_variable to the name of the one that has the key."
+        )
+    return Address(name=name, url=teacher.service, key=key)
+
+
 def pinned(store: Store, config: GRPOConfig) -> GRPOConfig:
-    """The settings of a new run, with RUN@STEP for what an alias, or a run's last step, means now."""
+    """The settings of a new run, with what they mean now.
+
+    RUN@STEP for an alias or a run's last step, and the digest of what a service holds.
+    """
     if not isinstance(config, DistillConfig):
         return config
     found = dict(config.teachers)
     for name, teacher in config.teachers.items():
         if teacher.version is not None:
-            origin = _origin(store, config, name, teacher.version)
+            setting = f"teachers.{name}.version"
+            origin = origin_of_version(store, config.tracking, teacher.version, setting)
             found[name] = teacher.model_copy(update={"version": str(origin)})
+        if teacher.service is not None:
+            facts = probed(address_of(name, teacher), store, config.rollout.dtype)
+            check_digest(address_of(name, teacher), facts, teacher.digest, config.rollout.dtype)
+            found[name] = teacher.model_copy(update={"digest": facts.digest})
     return config.model_copy(update={"teachers": found})
 
 
@@ -66,14 +91,15 @@ def keep_versions(files: RunStore, config: GRPOConfig) -> None:
     """Have the runs whose policy versions teach this one keep them."""
     for name, teacher in teachers_of(config).items():
         if teacher.version is not None:
-            origin = _origin(files.store, config, name, teacher.version)
+            setting = f"teachers.{name}.version"
+            origin = origin_of_version(files.store, config.tracking, teacher.version, setting)
             owner = RunStore(files.store, origin.run)
             pin_version(files, owner, origin.weights.version, f"teacher-{name}")
 
 
-def _origin(store: Store, config: GRPOConfig, name: str, version: str) -> Origin:
-    setting = f"teachers.{name}.version"
-    parent, step = place_of(store, config, version, setting)
+def origin_of_version(store: Store, tracking: TrackingConfig, version: str, setting: str) -> Origin:
+    """The step that a setting names by models:/NAME@ALIAS, RUN or RUN@STEP. ConfigError."""
+    parent, step = place_of(store, tracking, version, setting)
     try:
         return begin_at(parent, step, fork=False, trainer_state=False, cursor=False)
     except (NoSuchOrigin, StoreError) as error:
@@ -83,7 +109,10 @@ def _origin(store: Store, config: GRPOConfig, name: str, version: str) -> Origin
 def check_teachers(config: DistillConfig, store: Store, source: PromptSource) -> str:
     """Whether teachers are there, and fit the student and the rows. ValueError, one sentence."""
     said = []
-    for name in config.teachers:
+    for name, settings in config.teachers.items():
+        if settings.service is not None:
+            said.append(f"{name}: {_checked_service(config, store, name, settings)}")
+            continue
         teacher = resolved(store, config, name)
         try:
             check_model(teacher.model)
@@ -111,25 +140,47 @@ def _checked(config: DistillConfig, teacher: Teacher) -> str:
     return f"the student's tokenizer, {tokens.digest}"
 
 
+def _checked_service(config: DistillConfig, store: Store, name: str, teacher: TeacherConfig) -> str:
+    """What a service teaches by, if it can teach this run."""
+    address, dtype = address_of(name, teacher), config.rollout.dtype
+    facts = probed(address, store, dtype)
+    check_digest(address, facts, teacher.digest, dtype)
+    _check_length(config, name, facts.positions)
+    _check_words(config, name, facts.rows)
+    place = present(config.model)
+    student = None if place is None else model_tokens(place)
+    if student is not None:
+        check_same_tokens(student, tokens_of(address), name)
+    compared = "" if student is not None else "; tokenizers are compared when engines start"
+    return f"{facts.model} at {address.url}, {facts.taken} of {facts.places} places taken{compared}"
+
+
 def _check_sizes(config: DistillConfig, name: str, facts: ModelFacts) -> None:
     """Whether a teacher reads samples as long as the student's, and has as many words as wanted."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if facts.unsupported is not None:
         raise ValueError(
             f"The teacher {name} has {facts.unsupported}, which the train engine does not "
             f"compute. Set teachers.{name} to another model."
         )
-    if facts.positions is not None and longest > facts.positions:
+    _check_length(config, name, facts.positions)
+    _check_words(config, name, None if facts.shape is None else facts.shape.vocabulary)
+
+
+def _check_length(config: DistillConfig, name: str, positions: int | None) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if positions is not None and longest > positions:
         raise ValueError(
             f"The longest sample has data.max_prompt_tokens + rollout.max_new_tokens = {longest} "
-            f"tokens, and the teacher {name} reads {facts.positions}. Set one of them lower."
+            f"tokens, and the teacher {name} reads {positions}. Set one of them lower."
         )
+
+
+def _check_words(config: DistillConfig, name: str, words: int | None) -> None:
     top_k = config.algorithm.distillation.top_k
-    if facts.shape is not None and top_k >= facts.shape.vocabulary:
+    if words is not None and top_k >= words:
         raise ValueError(
-            f"algorithm.distillation.loss.top_k = {top_k}, and the teacher {name} has "
-            f"{facts.shape.vocabulary} words, of which some have to be left for the tail. Set it "
-            "lower."
+            f"algorithm.distillation.loss.top_k = {top_k}, and the teacher {name} has {words} "
+            "words, of which some have to be left for the tail. Set it lower."
         )
 
 

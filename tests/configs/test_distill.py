@@ -11,9 +11,10 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import DistillAlgorithm, recorded_algorithm
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
-from configs.overrides import ConfigError
+from configs.overrides import ConfigError, change
 from configs.recipe import load_recipe, recipe_names
 from configs.settings_help import fields
+from configs.teachers import TeacherServiceConfig
 
 TEACHER = ("teachers.tutor.model.kind=random", "teachers.tutor.model.seed=1")
 WORDS = "algorithm.distillation.loss.kind=forward_kl_topk"
@@ -39,6 +40,36 @@ def test_a_teacher_has_a_pool_of_its_own_unless_told() -> None:
     )
     beside = loaded(*TEACHER, "cluster.roles.teacher=train")
     assert "teacher" not in beside.cluster.pools
+
+
+def test_a_service_takes_no_workers_of_the_run() -> None:
+    alone = loaded("teachers.tutor.service=http://127.0.0.1:8200/")
+    assert alone.teachers["tutor"].service == "http://127.0.0.1:8200"
+    assert "teacher" not in alone.engine_roles
+    assert "teacher" not in alone.cluster.pools
+    words = ["teachers.other.service=http://127.0.0.1:8200", "teacher_column=answer"]
+    both = loaded(*TEACHER, *words)
+    assert (both.own_teachers, list(both.services)) == (["tutor"], ["other"])
+    assert "teacher" in both.used_pools
+
+
+def test_the_settings_of_a_service_have_a_meaning_and_no_password() -> None:
+    found = {name: meaning for name, kind, _, meaning in fields(TeacherServiceConfig) if kind}
+    assert [n for n, meaning in found.items() if not meaning and not n.endswith("kind")] == []
+    config = change(
+        TeacherServiceConfig, {}, ["model.kind=random", "cluster.pools.teacher.workers=2"]
+    )
+    assert config.cluster.pools[config.pool].workers == 2
+    for words, said in (
+        (
+            ["model.kind=random", "other_stores=[s3://me:mine@host/b]"],
+            "other_stores holds a password",
+        ),
+        ([], "and neither is set"),
+        (["model.kind=random", "version=run@3"], "and both are set"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            change(TeacherServiceConfig, {}, words)
 
 
 def test_the_reverse_kl_takes_the_log_probs_before_the_update_and_words_do_not() -> None:
@@ -77,7 +108,10 @@ def test_every_setting_has_a_meaning_and_other_flows_have_none_of_these() -> Non
         ([], "teachers: a value is needed"),
         (["teachers.a.version=x", "teachers.a.model.kind=random"], "one of teachers has a model and the version x"),
         (["teachers={'a b': {version: x}}"], "a teacher named 'a b'"),
-        (["teachers.a={}"], "one of teachers has neither"),
+        (["teachers.a={}"], "one of teachers has none of them"),
+        ([*TEACHER, "teachers.tutor.service=http://h:1"], "one of teachers has a model and the service http://h:1"),
+        (["teachers.a.service=h:8200"], "teachers.NAME.service = h:8200 is no address of a service"),
+        ([*TEACHER, "teachers.tutor.digest=xxh3:0"], "teachers.NAME.digest is of a service's weights"),
         ([*TEACHER, "teachers.other.version=run@3"], "Set teacher_column to a column"),
         ([*TEACHER, "teacher_column=who"], "there is one, tutor. Set teacher_column = null"),
         (["teachers.a.version=models:/x"], "teachers.a.version = 'models:/x'"),

@@ -32,7 +32,14 @@ OF_WORDS = {"teacher_topk_ids", "teacher_topk_logprobs", "teacher_tail_logprobs"
 def replayed(run: Launched, step: int) -> str:
     """What `refrain replay` says of a step, which has to be equal to the bit."""
     done = subprocess.run(
-        [sys.executable, "-m", "flows.replay", run.files.run, str(step)],
+        [
+            sys.executable,
+            "-m",
+            "flows.replay",
+            run.files.run,
+            str(step),
+            f"store.uri={run.store_uri}",
+        ],
         cwd=run.folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -17,9 +17,12 @@ from tasks.run.resuming import differing, may_change
         ("rewards.functions", False),
         ("cluster.pools.cpu.workers", True),
         ("storey", False),
+        ("teachers.tutor.service", True),
+        ("teachers.tutor.digest", False),
+        ("teachers.tutor.model.seed", False),
     ],
 )
-def test_how_a_judge_is_asked_may_change(key: str, may: bool) -> None:
+def test_where_and_how_others_are_asked_may_change(key: str, may: bool) -> None:
     assert may_change(key) is may
 
 

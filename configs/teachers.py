@@ -1,0 +1,187 @@
+"""The settings of a run's teachers, and those of a service that teaches several runs."""
+
+import re
+from typing import Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.base import Settings
+from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
+from configs.environment import cpu_multiplies_bfloat16, refuse_password
+from configs.model import Model
+from configs.retraining import CONTINUE_FROM
+from configs.storage import StoreConfig, TrackingConfig
+from configs.train import TrainConfig
+
+TEACHER_POOL = "teacher"  # what the pool is called that a run gets which names none
+TEACHER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+KEY_VARIABLE = "REFRAIN_TEACHER_KEY"
+VARIABLE = r"^[A-Z_][A-Z0-9_]*$"
+PORT = 8200
+
+
+class TeacherConfig(Settings):
+    """A frozen model that scores the student's token ids; it has the student's tokenizer."""
+
+    model: Model | None = Field(None, description="The model, from a path or the hub.")
+    version: str | None = Field(
+        None,
+        pattern=CONTINUE_FROM,
+        description="In its place a policy version of this store: models:/NAME@ALIAS, RUN, or "
+        "RUN@STEP. A new run records which it found.",
+    )
+    service: str | None = Field(
+        None,
+        description="In their place the address of a service that teaches several runs, "
+        "http://HOST:PORT (python -m flows.teacher serve).",
+    )
+    key_variable: str = Field(
+        KEY_VARIABLE,
+        pattern=VARIABLE,
+        description="NAME of the environment variable with the service's key, not the key.",
+    )
+    digest: str | None = Field(
+        None,
+        description="Digest of the weights that the service has to hold, in the number format of "
+        "rollout.dtype. A new run records which it found.",
+    )
+    patience: float = Field(
+        600.0,
+        ge=0,
+        description="How long a run waits for a service that does not answer, or has no place for "
+        "it any more, in seconds.",
+    )
+
+    @model_validator(mode="after")
+    def _is_one_of_three(self) -> Self:
+        named = {"a model": self.model is not None}
+        named[f"the version {self.version}"] = self.version is not None
+        named[f"the service {self.service}"] = self.service is not None
+        found = [what for what, given in named.items() if given]
+        if len(found) != 1:
+            raise ValueError(
+                "A teacher is a model, a policy version or a service, and one of teachers has "
+                f"{' and '.join(found) or 'none of them'}. Set one of teachers.NAME.model, "
+                "teachers.NAME.version and teachers.NAME.service."
+            )
+        if self.service is None and self.digest is not None:
+            raise ValueError(
+                "teachers.NAME.digest is of a service's weights, and this teacher is none. Set "
+                "teachers.NAME.service, or digest = null."
+            )
+        return self
+
+    @field_validator("service")
+    @classmethod
+    def _is_an_address(cls, service: str | None) -> str | None:
+        if service is None:
+            return None
+        refuse_password("teachers.NAME.service", service)
+        parts = urlsplit(service)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(
+                f"teachers.NAME.service = {service} is no address of a service. Set it to "
+                f"http://HOST:PORT, such as http://127.0.0.1:{PORT}."
+            )
+        return service.rstrip("/")
+
+
+class TeacherCluster(ClusterConfig):
+    """The workers of a service: one pool."""
+
+    pools: dict[str, PoolConfig] = Field(
+        default_factory=lambda: {TEACHER_POOL: PoolConfig(threads=2)},
+        description="Pools by name; the service uses that of the role teacher, each worker a rank.",
+    )
+    roles: RolesConfig = Field(
+        default=RolesConfig(
+            actor=TEACHER_POOL,
+            ref=TEACHER_POOL,
+            rollout=TEACHER_POOL,
+            reward=TEACHER_POOL,
+            teacher=TEACHER_POOL,
+        ),
+        description="The pool of the role teacher; a service has no other.",
+    )
+
+
+class TeacherServiceConfig(Settings):
+    """A teacher that several runs ask: its model, who may ask, and how much."""
+
+    name: str = Field(
+        "teacher",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="What messages and the store call the service.",
+    )
+    model: Model | None = Field(None, description="The teacher, from a path or the hub.")
+    version: str | None = Field(
+        None,
+        pattern=CONTINUE_FROM,
+        description="In its place a policy version of the store: models:/NAME@ALIAS, RUN, or "
+        "RUN@STEP. It is kept while the service lives, and an hour longer.",
+    )
+    host: str = Field("127.0.0.1", description="Address that the service listens at.")
+    port: int = Field(PORT, ge=0, lt=65536, description="Its port; 0 takes a free one.")
+    key_variable: str = Field(
+        KEY_VARIABLE,
+        pattern=VARIABLE,
+        description="NAME of the environment variable with the key that runs have to show.",
+    )
+    places: int = Field(8, ge=1, description="Runs that may hold a lease at once.")
+    lease_seconds: float = Field(
+        60.0, ge=1, description="After so long a run that is not heard of loses its place."
+    )
+    tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Quota of each run: tokens, of prompts and answers, that are scored for it in a "
+        "minute; further ones wait while others have their turn. None: no limit.",
+    )
+    store: StoreConfig = Field(
+        default_factory=StoreConfig,
+        description="The store whose runs may ask, and where a version is.",
+    )
+    other_stores: tuple[str, ...] = Field(
+        (), description="Addresses of more stores whose runs may ask, with store.options too."
+    )
+    tracking: TrackingConfig = Field(
+        default_factory=TrackingConfig, description="MLflow, where a version is of its registry."
+    )
+    train: TrainConfig = Field(
+        default_factory=TrainConfig,
+        description="How the train engine computes; of a teacher only what a forward pass needs.",
+    )
+    cluster: TeacherCluster = Field(default_factory=TeacherCluster, description="Workers.")
+
+    @property
+    def pool(self) -> str:
+        """The pool that the teacher lives on."""
+        return self.cluster.roles.pool_of("teacher")
+
+    @field_validator("other_stores")
+    @classmethod
+    def _no_passwords(cls, stores: tuple[str, ...]) -> tuple[str, ...]:
+        for uri in stores:
+            refuse_password("other_stores", uri)
+        return stores
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> Self:
+        if (self.model is None) == (self.version is None):
+            has = "neither is" if self.model is None else "both are"
+            raise ValueError(
+                f"A service teaches by a model or a policy version, and {has} set. Set model or "
+                "version."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _number_format_suits_the_cpu(self) -> Self:
+        """Float32 on CPUs that are slow in bfloat16, where the settings do not name a format."""
+        gpus = self.cluster.pools[self.pool].gpus
+        named = "compute_dtype" in self.train.model_fields_set
+        if not (named or gpus or cpu_multiplies_bfloat16()):
+            changed = self.train.model_copy(update={"compute_dtype": "float32"})
+            self.__dict__["train"] = changed
+        return self

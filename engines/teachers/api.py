@@ -1,0 +1,72 @@
+"""The service over HTTP: every request shows the key, every answer is JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import HTTPException
+from fastapi.responses import JSONResponse
+
+from engines.teachers.messages import Facts, Lease, Probe, Question, Refused, Status, Taught, Tokens
+from engines.teachers.service import TeacherService
+
+POLL = 2.0  # seconds that a request waits for its answer before it is told to ask again
+STILL_WAITING = 202
+UNAUTHORIZED = 401
+
+
+def app(service: TeacherService, key: str) -> FastAPI:
+    """The application; requests that do not show the key are answered 401."""
+
+    def shows_key(request: Request) -> None:
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(shown.encode(), key.encode()):
+            raise HTTPException(UNAUTHORIZED, "the key is not the service's")
+
+    made = FastAPI(
+        dependencies=[Depends(shows_key)], docs_url=None, redoc_url=None, openapi_url=None
+    )
+
+    @made.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, status_code=error.status)
+
+    @made.post("/v1/probe")
+    def probe(probe: Probe) -> Facts:
+        return service.probe(probe)
+
+    @made.get("/v1/tokens")
+    def tokens() -> Tokens:
+        found = service.tokens
+        return Tokens(words=dict(found.words), special=dict(found.special), rows=found.rows)
+
+    @made.get("/v1/status")
+    def status() -> Status:
+        return service.status()
+
+    @made.put("/v1/lease")
+    def renew(lease: Lease) -> None:
+        service.renew(lease)
+
+    @made.delete("/v1/lease")
+    def release(lease: Lease) -> None:
+        service.release(lease)
+
+    @made.post("/v1/teach", response_model=Taught)
+    async def teach(question: Question) -> Taught | JSONResponse:
+        answer = asyncio.wrap_future(await run_in_threadpool(service.ask, question))
+        answer.add_done_callback(lambda one: one.cancelled() or one.exception())  # looked at
+        try:
+            taught = await asyncio.wait_for(asyncio.shield(answer), POLL)
+        except TimeoutError:
+            return JSONResponse({}, status_code=STILL_WAITING)
+        except Refused:
+            service.told(question)
+            raise
+        service.told(question)
+        return taught
+
+    return made

@@ -1,0 +1,350 @@
+"""A teacher that several runs ask: one gang, a fair queue before it, and a place for each run.
+
+Nothing of a run lives here for longer than its call: what is written goes by the run's keys into
+the run's store, and a question has all that its answer is made of. So a service that is killed loses
+nothing; the runs ask its successor again. HTTP is in engines/teachers/api.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engines.failures import CallCancelled, ClusterLost, InfrastructureError
+from engines.model_tokens import ModelTokens
+from engines.teachers.fair_queue import FairQueue
+from engines.teachers.leases import GONE, Leases
+from engines.teachers.messages import (
+    Facts,
+    Lease,
+    Probe,
+    Question,
+    Refused,
+    RunUse,
+    Status,
+    Taught,
+)
+from engines.train.packing import read_lengths
+from engines.train.spec import ColumnsResult
+from engines.workers.gang import Gang
+from engines.workers.messages import CallId
+from storage.batches.refs import BatchRef
+from storage.objects.errors import StoreError, StoreUnavailable
+from storage.objects.store import Store
+
+# HTTP statuses. What fails LATER may go well when it is asked again, of this service or the next.
+BAD_REQUEST, OTHER_WEIGHTS, FAILED, ENDING, LATER = 400, 412, 422, 502, 503
+LOOK_EVERY = 1.0  # seconds between looks for leases that have run out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What each run may have."""
+
+    places: int  # runs at once
+    lease_seconds: float
+    tokens_per_minute: int | None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Waiting:
+    """A question that waits for its answer, or has it."""
+
+    question: Question
+    readable: int | None  # token ids that the student knows
+    tokens: int
+    since: float  # by the clock
+    answer: Future[Taught] = field(default_factory=Future)
+
+
+class TeacherService:
+    """See the module's docstring. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        gang: Gang,
+        stores: Mapping[str, Store],
+        limits: Limits,
+        *,
+        name: str,
+        model: str,
+        positions: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stores`: whose runs may ask, by address. `positions`: the longest sequence, in tokens."""
+        self._gang = gang
+        self._stores = stores
+        self._limits = limits
+        self._name = name
+        self._model = model
+        self._positions = positions
+        self._clock = clock
+        self._began = clock()
+        self._queue: FairQueue[_Waiting] = FairQueue(limits.tokens_per_minute, clock)
+        self._leases = Leases(limits.places, limits.lease_seconds, clock)
+        self._asked: dict[tuple[str, str], _Waiting] = {}  # by run and out_key
+        self._digests: dict[str, str] = {}  # by number format, of the gang as it is formed
+        self._tokens: ModelTokens | None = None
+        self._changed = threading.Condition()
+        self._forming = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="teacher", daemon=True)
+
+    def start(self) -> None:
+        """Build the teacher, then answer. Raises what the gang does, ValueError without tokens."""
+        self._gang.form(self._over)
+        self._tokens = self._gang.call("tokens", cancel=self._over)
+        if self._tokens is None:
+            raise ValueError(
+                "The teacher has no tokenizer.json, by which its tokens are compared with a "
+                "student's. Set model to a checkpoint that has one."
+            )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer nothing more; a call under way is ended."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # -- what runs ask ---------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> ModelTokens:
+        """The teacher's tokens."""
+        assert self._tokens is not None, "the service has not started"
+        return self._tokens
+
+    def probe(self, probe: Probe) -> Facts:
+        """What is taught by, for a run that can be served. Refused, in a sentence."""
+        found = self._store(probe.store)
+        try:
+            seen = found.read(probe.key).decode(errors="replace")
+        except StoreError:
+            seen = ""
+        if seen != probe.text:
+            raise Refused(
+                BAD_REQUEST,
+                f"it does not see what this run has just written to {probe.store}; set store.uri to "
+                "an address that means the same place on both machines",
+            )
+        return self.facts(probe.dtype)
+
+    def facts(self, dtype: str | None = None) -> Facts:
+        """What is taught by; with the digest of the weights in a number format."""
+        with self._changed:
+            taken = len(self._leases.all)
+        return Facts(
+            name=self._name,
+            model=self._model,
+            digest="" if dtype is None else self._digest(dtype),
+            rows=self.tokens.rows,
+            positions=self._positions,
+            places=self._limits.places,
+            taken=taken,
+            lease_seconds=self._limits.lease_seconds,
+            tokens_per_minute=self._limits.tokens_per_minute,
+        )
+
+    def renew(self, lease: Lease) -> None:
+        """Give a run its place, or let it keep it. Refused, in a sentence."""
+        self._store(lease.store)
+        rows = self.tokens.rows
+        fewer = lease.rows is not None and rows is not None and rows < lease.rows
+        if lease.tokenizer != self.tokens.digest or fewer:
+            raise Refused(
+                FAILED,
+                f"its tokenizer is another than the student's ({self.tokens.digest} of "
+                f"{rows} ids, and {lease.tokenizer} of {lease.rows})",
+            )
+        with self._changed:
+            self._leases.ended()
+            if self._leases.renew(lease):
+                self._drop(lease.address)
+
+    def release(self, lease: Lease) -> None:
+        """Give a run's place to others; what it asked is forgotten."""
+        with self._changed:
+            if self._leases.release(lease.address, lease.epoch):
+                self._drop(lease.address)
+
+    def ask(self, question: Question) -> Future[Taught]:
+        """The answer to come; a question that is asked again is the same one. Refused."""
+        key = (question.address, question.out_key)
+        with self._changed:
+            held = self._leases.held(question.address, question.epoch)
+            if (known := self._asked.get(key)) is not None:
+                return known.answer
+        tokens = self._checked(question)
+        waiting = _Waiting(
+            question=question, readable=held.lease.rows, tokens=tokens, since=self._clock()
+        )
+        with self._changed:
+            if (known := self._asked.get(key)) is not None:  # asked twice at once
+                return known.answer
+            self._leases.held(question.address, question.epoch)  # still
+            self._asked[key] = waiting
+            self._queue.put(question.address, tokens, waiting)
+            self._changed.notify_all()
+        return waiting.answer
+
+    def told(self, question: Question) -> None:
+        """An answer has been given: asked once more, it is made again."""
+        with self._changed:
+            self._asked.pop((question.address, question.out_key), None)
+
+    def status(self) -> Status:
+        """For a person's look."""
+        facts = self.facts()
+        with self._changed:
+            now, held = self._clock(), self._leases.all
+            runs = []
+            for address, one in sorted(held.items()):
+                calls, tokens = self._queue.waiting(address)
+                runs.append(
+                    RunUse(
+                        run=one.lease.run,
+                        store=one.lease.store,
+                        epoch=one.lease.epoch,
+                        heard=max(0.0, now - one.until + self._limits.lease_seconds),
+                        calls=one.calls,
+                        tokens=one.tokens,
+                        queue_seconds=one.queue_seconds,
+                        seconds=one.seconds,
+                        waiting=calls,
+                        waiting_tokens=tokens,
+                    )
+                )
+        return Status(facts=facts, seconds=now - self._began, runs=runs)
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _store(self, uri: str) -> Store:
+        found = self._stores.get(uri)
+        if found is None:
+            raise Refused(
+                BAD_REQUEST,
+                f"it serves runs of the stores {', '.join(self._stores)}, and this run's is {uri}; "
+                f"start it with other_stores=[{uri}], or set store.uri",
+            )
+        return found
+
+    def _checked(self, question: Question) -> int:
+        """The tokens of a question that the gang can answer, so that a bad one does not break it."""
+        if not question.out_key.startswith(f"{question.run}/"):
+            raise Refused(BAD_REQUEST, f"{question.out_key} is no key of the run {question.run}")
+        rows = self.tokens.rows
+        if rows is not None and question.top_k >= rows:
+            raise Refused(BAD_REQUEST, f"top_k = {question.top_k}, and it has {rows} words")
+        try:
+            store = self._store(question.store)
+            for key in question.batch.objects:
+                store.size(key)
+            lengths = read_lengths(store, question.batch)
+        except (StoreError, ValueError) as error:
+            raise Refused(FAILED, f"the samples cannot be read: {error}") from error
+        each = lengths.prompts + lengths.responses
+        longest = int(each.max(initial=0))
+        if self._positions is not None and longest > self._positions:
+            raise Refused(
+                BAD_REQUEST, f"a sample has {longest} tokens, and it reads {self._positions}"
+            )
+        return int(each.sum())
+
+    def _drop(self, address: str) -> None:
+        """Forget what a run has asked."""
+        for waiting in self._queue.drop(address):
+            waiting.answer.set_exception(Refused(GONE, "the run's place was given away"))
+        for key in [key for key in self._asked if key[0] == address]:
+            del self._asked[key]
+
+    # -- the work --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Answer one question after the other; a thread of its own."""
+        while not self._over.is_set():
+            with self._changed:
+                for address in self._leases.ended():
+                    self._drop(address)
+                waiting = self._queue.take()
+                if waiting is None:
+                    pause = self._queue.pause()
+                    self._changed.wait(LOOK_EVERY if pause is None else min(pause, LOOK_EVERY))
+                    continue
+            self._answer(waiting)
+
+    def _answer(self, waiting: _Waiting) -> None:
+        """Carry a question out: the boundary where what went wrong becomes a refusal."""
+        question, began = waiting.question, self._clock()
+        try:
+            batch = self._taught(question, waiting.readable)
+        except Refused as refusal:
+            waiting.answer.set_exception(refusal)
+            return
+        except (CallCancelled, ClusterLost) as error:
+            waiting.answer.set_exception(Refused(ENDING, f"it is ending: {error}"))
+            return
+        except (InfrastructureError, StoreUnavailable) as error:
+            waiting.answer.set_exception(Refused(LATER, str(error)))
+            return
+        except Exception as error:
+            waiting.answer.set_exception(Refused(FAILED, f"{type(error).__name__}: {error}"))
+            return
+        ended = self._clock()
+        taught = Taught(
+            batch=batch,
+            tokens=waiting.tokens,
+            queue_seconds=began - waiting.since,
+            seconds=ended - began,
+        )
+        with self._changed:
+            held = self._leases.all.get(question.address)
+            if held is not None and held.lease.epoch == question.epoch:
+                held.calls += 1
+                held.tokens += taught.tokens
+                held.queue_seconds += taught.queue_seconds
+                held.seconds += taught.seconds
+        waiting.answer.set_result(taught)
+
+    def _taught(self, question: Question, readable: int | None) -> BatchRef:
+        digest = self._digest(question.dtype)
+        if digest != question.digest:
+            raise Refused(
+                OTHER_WEIGHTS,
+                f"it holds the weights {digest}, and this run is taught by {question.digest}; start "
+                "it with that model, or begin a new run",
+            )
+        call = CallId(
+            run=question.address,
+            epoch=question.epoch,
+            step=0,
+            call=f"teach-{question.out_key}@{self._gang.generation}",
+        )
+        arguments = {
+            "batch": question.batch,
+            "out_key": question.out_key,
+            "temperature": question.temperature,
+            "top_k": question.top_k,
+            "store": self._store(question.store),
+            "readable": readable,
+        }
+        result: ColumnsResult = self._gang.call("teach", call, arguments, cancel=self._over)
+        assert result.batch is not None, "the samples have rows"
+        return result.batch
+
+    def _digest(self, dtype: str) -> str:
+        """Digest of the weights that the gang holds, which is formed anew if it was lost."""
+        known = self._digests.get(dtype)
+        if known is not None and self._gang.formed:
+            return known
+        with self._forming:
+            if not self._gang.formed:
+                self._digests = {}
+                self._gang.form(self._over)
+            if dtype not in self._digests:
+                found: str = self._gang.call("digest", None, {"dtype": dtype}, cancel=self._over)
+                self._digests[dtype] = found
+            return self._digests[dtype]

@@ -1,0 +1,67 @@
+"""A teacher for several runs: hold its model, score their samples in turn, say how it stands.
+
+python -m flows.teacher serve model.path=… [key=value …]
+python -m flows.teacher status URL [--json]
+python -m flows.teacher settings
+
+The key is in the environment variable REFRAIN_TEACHER_KEY, the same for the service and its runs; a
+run names the service by teachers.NAME.service=URL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from configs.overrides import ConfigError, change
+from configs.settings_help import fields
+from configs.teachers import KEY_VARIABLE, TeacherServiceConfig
+
+BAD_SETTINGS = 2
+
+
+def main(words: Sequence[str] = ()) -> int:
+    """Do what the words say; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.teacher",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve until Ctrl-C or SIGTERM")
+    serve.add_argument("words", nargs="*", metavar="key=value")
+    look = commands.add_parser("status", help="what is taught, and what each run has had of it")
+    look.add_argument("url", help="address of the service, http://HOST:PORT")
+    look.add_argument("--key-variable", default=KEY_VARIABLE, metavar="NAME")
+    look.add_argument("--json", action="store_true", help="print one JSON object")
+    commands.add_parser("settings", help="every setting of serve")
+    asked = parser.parse_args(list(words) or sys.argv[1:])
+    try:
+        return {"serve": _serve, "status": _status, "settings": _settings}[asked.command](asked)
+    except (ConfigError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return BAD_SETTINGS
+
+
+def _serve(asked: argparse.Namespace) -> int:
+    config = change(TeacherServiceConfig, {}, asked.words)
+    from tasks.launch.teacher_service import serve  # late: a wrong setting is said at once
+
+    return serve(config)
+
+
+def _status(asked: argparse.Namespace) -> int:
+    from tasks.commands.teacher import show
+
+    return show(asked.url, asked.key_variable, asked.json)
+
+
+def _settings(asked: argparse.Namespace) -> int:
+    for name, kind, default, meaning in fields(TeacherServiceConfig):
+        print(f"{name}  {kind}  [{default}]\n    {meaning}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
