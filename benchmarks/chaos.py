@@ -6,6 +6,7 @@
     python -m benchmarks.chaos --kills 30 --episodes           a model and an environment take turns
     python -m benchmarks.chaos --kills 12 --apart --workers 16 many rollout workers, a shard for each
     python -m benchmarks.chaos --kills 10 --flow dapo --recipe tiny-dapo     another flow
+    python -m benchmarks.chaos --kills 10 --flow distill teachers.t.model.kind=random
     python -m benchmarks.chaos --kills 8 --apart --workers 64 --sleep 2    which sleep for 2 s instead
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
@@ -308,6 +309,7 @@ def main() -> int:
     parser.add_argument("--episodes", action="store_true", help="answers of several turns")
     parser.add_argument("--flow", default="grpo", help="the flow that is killed [grpo]")
     parser.add_argument("--recipe", default=RECIPE[0], help=f"its recipe [{RECIPE[0]}]")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="more settings of the run")
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument(
         "--sleep", type=float, help="seconds; rollout engines sleep and do not decode"
@@ -320,6 +322,7 @@ def main() -> int:
         words = (*words, *OVERLAPPING)
     if arguments.workers != 2:
         words = (*words, *many(arguments.workers))
+    words = (*words, *arguments.settings)
     report = Report(steps=arguments.steps, seed=arguments.seed, overlapping=arguments.overlapping)
     (folder / "whole").mkdir()
     (folder / "broken").mkdir()

@@ -5,11 +5,27 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from configs.algorithm.distillation import DistillAlgorithm
+from configs.base import Settings
 from configs.cluster.cluster import PoolConfig, Role
 from configs.cluster.sharing import check_sharing
 from configs.grpo import GRPOConfig
 from configs.rewards import RewardsConfig
 from configs.teachers import TEACHER_NAME, TEACHER_POOL, TeacherConfig
+
+
+class OffPolicyConfig(Settings):
+    """GKD's mixture: some shards of a step are answers of the data, by a teacher or a person."""
+
+    column: str = Field(
+        description="Column of the data with them: a text, or a list of group_size texts."
+    )
+    student_data_fraction: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Probability that the student samples a shard (lambda in arXiv:2306.13649); 1: "
+        "always, which is on-policy; 0: never, which is distillation on given answers.",
+    )
 
 
 class DistillConfig(GRPOConfig):
@@ -29,6 +45,10 @@ class DistillConfig(GRPOConfig):
     )
     teacher_column: str | None = Field(
         None, description="Column of the data that names each row's teacher; none: there is one."
+    )
+
+    off_policy: OffPolicyConfig | None = Field(
+        None, description="Answers of the data among the samples; none: the student writes all."
     )
 
     @field_validator("teachers")
@@ -75,6 +95,35 @@ class DistillConfig(GRPOConfig):
             self.__pydantic_fields_set__.add("cluster")
             if cluster.share_devices:  # with this pool
                 check_sharing(self.cluster, self.engine_roles, self.max_staleness)
+        return self
+
+    @model_validator(mode="after")
+    def _answers_of_the_data_fit(self) -> Self:
+        """A loss by words alone learns from tokens that the student would not have written."""
+        if self.off_policy is None:
+            return self
+        distillation = self.algorithm.distillation
+        unfit = {
+            "algorithm.distillation.loss.kind": (distillation.loss.kind, not distillation.top_k),
+            "algorithm.distillation.task_weight": (
+                distillation.task_weight, distillation.task_weight > 0,
+            ),
+            "episodes": ("given", self.episodes is not None),
+            "rollout.over_sampling": (self.rollout.over_sampling, self.over_samples),
+        }  # fmt: skip
+        wanted = {
+            "algorithm.distillation.loss.kind": "a loss over the teacher's words, such as jsd_topk",
+            "algorithm.distillation.task_weight": "0",
+            "episodes": "null",
+            "rollout.over_sampling": "1",
+        }
+        for setting, (value, wrong) in unfit.items():
+            if wrong:
+                raise ValueError(
+                    f"With off_policy some samples are not the student's, and {setting} = {value} "
+                    f"takes them for its own. Set {setting} to {wanted[setting]}, or off_policy = "
+                    "null."
+                )
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ from prefect import task
 from prefect.futures import PrefectFuture
 
 from tasks.episodes import complete
+from tasks.off_policy import given_shard, off_policy
 from tasks.over_sampling import finished_groups
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
 from tasks.run.retries import OPTIONS
@@ -24,7 +25,8 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
     A shard that was finished before, under the same prompts, weights and sampling parameters, is
     read from the store. An attempt goes to the rollout worker that is free first; the worker's
     engine is brought to the current weights first if it lags (a restarted worker). With `episodes`
-    a completion has several turns, between which environments answer.
+    a completion has several turns, between which environments answer. With `off_policy` some shards
+    are answers of the data.
     """
 
     stage = SamplingStage(name="rollout", sampling=run.sampling)
@@ -33,7 +35,12 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
         begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
         before = prompts.shards_before
         rows = prompts.ref.part(shard - 1 - before, shards.of - before)
-        found = complete(run, step, rows, stage, shard, begun)
+        given = off_policy(run.config, step, shard) if begun is None else None
+        found: Sampled | Unsampled
+        if given is None:
+            found = complete(run, step, rows, stage, shard, begun)
+        else:
+            found = given_shard(run, step, rows, stage, shard, given.column)
         run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
         run.shards.ended(step, shard)
         return found

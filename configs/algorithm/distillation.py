@@ -34,7 +34,23 @@ class ReverseKLTopK(Method):
     top_k: int = Field(64, ge=1, description="Words of the teacher that are stored for each token.")
 
 
-DistillationLoss = Annotated[ReverseKL | ForwardKLTopK | ReverseKLTopK, Field(discriminator="kind")]
+class JSDTopK(Method):
+    """GKD's generalised Jensen-Shannon divergence between both, over the same bins."""
+
+    kind: Literal["jsd_topk"] = "jsd_topk"
+    top_k: int = Field(64, ge=1, description="Words of the teacher that are stored for each token.")
+    beta: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Between KL(teacher, student), near 0, and KL(student, teacher), near 1; each "
+        "times what is left of it there.",
+    )
+
+
+DistillationLoss = Annotated[
+    ReverseKL | ForwardKLTopK | ReverseKLTopK | JSDTopK, Field(discriminator="kind")
+]
 
 
 class DistillationConfig(Settings):

@@ -4,21 +4,23 @@ A distribution over words comes as log-probs of bins: each word its own, or the 
 words and one bin for all others, the tail. Merging words into bins never makes a KL larger, and
 without the tail it is no KL at all: it may be negative, and its gradient is another one.
 
-Three losses, by the gradient that they produce (pi the student, tau the teacher, y ~ pi):
+Four losses, by the gradient that they produce (pi the student, tau the teacher, y ~ pi):
 
 - KL(pi, tau) as an advantage (`reverse_kl_advantages`): E[grad log pi(y) A(y)] with
   A = -(log pi - log tau) is -grad KL(pi, tau), exactly. The same number back-propagated teaches
   nothing: the gradient of log pi(y) - log tau(y) has no teacher in it, and its mean is 0.
 - KL(tau, pi) over bins (`forward_kl`): covers what the teacher would say.
 - KL(pi, tau) over bins (`reverse_kl`): the exact sum, where the first one has a sample.
+- JSD(tau, pi) over bins (`generalized_jsd`): between the last two, and bounded.
 
 GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543, with the reverse KL as a reward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 from engines.algorithms.aggregation import MetricSums, mean_over
 from engines.algorithms.inputs import AdvantageBatch, Advantages, PolicyBatch
 
-BinDivergence = Callable[[Tensor, Tensor], Tensor]  # of the student's, the teacher's bins [T, B]
+BinDivergence = Callable[..., Tensor]  # of the student's, the teacher's bins [T, B], parameters
 
 
 def reverse_kl_advantages(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
@@ -69,6 +71,26 @@ def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     return (logprobs.exp() * (logprobs - teacher_logprobs)).sum(-1)
 
 
+def generalized_jsd(logprobs: Tensor, teacher_logprobs: Tensor, beta: float = 0.5) -> Tensor:
+    """JSD(beta) = beta KL(tau, m) + (1 - beta) KL(pi, m), with m = beta tau + (1 - beta) pi.
+
+    GKD (arXiv:2306.13649), equation 1. At most the entropy of (beta, 1 - beta). JSD / beta goes to
+    KL(tau, pi) as beta goes to 0, and JSD / (1 - beta) to KL(pi, tau) as it goes to 1, value and
+    gradient.
+
+    Args:
+        logprobs: [T, B] of the student's bins, nats, finite, with gradient.
+        teacher_logprobs: [T, B] of the teacher's, nats, finite.
+        beta: in (0, 1), the teacher's share of the mixture m.
+
+    Returns:
+        [T], nats, with gradient.
+    """
+    both = torch.stack([teacher_logprobs + math.log(beta), logprobs + math.log1p(-beta)])
+    mixture = both.logsumexp(0)
+    return beta * forward_kl(mixture, teacher_logprobs) + (1 - beta) * forward_kl(mixture, logprobs)
+
+
 def with_tail(words: Tensor, tail: Tensor) -> Tensor:
     """The bins [T, k + 1] of k words [T, k] and of all others together, [T]; log-probs."""
     return torch.cat([words, tail[:, None]], dim=-1)
@@ -77,6 +99,7 @@ def with_tail(words: Tensor, tail: Tensor) -> Tensor:
 BIN_DIVERGENCES: Mapping[str, BinDivergence] = {  # by algorithm.distillation.loss
     "forward_kl_topk": forward_kl,
     "reverse_kl_topk": reverse_kl,
+    "jsd_topk": generalized_jsd,
 }
 
 
@@ -93,6 +116,7 @@ class DistillationTerm:
 
     loss: str  # a name of BIN_DIVERGENCES; another one's gradient is in the advantages already
     coefficient: float  # per nat
+    params: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the divergence
 
     @property
     def needs(self) -> frozenset[str]:
@@ -122,7 +146,7 @@ class DistillationTerm:
                 torch.where(batch.mask[:, None], bins, 0.0)
                 for bins in (batch.student_bins, batch.teacher_bins)
             )
-            divergence = BIN_DIVERGENCES[self.loss](student, teacher)
+            divergence = BIN_DIVERGENCES[self.loss](student, teacher, **self.params)
             means[self.loss] = mean_over(divergence, batch.mask)
             for whose, bins in (("teacher", teacher), ("student", student)):
                 means[f"{whose}_mass"] = mean_over(-bins[:, -1].detach().expm1(), batch.mask)

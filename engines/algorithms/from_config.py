@@ -63,7 +63,8 @@ def distillation_of(algorithm: AlgorithmConfig) -> DistillationTerm | None:
     if not isinstance(algorithm, DistillAlgorithm):
         return None
     chosen = algorithm.distillation
-    return DistillationTerm(loss=chosen.loss.kind, coefficient=chosen.coefficient)
+    params = {name: value for name, value in chosen.loss.arguments().items() if name != "top_k"}
+    return DistillationTerm(loss=chosen.loss.kind, coefficient=chosen.coefficient, params=params)
 
 
 def loss_of(algorithm: AlgorithmConfig) -> PolicyLoss:

@@ -21,9 +21,11 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.data import Source
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import state_number, tokenize
+from engines.data.given_answers import write_answers
 from engines.data.results import (
     AdvantageParts,
     AdvantagesResult,
+    AnswersGiven,
     InformativeResult,
     ModelScores,
     PartResult,
@@ -66,6 +68,7 @@ class DataEngine(Engine):
         "prompts",
         "row_digests",
         "probe",
+        "given",
         "score",
         "repetition",
         "informative",
@@ -127,6 +130,15 @@ class DataEngine(Engine):
                 f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
             )
         return tokens, [len(ids) // 2 for ids in tokens]
+
+    def given(
+        self, prompts: BatchRef, column: str, n: int, out_key: str, attempt: int
+    ) -> AnswersGiven:
+        """Write the answers that the rows of some prompts have, as n samples of each."""
+        return write_answers(
+            *(self._store, prompts, column, n, self._tokenizer, self._spec.max_new_tokens),
+            *(out_key, attempt),
+        )
 
     def score(
         self,

@@ -43,6 +43,15 @@ class PromptsResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AnswersGiven:
+    """Answers of the data as samples."""
+
+    ref: BatchRef  # the columns of samples; row i belongs to row i // n of the prompts
+    prompt_tokens: int
+    truncated: int  # samples that were cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
     """What says how the trees of a shard grow."""
 

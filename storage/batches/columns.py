@@ -34,6 +34,7 @@ class Author(enum.IntEnum):
 UNFINISHED = "unfinished"  # finish reason of a sample that was cut and can go on
 SEGMENT = "segment"  # finish reason of a path that has got a segment, and may go on
 WAITING = "waiting"  # finish reason of a sample that goes on when others have had their turns
+GIVEN = "given"  # finish reason of a sample that is an answer of the data
 OPPONENTS_TURN = "opponent's turn"  # finish reason of a frozen player's sample whose turn is next
 TOKENS = "I32"  # number format of token ids; older objects hold I64
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from storage.audit import lineage
 from storage.audit.lineage import PromptOrigin, RemovedSample, VersionOrigin
 from storage.audit.sample_origins import SampleOrigin
+from storage.batches.columns import GIVEN
 from storage.runs.commit_log import Outline
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
@@ -118,6 +119,8 @@ def samples_table(samples: list[SampleOrigin]) -> RenderableType:
 
 def spans(sample: SampleOrigin) -> str:
     """Which tokens were drawn under which version."""
+    if sample.finish_reason == GIVEN:
+        return "of the data, drawn by no version"
     said = ", ".join(f"v{one.version} [{one.start}, {one.stop})" for one in sample.spans)
     return f"{said} of the opponent {sample.opponent}" if sample.opponent else said
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from configs.distill import DistillConfig
@@ -12,11 +12,13 @@ from configs.model import Model, RandomModel
 from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
 from configs.teachers import TeacherConfig
+from engines.data.given_answers import answers_of
 from engines.model_facts import ModelFacts, model_facts
 from engines.model_tokens import check_same_tokens, model_tokens
 from engines.models import check_model, present
 from engines.teachers.client import Address, check_digest, probed, tokens_of
 from storage.objects.errors import StoreError
+from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.source import PromptSource
 from storage.runs.forks import NoSuchOrigin, begin_at, pin_version
@@ -122,6 +124,11 @@ def check_teachers(config: DistillConfig, store: Store, source: PromptSource) ->
     if config.teacher_column is not None:
         source.check_columns([config.teacher_column])
         _check_rows(config, source)
+    if config.off_policy is not None:
+        column = config.off_policy.column
+        source.check_columns([column])
+        for number, row in _rows(source):
+            answers_of(row, column, config.group_size, f"Row {number} of {source.name}")
     return "; ".join(said)
 
 
@@ -185,13 +192,18 @@ def _check_words(config: DistillConfig, name: str, words: int | None) -> None:
 
 
 def _check_rows(config: DistillConfig, source: PromptSource) -> None:
-    """Whether every row names a teacher; all are read, some at a time."""
+    """Whether every row names a teacher."""
     column = config.teacher_column
     assert column is not None
+    for number, row in _rows(source):
+        teacher_of(row, column, config.teachers, f"Row {number} of {source.name}")
+
+
+def _rows(source: PromptSource) -> Iterator[tuple[int, Row]]:
+    """Every row with its number; some are read at a time."""
     for start in range(0, len(source), ROWS):
         numbers = range(start, min(start + ROWS, len(source)))
-        for number, row in zip(numbers, source.rows(numbers), strict=True):
-            teacher_of(row, column, config.teachers, f"Row {number} of {source.name}")
+        yield from zip(numbers, source.rows(numbers), strict=True)
 
 
 def teacher_of(

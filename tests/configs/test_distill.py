@@ -98,7 +98,7 @@ def test_every_setting_has_a_meaning_and_other_flows_have_none_of_these() -> Non
     assert [n for n, meaning in found.items() if not meaning and not n.endswith("kind")] == []
     others = {name for name, *_ in fields(GRPOConfig)}
     assert {name for name in set(found) - others if "distill" not in name} == {
-        name for name in found if name.startswith("teacher")
+        name for name in found if name.startswith(("teacher", "off_policy"))
     }
 
 
@@ -139,3 +139,23 @@ def test_the_flow_process_imports_no_engine_library() -> None:
 def test_a_run_that_learns_from_rewards_alone_must_have_some() -> None:
     with pytest.raises(ConfigError, match="rewards.functions is empty"):
         load_recipe(GRPOConfig, "tiny", ["rewards.functions=[]"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm.distillation.loss.kind=reverse_kl"], "loss.kind = reverse_kl takes them"),
+        (["algorithm.distillation.task_weight=0.5"], "task_weight = 0.5 takes them"),
+        (
+            ["rollout.over_sampling=1.5", "rollout.shards=4"],
+            "rollout.over_sampling = 1.5 takes them",
+        ),
+        (["off_policy.student_data_fraction=1.5"], "less than or equal to 1"),
+        (["algorithm.distillation.loss={kind: jsd_topk, beta: 1}"], "less than 1"),
+    ],
+)
+def test_what_takes_all_samples_for_the_students_is_refused(words: list[str], said: str) -> None:
+    given = (*TEACHER, WORDS, "off_policy.column=answer")
+    assert loaded(*given).off_policy is not None
+    with pytest.raises(ConfigError, match=said):
+        loaded(*given, *words)

@@ -24,6 +24,15 @@ pytestmark = pytest.mark.cluster
 FLOW = "flows.distill"
 TEACHER = ("teachers.tutor.model.kind=random", "teachers.tutor.model.seed=7")
 WORDS = ("algorithm.distillation.loss.kind=forward_kl_topk", "algorithm.distillation.loss.top_k=8")
+GIVEN = (
+    *("algorithm.distillation.loss.kind=jsd_topk", "algorithm.distillation.loss.top_k=8"),
+    *("off_policy.column=answer", "data.source={kind: function, path: 'sums.py:sums'}"),
+    *("rollout.shards=4", "group_size=1", "prompts_per_step=8", "rewards.functions=[]"),
+)
+SUMS = """
+def sums():
+    return [{"question": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(64)]
+"""
 ALONE = ("group_size=1", "prompts_per_step=8", "rewards.functions=[]")
 COLUMNS = {"teacher", "teacher_digest", "teacher_logprobs"}
 OF_WORDS = {"teacher_topk_ids", "teacher_topk_logprobs", "teacher_tail_logprobs"}
@@ -75,12 +84,12 @@ def test_a_student_without_rewards_or_groups_learns_from_stored_scores(launch: L
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [(), WORDS], ids=["reverse_kl", "forward_kl_topk"])
+@pytest.mark.parametrize("loss", [(), WORDS, GIVEN], ids=["reverse_kl", "words", "given"])
 def test_a_killed_teacher_and_a_killed_flow_change_nothing(
     loss: tuple[str, ...], launch: Launch, tmp_path: Path
 ) -> None:
-    words = ("tiny", "steps=4", *TEACHER, *loss)
-    whole = launch(*words, "store.uri=file://whole", module=FLOW)
+    words, files = ("tiny", "steps=4", *TEACHER, *loss), {"sums.py": SUMS}
+    whole = launch(*words, "store.uri=file://whole", module=FLOW, files=files)
     code, out = whole.end()
     assert code == 0, out
     whole.store_uri = f"file://{tmp_path}/whole"
@@ -88,7 +97,7 @@ def test_a_killed_teacher_and_a_killed_flow_change_nothing(
         id="teacher", target="engines.train.fsdp_engine:FSDPEngine.teach", action="kill", nth=3
     )
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [dies, AFTER_STEP_3])
-    broken = launch(*words, module=FLOW, environment=faults.environment)
+    broken = launch(*words, module=FLOW, files=files, environment=faults.environment)
     code, out = broken.end()
     assert (code, faults.missed) == (-9, []), out
     resumed = launch("--resume", broken.files.run, module=FLOW)
@@ -100,6 +109,22 @@ def test_a_killed_teacher_and_a_killed_flow_change_nothing(
     assert audit(resumed.files).problems == []
     assert set(theirs[-1].refs["batch"].names) >= COLUMNS | (OF_WORDS if loss else set())
     replayed(resumed, 4)
+    if loss == GIVEN:
+        check_given(resumed)
+
+
+def check_given(run: Launched) -> None:
+    """Each shard is the student's or the data's, both are trained on, and lineage says which."""
+    reasons: list[str] = []
+    for commit in run.commits():
+        of_step = commit.refs["samples"].fetch_list(run.files.store, "finish_reason")
+        reasons += [str(one) for one in of_step]
+        assert np.isfinite(commit.metrics["distillation/jsd_topk"])
+    shards = [set(reasons[at : at + 2]) for at in range(0, len(reasons), 2)]
+    assert all(shard == {"given"} or "given" not in shard for shard in shards)
+    assert 0.2 < reasons.count("given") / len(reasons) < 0.8
+    sample, _ = of_sample(run.files, reasons.index("given"))
+    assert (sample.spans, sample.trained, sample.teacher) == ((), True, "tutor")  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

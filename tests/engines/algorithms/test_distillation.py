@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from engines.algorithms.distillation import (
+    BIN_DIVERGENCES,
     DistillationTerm,
     forward_kl,
+    generalized_jsd,
     reverse_kl,
     reverse_kl_advantages,
     with_tail,
@@ -28,7 +30,7 @@ def binned(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return with_tail(table.gather(1, ids), rest)
 
 
-@pytest.mark.parametrize("divergence", [forward_kl, reverse_kl])
+@pytest.mark.parametrize("divergence", [forward_kl, reverse_kl, generalized_jsd])
 def test_bins_bound_the_divergence_from_below_and_all_words_are_the_whole(divergence) -> None:
     student, teacher = logits()
     whole = divergence(student.log_softmax(-1), teacher.log_softmax(-1))
@@ -53,6 +55,28 @@ def test_without_the_tail_an_equal_student_would_be_moved(divergence) -> None:
     words = [values.log_softmax(-1).gather(1, ids) for values in (student, teacher)]
     (pulled,) = torch.autograd.grad(divergence(*words).sum(), student)
     assert pulled.abs().max() > 0.01
+
+
+def test_the_jsd_is_a_number_one_can_make_by_hand() -> None:
+    student, teacher = torch.tensor([[0.6, 0.4]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    # m = [0.75, 0.25]: (0.9 ln 1.2 + 0.1 ln 0.4 + 0.6 ln 0.8 + 0.4 ln 1.6) / 2
+    assert float(generalized_jsd(student, teacher)) == pytest.approx(0.0632878, abs=1e-6)
+    # m = [0.66, 0.34]: (0.9 ln(0.9 / 0.66) + 0.1 ln(0.1 / 0.34)) / 5 + 4 (...) / 5
+    assert float(generalized_jsd(student, teacher, 0.2)) == pytest.approx(0.0376095, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("beta", "share", "limit"), [(1e-6, 1e-6, forward_kl), (1 - 1e-6, 1e-6, reverse_kl)]
+)
+def test_at_its_ends_the_jsd_is_a_kl_times_what_is_left(beta: float, share: float, limit) -> None:
+    student, teacher = logits()
+    table, own = teacher.log_softmax(-1), student.log_softmax(-1)
+    found, wanted = generalized_jsd(own, table, beta) / share, limit(own, table)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    ours, theirs = (
+        torch.autograd.grad(one.sum(), student, retain_graph=True)[0] for one in (found, wanted)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 def test_an_equal_teacher_gives_no_advantage_and_another_one_a_gradient() -> None:
@@ -82,15 +106,14 @@ def batch(student: torch.Tensor, teacher: torch.Tensor, ids: torch.Tensor) -> Po
     )
 
 
-@pytest.mark.parametrize("loss", ["forward_kl_topk", "reverse_kl_topk"])
+@pytest.mark.parametrize("loss", BIN_DIVERGENCES)
 def test_the_term_leaves_masked_tokens_out_and_says_how_much_the_words_cover(loss: str) -> None:
     student, teacher = logits()
     ids = teacher.topk(3).indices
     values, sums = DistillationTerm(loss=loss, coefficient=1.0)(batch(student, teacher, ids))
     assert values is not None
     kept = [0, 2, 3]
-    divergence = forward_kl if loss == "forward_kl_topk" else reverse_kl
-    want = divergence(binned(student, ids), binned(teacher, ids)).detach()
+    want = BIN_DIVERGENCES[loss](binned(student, ids), binned(teacher, ids)).detach()
     torch.testing.assert_close(values.detach()[kept], want[kept])
     assert values[1] == 0
     (grad,) = torch.autograd.grad(values.sum(), student)

@@ -84,7 +84,7 @@ def test_scores_equal_the_naive_ones(join: Join, tmp_path: Path) -> None:
     np.testing.assert_allclose(tail, bins[:, -1], atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["forward_kl_topk", "reverse_kl_topk"])
+@pytest.mark.parametrize("kind", ["forward_kl_topk", "reverse_kl_topk", "jsd_topk"])
 def test_an_update_by_words_equals_the_naive_one(
     kind: str, join: Join, make: Make, tmp_path: Path
 ) -> None:
@@ -97,8 +97,11 @@ def test_an_update_by_words_equals_the_naive_one(
     for row, own, other in zip(rows, tables(student, rows), theirs, strict=True):
         ids, mask = other.topk(K).indices, torch.from_numpy(row.mask).bool()
         p, q = binned(own, ids), binned(other, ids)
-        first, second = (q, p) if kind == "forward_kl_topk" else (p, q)
-        total = total + (first.exp() * (first - second)).sum(-1)[mask].sum()
+        m = (p.exp() / 2 + q.exp() / 2).log()
+        pairs = {"forward_kl_topk": [(q, p)], "reverse_kl_topk": [(p, q)]}
+        for first, second in (found := pairs.get(kind, [(q, m), (p, m)])):
+            kl = (first.exp() * (first - second)).sum(-1)[mask].sum()
+            total = total + kl / len(found)
         count += int(mask.sum())
     (0.5 * total / count).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters()])

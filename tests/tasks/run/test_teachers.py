@@ -17,6 +17,10 @@ from tasks.run.preflight_memory import check_memory
 from tasks.run.teachers import check_teachers
 
 Check = Callable[..., str]
+GIVEN = (
+    "teachers.t.model={kind: random}",
+    "algorithm.distillation.loss={kind: jsd_topk, top_k: 8}",
+)
 
 
 @pytest.fixture
@@ -51,6 +55,8 @@ def test_a_checkpoint_with_the_students_tokens_is_found_good(
         (["teachers.a.model={kind: random}", "teachers.b.model={kind: random}", "teacher_column=answer"],
          "Row 0 of reasoning_gym/chain_sum has answer = "),
         (["teachers.a.model={kind: random}", "teachers.b.model={kind: random}", "teacher_column=who"], "who"),
+        ([*GIVEN, "off_policy.column=none"], "none"),
+        ([*GIVEN, "off_policy.column=answer"], "Row 0 of reasoning_gym/chain_sum has answer = "),
     ],
 )  # fmt: skip
 def test_a_teacher_that_does_not_fit_is_one_sentence(

@@ -1,0 +1,66 @@
+"""The off-policy part of a distillation: shards whose samples are answers of the data (GKD)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from configs.distill import DistillConfig, OffPolicyConfig
+from configs.grpo import GRPOConfig
+from engines.data.results import AnswersGiven
+from engines.rollout.contract import ShardStats
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from tasks.results import Sampled
+from tasks.run.retries import attempted
+from tasks.run.run import Run
+from tasks.sampling import SamplingStage, sampled, usable_weights
+
+
+def off_policy(config: GRPOConfig, step: int, shard: int) -> OffPolicyConfig | None:
+    """What gives a shard's samples (counted from 1) where it is not the student; None where it is.
+
+    One draw for each shard of a step, the same whenever it is asked for.
+    """
+    mixture = config.off_policy if isinstance(config, DistillConfig) else None
+    if mixture is None:
+        return None
+    draw = np.random.default_rng([config.seed, step, shard]).random()
+    return mixture if draw >= mixture.student_data_fraction else None
+
+
+def given_shard(
+    run: Run, step: int, prompts: BatchRef, stage: SamplingStage, shard: int, column: str
+) -> Sampled:
+    """The samples that the rows of a shard's prompts have, or find them in the store."""
+    n, weights = stage.sampling.n, usable_weights(run, step, stage)[0]
+    key = key_of("given", prompts.to_json(), column, n, run.config.rollout.max_new_tokens)
+    out_key = stage.key(run, step, "given", shard, key)
+    if (done := stage.finished(run, out_key)) is not None:
+        return sampled(prompts, weights, done, out_key)
+    with attempted(run, step, "given", shard) as attempt:
+        found: AnswersGiven = run.engines.scorers.call(
+            "given",
+            run.call_id(step, f"given-{shard}-{key}"),
+            attempt.assignment,
+            prompts=prompts,
+            column=column,
+            n=n,
+            out_key=out_key,
+            attempt=attempt.number,
+        )
+    stats = ShardStats(
+        rows=len(found.ref),
+        prompt_tokens=found.prompt_tokens,
+        tokens=0,  # none was drawn
+        truncated=found.truncated,
+        seconds=0.0,
+        worker=attempt.assignment.worker,
+        attempt=attempt.number,
+        version=weights.version,
+        digest=weights.digest,
+    )
+    record: dict[str, Any] = {"ref": found.ref.to_json(), "stats": asdict(stats)}
+    return sampled(prompts, weights, stage.finish(run, out_key, record), out_key)
