@@ -6,7 +6,7 @@
     python -m benchmarks.chaos --kills 30 --episodes           a model and an environment take turns
     python -m benchmarks.chaos --kills 12 --apart --workers 16 many rollout workers, a shard for each
     python -m benchmarks.chaos --kills 10 --flow dapo --recipe tiny-dapo     another flow
-    python -m benchmarks.chaos --kills 10 --flow distill teachers.t.model.kind=random
+    python -m benchmarks.chaos --flow distill teachers.t.model.kind=random teachers.t.model.seed=7
     python -m benchmarks.chaos --kills 8 --apart --workers 64 --sleep 2    which sleep for 2 s instead
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
@@ -82,7 +82,17 @@ EPISODES = (
 )
 SLEEPING = "benchmarks.sleeping_engine"
 REPLAYED = 4  # updates that are made again where steps overlap
-KINDS = ("flow", "scheduler", "server", "rollout", "train", "cpu", "reward", "environment")
+KINDS = (
+    "flow",
+    "scheduler",
+    "server",
+    "rollout",
+    "train",
+    "teacher",
+    "cpu",
+    "reward",
+    "environment",
+)
 LONGEST_WAIT = 6.0  # seconds between kills, at most; drawn evenly
 END = re.compile(r"\w+(Error|Lost|Failed|Unavailable|Held|NoWorkers|Conflict|Traceback)\b")
 STUCK = 600.0  # seconds without a commit after which the run is given up
