@@ -27,6 +27,7 @@ Role = Literal[
     "reward",
     "environment",
     "reward_model",
+    "evaluation",
 ]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
@@ -97,11 +98,17 @@ class RolesConfig(Settings):
         "rewards. Each worker holds all.",
     )
 
+    evaluation: str | None = Field(
+        None,
+        description="Pool of their own on which evaluations sample and score while training goes on; "
+        "none: they have the engines of rollout and reward, between steps.",
+    )
+
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
-        if role == "opponent":
-            return self.opponent or self.rollout
+        if role in ("opponent", "evaluation"):
+            return pools[role] or self.rollout
         beside_rewards = role in ("environment", "reward_model")
         return pools[role] or (self.reward if beside_rewards else self.actor)
 

@@ -38,8 +38,9 @@ from storage.runs.forks import check_state, pins
 from storage.runs.opponents import recorded_opponent
 from storage.runs.origins import Origin, origin_of, parent_of
 from storage.runs.retention import batches_below
-from storage.runs.run_store import DATA_SUFFIX, RunStore
+from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import ROWS, SEEN
+from storage.runs.stage_store import DATA_SUFFIX
 from storage.runs.weights import MANIFEST, WeightsRef
 
 # Objects at the top of a run's folder that are its own records.
