@@ -29,7 +29,8 @@ class _Rows(Settings):
         description="Only rows whose columns have these values, as {answer_type: multipleChoice}.",
     )
     choices: MultipleChoice | None = Field(
-        None, description="Columns of right and wrong answers, which make multiple-choice questions."
+        None,
+        description="Columns of right and wrong answers, which make multiple-choice questions.",
     )
 
 

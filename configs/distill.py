@@ -133,7 +133,8 @@ class DistillConfig(GRPOConfig):
             if suite.rewards is None and not self.rewards.functions:
                 raise ValueError(
                     f"evaluation.suites.{name} is tested by the task's rewards, and "
-                    f"rewards.functions is empty. Set evaluation.suites.{name}.rewards, or rewards.functions."
+                    f"rewards.functions is empty. Set evaluation.suites.{name}.rewards, or "
+                    "rewards.functions."
                 )
         return self
 

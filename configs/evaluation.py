@@ -80,7 +80,8 @@ class SuiteConfig(Settings):
         None, description="Scoring; none: the run's, in its episodes where it has some."
     )
     episodes: EpisodesConfig | None = Field(
-        None, description="Episodes of the suite's own; none: the run's if its rewards are, or none."
+        None,
+        description="Episodes of the suite's own; none: the run's if its rewards are, or none.",
     )
     samples: int = Field(1, ge=1, description="Completions of each row.")
     greedy: bool = Field(
@@ -103,7 +104,9 @@ class SuiteConfig(Settings):
         1.0, description="Reward from which on a sample is right, for mean@n and pass@k."
     )
     rows_per_shard: int = Field(
-        32, ge=1, description="Rows that an engine is given at once; what a killed evaluation keeps."
+        32,
+        ge=1,
+        description="Rows that an engine is given at once; what a killed evaluation keeps.",
     )
 
     @model_validator(mode="after")

@@ -21,7 +21,9 @@ class PromotionConfig(Settings):
         description="Alias that moves; the version that has it now is the one to beat.",
     )
     margin: float = Field(
-        0.0, ge=0, description="Least gain in mean reward of the suite over the version that has it."
+        0.0,
+        ge=0,
+        description="Least gain in mean reward of the suite over the version that has it.",
     )
     suite: str | None = Field(
         None, description="Suite of evaluation.suites that decides; none: the only one."

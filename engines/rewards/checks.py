@@ -54,7 +54,14 @@ def check_rewards(
     for position, reward in enumerate(rewards.functions):
         if isinstance(reward, UnitTestsReward):
             prove(reward.sandbox, f"rewards.functions.{position}.sandbox")
-    here = (MathReward, ChoiceReward, EnvironmentReward, Judging, RewardModelReward, UnitTestsReward)
+    here = (
+        MathReward,
+        ChoiceReward,
+        EnvironmentReward,
+        Judging,
+        RewardModelReward,
+        UnitTestsReward,
+    )
     loaded = [r for r in rewards.functions if not isinstance(r, here)]
     if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
         loaded.append(ReasoningGymReward())  # its process proves the task and its parameters

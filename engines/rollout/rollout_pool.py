@@ -49,7 +49,7 @@ class RolloutPool(EnginePool):
         mode: SyncMode = "idle",
         sleep_level: int = 2,
         cancel: threading.Event | None = None,
-        role: Literal["rollout", "opponent"] = "rollout",
+        role: Literal["rollout", "opponent", "evaluation"] = "rollout",
     ) -> None:
         """`mode`: what becomes of shards in flight when new weights are loaded.
 

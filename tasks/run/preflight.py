@@ -297,7 +297,13 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
-    _check_vllm_on_cpu(config, facts, longest)
+        if limit is not None and config.longest_sequence > limit:
+            raise PreflightError(
+                f"The longest sequence of evaluation.suites has {config.longest_sequence} tokens, "
+                f"prompt and completion together, more than the {limit} of the model's {of}. Set a "
+                "suite's prompt.max_prompt_tokens or max_new_tokens lower."
+            )
+    _check_vllm_on_cpu(config, facts, config.longest_sequence)
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
     return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"
@@ -325,8 +331,16 @@ def _check_vllm_on_cpu(config: GRPOConfig, facts: ModelFacts, longest: int) -> N
 
 
 def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
-    if config.data.template == "chat" and not facts.chat_template:
-        raise PreflightError(
-            "data.template = chat, but the model's tokenizer has no chat template. "
-            "Set data.template = plain, or model.path to a model with a chat template."
-        )
+    if facts.chat_template:
+        return
+    suites = {} if config.evaluation is None else config.evaluation.suites
+    asked = {"data": config.data.template}
+    for name, suite in suites.items():
+        if suite.prompt is not None:
+            asked[f"evaluation.suites.{name}.prompt"] = suite.prompt.template
+    for place, template in asked.items():
+        if template == "chat":
+            raise PreflightError(
+                f"{place}.template = chat, but the model's tokenizer has no chat template. "
+                f"Set {place}.template = plain, or model.path to a model with a chat template."
+            )
