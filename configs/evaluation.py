@@ -18,6 +18,7 @@ from configs.base import Settings
 from configs.data import DataConfig, Source
 from configs.episodes import EpisodesConfig
 from configs.rewards import RewardsConfig
+from configs.storage import StoreConfig
 
 FOLDER = Path(__file__).parent / "suites"
 SUITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -247,3 +248,32 @@ def _merged(known: Any, changes: Any) -> Any:
         return {name: known[name] for name in stays if name in known} | dict(changes)
     both = {name: _merged(known[name], changes[name]) for name in changes if name in known}
     return {**known, **changes, **both}
+
+
+class BackFillConfig(Settings):
+    """Suites of today on versions of a run in the store."""
+
+    run: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run in the store."
+    )
+    suites: tuple[str, ...] = Field(
+        min_length=1,
+        description="Suites by name: those of the run, and those that come with Refrain.",
+    )
+    versions: str = Field(
+        "all",
+        pattern=r"^(all|last|\d+(-\d+)?(,\d+(-\d+)?)*)$",
+        description="Versions, as 0,10,20-25; last; or all that are in the store.",
+    )
+    against: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(@\d+)?$",
+        description="A second run, whose versions of the same numbers are evaluated and compared "
+        "prompt by prompt; with @VERSION each is compared with that one.",
+    )
+    settings: tuple[str, ...] = Field(
+        (),
+        description="Settings of the run that are others now, as key=value: cluster.… for other "
+        "workers, evaluation.suites.NAME.… of a suite.",
+    )
+    store: StoreConfig = Field(default_factory=StoreConfig, description="Where the runs are.")

@@ -108,6 +108,13 @@ class Tracker:
             self._log_settings(tracked.settings)
             self._log_data(tracked.data)
 
+    def reopen(self, run: str, store_uri: str) -> bool:
+        """Go on with the page of a run as it stands, to record more; False where it has none."""
+        with _as_tracking_errors(self._uri):
+            self._client = self.connect()
+            self._run = self._find(self._experiment(), run, store_uri)
+        return self._run is not None
+
     @property
     def run_id(self) -> str:
         """MLflow's id of the run."""

@@ -291,7 +291,7 @@ def summarize(
         reward_code={key_of(list(shard.code)): list(shard.code) for shard in shards},  # type: ignore[arg-type]
         right_from=settings.right_from,
         seconds=time.time() - began,
-        asked_by=run.name,
+        asked_by=run.caller.files.run,
     )
     write_result(run.store, run.files.result_key(run.suite.summing), result)
     return result
@@ -302,10 +302,10 @@ def _show(caller: Caller, result: EvaluationResult, version: int) -> None:
     caller.terminal.say(sentence(result.suite, version, result.metrics))
     rows = [f"| {escaped(name)} | {value:.6g} |" for name, value in result.metrics.items()]
     create_markdown_artifact(
-        key=key(caller.name, f"evaluation-{result.suite}"),
+        key=key(caller.files.run, f"evaluation-{result.suite}"),
         markdown="\n".join(
             [
-                f"### {escaped(result.suite)} on version {version} of {escaped(caller.name)}",
+                f"### {escaped(result.suite)} on version {version} of {escaped(caller.files.run)}",
                 "",
                 f"weights `{result.weights.digest}`, {result.asked} prompts",
                 "",

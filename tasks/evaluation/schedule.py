@@ -90,7 +90,7 @@ class Evaluations:
         if version in self._done:
             return self._done[version]
         if self._aside:
-            self._run.engines.evaluations.sync(weights, probe=None)
+            self._run.engines.evaluations.use(weights)
         self._done[version] = evaluation(self._evaluator, version, weights)
         self._run.evaluated.add(version)
         return self._done[version]
