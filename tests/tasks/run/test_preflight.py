@@ -144,7 +144,7 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
         (["tracking.uri=mlruns"], r"tracking\.uri is mlruns\. Set it to sqlite"),
         (
             [HELD_OUT, "rewards.functions=[{kind: reasoning_gym}]"],
-            r"evaluation\.source is reasoning_gym/leg_counting, .*Set evaluation\.source",
+            r"suites\.held_out: its source is reasoning_gym/leg_counting, .*Set its source",
         ),
         (["store.uri=/proc/refrain"], r"The store .* cannot be written"),
     ],
