@@ -59,8 +59,9 @@ def train(
         start_engines(run)
         tests = stack.enter_context(evaluations(run))
         data_over = make_steps(step_flow, run, tests)
+        results = None if tests is None else tests.end()
         if not judged_before(run):
-            judge_policy(run, None if tests is None else tests.end())
+            judge_policy(run, results)
         return finish(run, data_over)
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
 
+from configs.overrides import ConfigError
 from engines.data.results import PromptsResult
 from engines.failures import WeightMismatch
 from engines.rewards.failing_samples import LoggedMetric, pooled
@@ -196,7 +197,7 @@ def ask(run: Questioning) -> Asked:
                 source=suite.settings.source,
             )
         if made.ref is None:
-            raise ValueError(
+            raise ConfigError(
                 f"The first {len(rows)} rows of {suite.source.name} give the suite {suite.name} no "
                 f"prompt of at most {suite.config.data.max_prompt_tokens} tokens. Set its "
                 "prompt.max_prompt_tokens higher."

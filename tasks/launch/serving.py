@@ -227,11 +227,10 @@ def _looked(look: Callable[[], Served]) -> Served | None:
 
 def _remove_old(folder: Path, newest: Path) -> None:
     """Remove what was served before, but for the newest."""
-    others = [path for path in folder.iterdir() if path.is_dir() and path != newest]
-    others.sort(key=lambda path: path.stat().st_mtime)
-    for path in others[: max(0, len(others) - (KEPT - 1))]:
-        if (path / MANIFEST).is_file():  # ours
-            shutil.rmtree(path)
+    ours = [path for path in folder.iterdir() if (path / MANIFEST).is_file() and path != newest]
+    ours.sort(key=lambda path: path.stat().st_mtime)
+    for path in ours[: max(0, len(ours) - (KEPT - 1))]:
+        shutil.rmtree(path)
 
 
 def _reachable(host: str) -> str:

@@ -39,7 +39,7 @@ ASIDE = (
     "cluster.roles.evaluation=test",
 )
 # Counts the calls of an engine that sample; strikes at none of them.
-ASKED = "engines.rollout.hf_engine:HFEngine.generate"
+ASKED = "engines.rollout.engine:RolloutEngine.generate"
 
 
 def told(result: EvaluationResult) -> dict[str, object]:
@@ -66,6 +66,7 @@ def forgotten(run: RunStore) -> None:
     run.store.delete(list(notes_of(run)))
 
 
+@pytest.mark.slow
 def test_a_back_fill_says_what_the_run_said_to_the_digit_and_asks_nothing_twice(
     launch: Launch, tmp_path: Path
 ) -> None:
