@@ -41,7 +41,6 @@ from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
 
 STEP_NUMBER = 0  # of every call and seed: the same questions are asked alike of every version
-AT_ONCE = 64  # shards under way; those beyond the engines' slots wait
 
 Told = Callable[[EvaluationResult, int], object]  # of a result, and the run's number of its version
 
@@ -97,7 +96,10 @@ class Questioning:
         self.files = EvaluationFiles(self.store, "")  # until its key is known
         played, pools = self.config.episodes, self.config.cluster.pools
         self.episodes = AtOnce(None if played is None else played.at_once, caller.cancelled)
-        self.shards = ShardDriver(AT_ONCE, task_runs(pools[self.engines.scorers.pool]))
+        engines = pools[self.engines.rollouts.pool]
+        most = task_runs(pools[self.engines.scorers.pool], stages=1)
+        # As many as the engines take, and some that wait.
+        self.shards = ShardDriver(engines.workers * engines.slots + most, most)
 
     def usable_weights(self, step: int) -> list[WeightsRef]:
         """The version alone; WeightMismatch where the engines are at another one."""
