@@ -51,13 +51,18 @@ class EvaluationResult(Record):
 
     @property
     def version(self) -> int:
-        """Number of the version, in the run that made it."""
+        """Number of the version, in the run whose evaluation it is."""
         return self.weights.version
 
     @property
     def failed(self) -> int:
         """Samples that could not be scored."""
         return int(self.metrics["failed"])
+
+    def known_as(self, suite: str, version: int) -> EvaluationResult:
+        """The same by the names of a run, which need not be those of the one that asked first."""
+        weights = self.weights.model_copy(update={"version": version})
+        return self.model_copy(update={"suite": suite, "weights": weights})
 
     def interval(self, metric: str = "reward") -> Interval | None:
         """That of a metric, where there is one."""
@@ -108,9 +113,8 @@ def evaluations_of(
     Raises ObjectMissing, ObjectDamaged.
     """
     found = [
-        (name, number, read_result(run.store, key))
+        read_result(run.store, key).known_as(name, number)
         for name, number, key in notes_of(run).values()
         if suite in (None, name) and version in (None, number)
     ]
-    found.sort(key=lambda one: (one[0], one[1], one[2].made_at))
-    return [result for _, _, result in found]
+    return sorted(found, key=lambda one: (one.suite, one.version, one.made_at))

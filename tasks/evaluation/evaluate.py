@@ -178,7 +178,7 @@ def _evaluated(run: Questioning) -> EvaluationResult:
             for shards in run.shards.ranges(count)
         ]
         result = result_of(summarize.submit(run, asked, evaluated, began))
-    return result
+    return result.known_as(run.suite.name, run.number)
 
 
 @task(name="evaluation prompts", task_run_name="evaluation prompts", **OPTIONS)
