@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 
+from configs.evaluation import BackFillConfig
+from configs.overrides import ConfigError
 from storage.audit.audit import audit
 from storage.evaluations.files import ROOT
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.objects.store import Store
+from storage.runs.commit_log import version_weights
 from storage.runs.run_store import RunStore
+from tasks.evaluation.back_fill import Subject, subjects_of
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched, starting
 
@@ -117,6 +121,42 @@ def test_a_back_fill_says_what_the_run_said_to_the_digit_and_asks_nothing_twice(
     assert curve == {one.version: one.metrics["reward"] for one in before}
     assert "eval/sums/pass_2" in page.data.metrics
     assert page.info.status == "FINISHED" and page.data.tags["refrain.last_step"] == "2"
+
+
+def test_which_versions_and_suites_can_be_back_filled(
+    undisturbed: RunStore, tmp_path: Path
+) -> None:
+    """Everything is said before a server or a worker starts."""
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    suite = SUITE | {"source": {"kind": "file", "path": f"{tmp_path}/rows.jsonl"}}
+    given = {
+        "run": undisturbed.run,
+        "suites": ["sums"],
+        "settings": [f"evaluation.suites.sums={json.dumps(suite)}"],
+        "store": {"uri": undisturbed.store.uri},
+    }
+
+    def found(**changes: object) -> list[Subject]:
+        return subjects_of(BackFillConfig.model_validate(given | changes))
+
+    (all_there,) = found()
+    there = [one for one in undisturbed.versions() if 0 <= one <= 6]
+    assert list(all_there.versions) == there and 6 in there and len(there) < 7
+    assert list(found(versions="last")[0].versions) == [6]
+    assert [w.digest for w in found(versions="5-6")[0].versions.values()] == [
+        version_weights(undisturbed, version).digest for version in (5, 6)
+    ]
+    gone = min(set(range(7)) - set(there))
+    for changes, said in (
+        ({"versions": "9"}, "has no version 9. Name some from 0 to 6"),
+        ({"versions": str(gone)}, f"weights of version {gone} of .* are no longer in the store"),
+        ({"suites": ["gsm9k"]}, "There is no suite gsm9k"),
+        ({"run": "gone"}, "There is no run gone"),
+        ({"settings": ["cluster.roles.rollout=gpus"]}, "is no pool"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            found(**changes)
+    assert len(found(against=f"{undisturbed.run}@6", versions="6")) == 2
 
 
 @pytest.fixture(scope="module")
