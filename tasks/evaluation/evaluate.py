@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
+from pydantic import JsonValue
 
 from configs.overrides import ConfigError
 from engines.data.results import PromptsResult
@@ -34,7 +35,7 @@ from tasks.reporting.artifacts import escaped, key
 from tasks.reporting.run_view import Caller
 from tasks.results import Sampled
 from tasks.reward import score
-from tasks.run.flow_options import STEP, result_of
+from tasks.run.flow_options import TaskThreads, result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
 from tasks.run.suite import Suite
@@ -60,7 +61,7 @@ class EvaluatedShard:
 
     ref: BatchRef  # the samples with their rewards
     metrics: dict[str, LoggedMetric]  # what the reward functions gave to log_metric
-    code: tuple[dict[str, object], ...]  # the functions that scored
+    code: tuple[dict[str, JsonValue], ...]  # the functions that scored
 
 
 class Evaluator:
@@ -145,7 +146,12 @@ class Questioning:
         )
 
 
-@flow(name="evaluation", **{**STEP, "flow_run_name": "evaluation {version}"})
+@flow(
+    name="evaluation",
+    flow_run_name="evaluation {version}",
+    validate_parameters=False,
+    task_runner=TaskThreads(),
+)
 def evaluation(
     evaluator: Evaluator, version: int, weights: WeightsRef
 ) -> dict[str, EvaluationResult]:
@@ -291,7 +297,7 @@ def summarize(
         dropped=asked.dropped,
         samples=samples,
         prompts=asked.prompts,
-        reward_code={key_of(list(shard.code)): list(shard.code) for shard in shards},  # type: ignore[arg-type]
+        reward_code={key_of(list(shard.code)): list(shard.code) for shard in shards},
         right_from=settings.right_from,
         seconds=time.time() - began,
         asked_by=run.caller.files.run,

@@ -61,13 +61,11 @@ class Suite:
         asked = Sampling.of(self.config.rollout, settings.samples, most)
         if settings.greedy:
             asked = dataclasses.replace(asked, top_k=1, top_p=1.0)
-        given = {
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "seed": settings.seed,
-        }
         return dataclasses.replace(
-            asked, **{name: value for name, value in given.items() if value is not None}
+            asked,
+            temperature=settings.temperature or asked.temperature,
+            top_p=settings.top_p or asked.top_p,
+            seed=asked.seed if settings.seed is None else settings.seed,
         )
 
     @property
