@@ -215,7 +215,8 @@ class RunConfig(Settings):
     @property
     def sampling_roles(self) -> list[Role]:
         """Roles of the engines that sample: of the policy, of an opponent, of evaluations."""
-        found = [role for role in self.engine_roles if role in ("rollout", "opponent")]
+        sampling: tuple[Role, ...] = ("rollout", "opponent")
+        found = [role for role in self.engine_roles if role in sampling]
         return [*found, "evaluation"] if self.evaluates_aside else found
 
     @property

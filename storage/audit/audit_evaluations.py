@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,7 @@ def _check_samples(run: RunStore, name: str, result: EvaluationResult) -> None:
         raise ValueError(f"{name} says reward = {said}, and its samples {found}.")
 
 
-def _mean(rewards: NDArray[np.float32], samples: BatchRef, run: RunStore) -> float | None:
+def _mean(rewards: NDArray[Any], samples: BatchRef, run: RunStore) -> float | None:
     """Mean over prompts of the mean of their scored samples; rewards: [N]."""
     scored = ~np.isnan(rewards)
     if not scored.any():

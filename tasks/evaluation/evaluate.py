@@ -150,7 +150,7 @@ class Questioning:
     name="evaluation",
     flow_run_name="evaluation {version}",
     validate_parameters=False,
-    task_runner=TaskThreads(),
+    task_runner=TaskThreads(),  # type: ignore[arg-type]
 )
 def evaluation(
     evaluator: Evaluator, version: int, weights: WeightsRef
@@ -180,10 +180,10 @@ def _evaluated(run: Questioning) -> EvaluationResult:
     if result is None or result.failed:  # a failure is no result: it is scored again
         count = -(-len(asked.prompts) // run.suite.settings.rows_per_shard)
         evaluated = [
-            evaluate_shards.submit(run, asked, shards)  # type: ignore[call-overload]
-            for shards in run.shards.ranges(count)
+            evaluate_shards.submit(run, asked, shards) for shards in run.shards.ranges(count)
         ]
-        result = result_of(summarize.submit(run, asked, evaluated, began))
+        summed = summarize.submit(run, asked, evaluated, began)  # type: ignore[arg-type]
+        result = result_of(summed)
     return result.known_as(run.suite.name, run.number)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.evaluation import BackFillConfig
 from configs.flows import command
@@ -89,7 +90,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     try:
         with prefect_server(HOME / "prefect") as dashboard:
             print(f"Dashboard {dashboard}", file=sys.stderr)
-            found: BackFilled = load_flow(flow)(config)
+            call: Callable[..., Any] = load_flow(flow)
+            found: BackFilled = call(config)
     except KeyboardInterrupt:
         print(f"Stopped. {again}", file=sys.stderr)
         return INTERRUPTED
