@@ -9,7 +9,7 @@ import sys
 import time
 
 from configs.evaluation import BackFillConfig
-from tasks.launch.back_fill import main
+from tasks.commands.evaluate import main
 
 if __name__ == "__main__":  # first: --help and a refused word need nothing of what follows
     sys.exit(main("flows.evaluate:evaluate"))
