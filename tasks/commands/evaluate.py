@@ -144,7 +144,8 @@ def shown(found: BackFilled) -> list[RenderableType]:
             if name.startswith(("mean@", "pass@"))
         )
     )
-    columns = ("suite", "version", "reward", "95 % interval", *extra, "samples", "failed", "tokens")
+    counts = ("prompts", "samples", "failed", "tokens")
+    columns = ("suite", "version", "reward", "95 % interval", *extra, *counts)
     made = table(*columns, "made", right=columns[1:])
     for (suite, version), result in found.results.items():
         made.add_row(suite, str(version), *_cells(result, extra), _when(result, found.began))
@@ -175,7 +176,9 @@ def _cells(result: EvaluationResult, extra: list[str]) -> list[str]:
         mean = f"{metrics['reward']:.4f}"
         interval = f"{metrics['reward_low']:.4f} to {metrics['reward_high']:.4f}"
     rest = [f"{metrics[name]:.4f}" if name in metrics else "" for name in extra]
-    counts = [f"{metrics[name]:.0f}" for name in ("samples", "failed")]
+    left_out = sum(map(len, result.dropped.values()))
+    asked = f"{result.asked} of {result.asked + left_out}" if left_out else str(result.asked)
+    counts = [asked, *(f"{metrics[name]:.0f}" for name in ("samples", "failed"))]
     return [mean, interval, *rest, *counts, f"{metrics['tokens']:.0f}"]
 
 
