@@ -120,6 +120,12 @@ class GRPOConfig(RunConfig):
                 f"rewards.functions.{of_environment[0]}.kind = environment is the reward of an "
                 "episode's environment, and episodes = null has none. Set episodes.environment."
             )
+        if of_environment and self.episodes and self.episodes.environment.kind == "tools":
+            raise ValueError(
+                f"rewards.functions.{of_environment[0]}.kind = environment is the reward of an "
+                "episode's environment, and functions give none. Set episodes.environment.kind = "
+                "class, or rewards.functions to functions that score the answer."
+            )
         return self
 
     @model_validator(mode="after")

@@ -305,3 +305,7 @@ def test_settings_that_cannot_be(launch: Launch) -> None:
     code, out = launch("tiny", "rewards.functions=[{kind: environment}]", "--check").end()
     assert code == 2
     assert "episodes = null has none. Set episodes.environment" in out
+    tools = "episodes.environment={kind: tools, functions: ['json:dumps']}"
+    code, out = launch("tiny", "rewards.functions=[{kind: environment}]", tools, "--check").end()
+    assert code == 2
+    assert "functions give none. Set episodes.environment.kind = class" in out
