@@ -44,7 +44,7 @@ if sys.argv[1] == "run":
 
 REAL = os.environ.get("REFRAIN_TEST_CONTAINERS", "").split()
 IN_IMAGE = "python3"  # its interpreter
-_REAL_SETTINGS = dict(zip(("command", "image", "runtime"), REAL, strict=False))
+_REAL_SETTINGS: dict[str, Any] = dict(zip(("command", "image", "runtime"), REAL, strict=False))
 _interpreters: dict[int, str] = {}  # of sandboxes that have another than this machine's
 
 
