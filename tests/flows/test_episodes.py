@@ -145,6 +145,7 @@ def test_what_is_counted(whole: Launched) -> None:
         assert 0 < metrics["episode/ended_by_done"] <= 1
         assert metrics["response/tokens_max"] <= 24, "what the policy wrote alone"
         assert metrics["time/environment"] > 0
+        assert metrics["episode/drift"] == 0
 
 
 def test_commands_show_the_turns(
