@@ -2,6 +2,7 @@
 
 pip install gymnasium
 python -m flows.grpo frozen_lake.yaml        # in this folder
+python -m flows.srpo frozen_lake_srpo.yaml   # with rewards for how near a failure came
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ class Ice:
     def describe(self, observation: int, info: dict[str, Any]) -> str:
         """What the model reads: the tile, 0 to 15, and a colon."""
         return f"{observation}:"
+
+    def frame(self, observation: int, info: dict[str, Any]) -> Any:
+        """What is to see: the lake from above, [4, 4] of 8 bits, with a light where one stands.
+
+        The light reaches the tiles around, so that places near each other look alike.
+        """
+        import numpy as np
+
+        rows, columns = np.indices((4, 4))
+        row, column = divmod(int(observation), 4)
+        far = (rows - row) ** 2 + (columns - column) ** 2
+        return np.round(255 * np.exp(-far / 8)).astype(np.uint8)
 
     def action(self, text: str) -> int:
         """0 left, 1 down, 2 right, 3 up. Raises ValueError for no text."""
