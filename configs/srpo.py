@@ -5,7 +5,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from configs.base import Settings
-from configs.encoder import EncoderConfig
+from configs.encoder import EncoderConfig, ProjectionEncoder
 from configs.grpo import GRPOConfig
 
 KINDS = ("class", "gymnasium")  # of environments that have frames
@@ -44,7 +44,8 @@ class SRPOConfig(GRPOConfig):
     """Self-referential policy optimisation (arXiv:2511.15605): rewards for progress, in episodes."""
 
     encoder: EncoderConfig = Field(
-        description="What makes an embedding of what an episode had to see."
+        default_factory=ProjectionEncoder,
+        description="What makes an embedding of what an episode had to see.",
     )
     progress: ProgressConfig = Field(
         default_factory=ProgressConfig, description="Rewards of failures, by their embeddings."

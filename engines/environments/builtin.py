@@ -42,4 +42,4 @@ class Corridor:
 
 def rows(size: int = 64) -> list[dict[str, str]]:
     """Prompts, all alike."""
-    return [{"question": "walk ", "task": "corridor"} for _ in range(size)]
+    return [{"question": "walk "} for _ in range(size)]

@@ -76,9 +76,7 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
     return f"{found}; template {data.template} fits the first {len(prompts)}"
 
 
-def check_environment(
-    episodes: EpisodesConfig, source: PromptSource, frames: bool = False
-) -> str:
+def check_environment(episodes: EpisodesConfig, source: PromptSource, frames: bool = False) -> str:
     """Whether the environment loads here, and can be reset for the first row. ValueError.
 
     frames: whether it has to give something to see.

@@ -1,0 +1,47 @@
+"""What the settings of an SRPO run add, and what does not go with them."""
+
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.recipe import load_recipe
+from configs.srpo import SRPOConfig
+
+
+def test_what_is_not_said() -> None:
+    config = load_recipe(SRPOConfig, "tiny-srpo")
+    assert config.encoder.kind == "projection"
+    (rule,) = config.algorithm.selection
+    assert rule.model_dump() == {"kind": "success_rate", "low": 0.1, "high": 0.9, "success": 1.0}
+    assert config.keeps_frames and not load_recipe(GRPOConfig, "tiny-srpo").keeps_frames
+    assert (
+        load_recipe(SRPOConfig, "tiny-srpo", ["algorithm.selection=[]"]).algorithm.selection == ()
+    )
+    assert SRPOConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_the_encoder_has_the_pool_of_rewards_or_its_own() -> None:
+    assert load_recipe(SRPOConfig, "tiny-srpo").used_pools == {"train", "rollout", "cpu"}
+    own = ["cluster.pools.eyes.workers=1", "cluster.roles.encoder=eyes"]
+    assert "eyes" in load_recipe(SRPOConfig, "tiny-srpo", own).used_pools
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["episodes=null", "rewards.functions=[{kind: math}]"], "run it with python -m flows.grpo"),
+        (["episodes.environment={kind: textarena, id: x}"], "Set it to gymnasium, or to class"),
+        (["episodes.players=2"], "Set episodes.players = 1"),
+        (["rollout.over_sampling=1.5", "rollout.shards=4"], "Set rollout.over_sampling = 1"),
+        (["algorithm.advantage.kind=remax"], "Set algorithm.advantage.kind = grpo"),
+        (
+            ["algorithm.selection=[{kind: success_rate, low: 0.9, high: 0.1}]"],
+            "Set low below high",
+        ),
+        (["encoder={kind: transformers}"], "model"),
+        (["progress.ceiling=1.0"], "ceiling"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_recipe(SRPOConfig, "tiny-srpo", words)
