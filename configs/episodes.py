@@ -122,6 +122,11 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
     )
+    full_turn: Literal["ends", "counts"] = Field(
+        "ends",
+        description="A turn of max_turn_tokens tokens: ends the episode, as one that is too long; or "
+        "counts as a turn like others, as where each action has so many tokens and no end.",
+    )
     turn_timeout: float = Field(
         30.0, gt=0, description="Deadline of one answer of the environment, in seconds."
     )

@@ -215,10 +215,9 @@ class EnvironmentEngine(Engine):
         asked = [one for one in episodes if one.waits]
         self._read(asked)
         began = time.monotonic()
-        self._step([one for one in asked if one.finish != "length"], form_of(samples))
-        for one in asked:
-            if one.finish == "length":
-                one.end(self._limit(one), SampleStatus.TRUNCATED)
+        self._step([one for one in asked if not self._is_over(one)], form_of(samples))
+        for one in [each for each in asked if not each.ended and self._is_over(each)]:
+            one.end(self._limit(one), SampleStatus.TRUNCATED)
         self._finish([one for one in asked if one.ended and not one.error])
         seconds = time.monotonic() - began
         failures = tuple(
@@ -271,10 +270,7 @@ class EnvironmentEngine(Engine):
                 one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
     def _step(self, episodes: list[Episode], form: Form | None) -> None:
-        """Have the environments answer the last turn; a call that is none is answered here.
-
-        form: of a frame; None: none are kept.
-        """
+        """Have the environments answer the last turn; a call that is none is answered here."""
         asked = []
         for one in episodes:
             called = self._called(one.texts[-1])
@@ -335,7 +331,8 @@ class EnvironmentEngine(Engine):
 
     def _tokens(self, episode: Episode) -> list[Tokens | None]:
         """The tokens of each turn of the policy; None for environments that are not told them."""
-        return list(episode.told) if self._code.chats else [None] * len(episode.turns)
+        told = self._code.chats or self._code.tokens
+        return list(episode.told) if told else [None] * len(episode.turns)
 
     def _called(self, text: str) -> tuple[ToolCall, ...] | Malformed | None:
         """The tools that a turn calls; None where the environment has none, and takes the text."""
@@ -357,7 +354,8 @@ class EnvironmentEngine(Engine):
             if outcome.used is not None:
                 start, stop = episode.turns[-1]
                 turn = episode.tokens[start:stop]
-                episode.unused = unused_tokens(self._tokenizer, turn, outcome.used)
+                words = None if self._code.tokens else self._tokenizer
+                episode.unused = unused_tokens(words, turn, outcome.used)
             return
         text, role = outcome.observation, self._answers_as
         if episode.others:
@@ -378,7 +376,8 @@ class EnvironmentEngine(Engine):
             delta = Delta(given, [Author.ENVIRONMENT] * len(given))
         elif episode.texts:
             last = episode.tokens[-1]
-            delta = self._conversation.delta(text, ended=True, last=last, role=role)
+            ended = episode.finish != "length"
+            delta = self._conversation.delta(text, ended=ended, last=last, role=role)
         else:
             delta = self._conversation.first(episode.row, text)
         if len(episode.tokens) + len(delta.ids) >= self._spec.max_new_tokens:
@@ -388,6 +387,11 @@ class EnvironmentEngine(Engine):
         episode.logprobs += [0.0] * len(delta.ids)
         episode.authors += bytes(delta.authors)
         episode.waits_for(episode)
+
+    def _is_over(self, episode: Episode) -> bool:
+        """Whether the policy's turn reached a limit of tokens that ends the episode."""
+        full = self._spec.episodes.full_turn == "counts" and self._limit(episode) == TURN_TOKENS
+        return episode.finish == "length" and not full
 
     def _limit(self, episode: Episode) -> str:
         """Which limit of tokens ended the policy's turn."""

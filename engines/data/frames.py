@@ -90,12 +90,14 @@ def write_frames(store: Store, out_key: str, episodes: Sequence[Episode]) -> Bat
     return write_batch(store, f"{out_key.removesuffix(DATA_SUFFIX)}-frames{DATA_SUFFIX}", columns)
 
 
-def unused_tokens(tokenizer: PreTrainedTokenizerBase, turn: Sequence[int], used: int) -> int:
-    """How many of a turn's tokens [T] come after its first `used` characters.
+def unused_tokens(tokenizer: PreTrainedTokenizerBase | None, turn: Sequence[int], used: int) -> int:
+    """How many of a turn's tokens [T] come after its first `used` characters; or tokens, for None.
 
     The fewest first tokens whose text has so many characters were used, so a token on the border
     was.
     """
+    if tokenizer is None:
+        return len(turn) - used
     for count in range(len(turn) + 1):
         if len(str(tokenizer.decode(list(turn[:count]), skip_special_tokens=True))) >= used:
             return len(turn) - count

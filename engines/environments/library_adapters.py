@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.environments.contract import Given, Loaded, digest_of, library, of_players, told
-from engines.environments.protocol import Ready, Start, ToolCall
+from engines.environments.protocol import Ready, Start, Tokens, ToolCall
 from engines.processes.user_code import installed
 
 # What gymnasium's text games call their actions, which their spaces do not say, by the class's name.
@@ -40,7 +40,7 @@ def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
         return GymnasiumAdapter(environment, DiscreteCodec(environment), start.frames)
 
     first = make()
-    plain, in_part = type(first.environment.unwrapped), first.several
+    plain, in_part, tokens = type(first.environment.unwrapped), first.several, first.by_tokens
     first.close()
     package = plain.__module__.partition(".")[0]
     ready = Ready(
@@ -48,6 +48,7 @@ def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
         packages=installed(dict.fromkeys(("gymnasium", "numpy", package))),
         tools=[],
         in_part=in_part,
+        tokens=tokens,
     )
     return Loaded(make=make, ready=ready)
 
@@ -73,17 +74,24 @@ class GymnasiumAdapter:
     """One environment of gymnasium, whose turns a codec makes actions of.
 
     A codec's action(text) is the turn's one action. One with actions(text) makes several of a turn:
-    pairs of an action, and how many characters of the text there are up to its end. What comes after
-    the action that ends the episode was not acted on. With frames, what a frame is of is
-    the codec's frame(observation, info), if it has one; else the picture, where the environment was
-    made with render_mode 'rgb_array'; else the observation.
+    pairs of an action, and how many characters of the text there are up to its end; one with
+    actions_of_tokens(ids) does it by the turn's token ids, and counts those. What comes after the
+    action that ends the episode was not acted on. With frames, a frame is the codec's
+    frame(observation, info), if it has one; else the picture, where the environment was made with
+    render_mode 'rgb_array'; else the observation.
     """
 
     def __init__(self, environment: Any, codec: Any, frames: bool = False) -> None:
         self.environment = environment
         self._codec = codec
         self._frames = frames
-        self.several = callable(getattr(codec, "actions", None))
+        self.by_tokens = callable(getattr(codec, "actions_of_tokens", None))
+        self.several = self.by_tokens or callable(getattr(codec, "actions", None))
+        self._ids: list[int] = []  # of the turn that comes next, where it goes by those
+
+    def see(self, tokens: Tokens) -> None:
+        """The tokens of the turn that comes next."""
+        self._ids = list(tokens["written"])
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
         observation, info = self.environment.reset(seed=seed)
@@ -94,10 +102,7 @@ class GymnasiumAdapter:
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
         try:
-            if self.several:
-                actions = list(self._codec.actions(text))
-            else:
-                actions = [(self._codec.action(text), None)]
+            actions = self._actions(text)
         except ValueError as error:
             return Given(observation=f"That is no action: {error}")
         if not actions:
@@ -123,6 +128,13 @@ class GymnasiumAdapter:
 
     def close(self) -> None:
         self.environment.close()
+
+    def _actions(self, text: str) -> list[tuple[Any, int | None]]:
+        if self.by_tokens:
+            return list(self._codec.actions_of_tokens(self._ids))
+        if self.several:
+            return list(self._codec.actions(text))
+        return [(self._codec.action(text), None)]
 
     def _frame(self, observation: Any, info: Mapping[str, Any]) -> Any:
         if not self._frames:

@@ -48,6 +48,7 @@ class Ready:
     # {"ids": token ids}. Then it is told the tokens of each turn.
     chats: bool = False
     in_part: bool = False  # whether it says how much of the last turn it acted on
+    tokens: bool = False  # whether it is told the tokens of each turn, without `chats`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,8 @@ class Outcome:
     seconds: float = field(default=0.0, compare=False)
     out_of_memory: bool = False  # whether it failed because the process has all its memory
     frame: Frame | None = field(default=None, compare=False)  # of what there is to see now
-    # Characters of the turn up to the action that ended the episode; None: all of them counted.
+    # Characters of the turn (tokens, where it is told those) up to the action that ended the
+    # episode; None: all of them counted.
     used: int | None = None
 
 
