@@ -28,12 +28,12 @@ class ProjectionEncoder(FramesSettings):
 
 
 class VisionEncoder(FramesSettings):
-    """A vision model of transformers: the mean over the tokens of its last layer."""
+    """A vision model of transformers, of images or videos: the mean over its last layer's tokens."""
 
     kind: Literal["transformers"] = "transformers"
     model: str = Field(
-        description="Hub id or directory of a vision model, such as DINOv2, ViT or CLIP's vision "
-        "tower. It lives on the pool of cluster.roles.encoder."
+        description="Hub id or directory of a vision model, such as DINOv2, ViT, CLIP's vision "
+        "tower or V-JEPA 2. It lives on the pool of cluster.roles.encoder."
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a hub model; none takes the default branch."

@@ -1,7 +1,7 @@
-"""A vision model of transformers as an encoder: DINOv2, ViT, CLIP's vision tower and their like.
+"""A vision model of transformers as an encoder: DINOv2, ViT, CLIP's vision tower, V-JEPA 2.
 
-An embedding is the mean over frames and over the tokens of the last layer, as siiRL takes the mean
-over those of its video model (V-JEPA 2), which is none of transformers' image models.
+An embedding is the mean over frames and over the tokens of the last layer. V-JEPA 2, which is what
+siiRL takes, looks at the frames together, as a video; there it is the mean over all of its tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from storage.objects.digests import key_of
 # ImageNet's, with which such models are trained where their files say nothing else.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BATCH = 64  # frames that go through the model at once
+VIDEO = "vjepa2"  # the kind of model that looks at a video
+MARGIN = 256 / 224  # a video's shorter side over what is cut out of it
 
 
 class Vision:
@@ -42,6 +44,8 @@ class Vision:
             raise ValueError(named(error)) from None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model: Any = model.to(self._device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self._frames = config.frames
+        self._video = self._model.config.model_type == VIDEO
         self._size, mean, deviation = preprocessing(directory)
         shape = (1, 3, 1, 1)
         self._mean = torch.tensor(mean, device=self._device).reshape(shape)
@@ -70,6 +74,8 @@ class Vision:
                 f"environment's frames are {frames[0].dtype} {list(frames[0].shape)}. Make it with "
                 "params.render_mode = rgb_array, or set encoder.kind = projection."
             )
+        if self._video:
+            return self._embed_video(frames)
         total = torch.zeros(self.dim, dtype=torch.float64)
         for start in range(0, len(frames), BATCH):
             some = torch.from_numpy(np.stack(frames[start : start + BATCH])).to(self._device)
@@ -78,16 +84,28 @@ class Vision:
             total += found.double().mean(1).sum(0).cpu()
         return (total / len(frames)).float().numpy()
 
+    def _embed_video(self, frames: Frames) -> NDArray[np.float32]:
+        """[D]; the frames of a shorter episode are repeated from the first one on, as siiRL does."""
+        import torch
+
+        count = len(frames)
+        video = torch.from_numpy(np.stack([frames[i % count] for i in range(self._frames)]))
+        with torch.inference_mode():
+            pixels = self._pixels(video.to(self._device))[None]
+            found = self._model(pixel_values_videos=pixels, skip_predictor=True).last_hidden_state
+        embedding: NDArray[np.float32] = found.double().mean(1)[0].float().cpu().numpy()
+        return embedding
+
     def _pixels(self, images: Any) -> Any:
         """Images [F, H, W, 3] as the model takes them: [F, 3, size, size], normalised.
 
-        The shorter side is scaled to the size, and the middle is cut out.
+        The shorter side is scaled to the size (a video's to a bit more), and the middle is cut out.
         """
         import torch
 
         planes = images.permute(0, 3, 1, 2).float() / 255.0
         height, width = planes.shape[2:]
-        scale = self._size / min(height, width)
+        scale = int(self._size * (MARGIN if self._video else 1)) / min(height, width)
         shape = [max(self._size, round(side * scale)) for side in (height, width)]
         planes = torch.nn.functional.interpolate(
             planes, shape, mode="bilinear", align_corners=False, antialias=True
@@ -101,7 +119,7 @@ def preprocessing(directory: Path) -> tuple[int, list[float], list[float]]:
     """Pixels of a side, and mean and deviation of each colour, as a model's files say."""
     config = json.loads((directory / "config.json").read_text())
     config = config.get("vision_config", config)
-    size = config.get("image_size", 224)
+    size = config.get("image_size", config.get("crop_size", 224))
     file = directory / "preprocessor_config.json"
     said = json.loads(file.read_text()) if file.exists() else {}
     return (
@@ -118,7 +136,13 @@ def check_directory(config: VisionEncoder, directory: Path) -> None:
         kind = said.get("model_type", "of no kind")
         raise ValueError(
             f"encoder.model = {config.model} is a model of the kind {kind}, which takes no images. "
-            "Set encoder.model to one of patches, such as DINOv2, ViT or CLIP's vision tower."
+            "Set encoder.model to one of patches: DINOv2, ViT, CLIP's vision tower, V-JEPA 2."
+        )
+    tubelet = said.get("tubelet_size", 1)
+    if said.get("model_type") == VIDEO and config.frames % tubelet:
+        raise ValueError(
+            f"encoder.frames = {config.frames}, and {config.model} looks at {tubelet} frames at "
+            f"once. Set encoder.frames to a multiple of {tubelet}; 64 is what it was trained with."
         )
 
 

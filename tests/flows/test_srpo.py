@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from storage.runs.commit_log import Commit
 from tests.engines.algorithms.test_progress_rewards import SETTINGS
 from tests.faults.ledger import committed, story
 from tests.faults.planted import Fault, Faults
-from tests.flows.conftest import Launch, Launched
+from tests.flows.conftest import ROOT, Launch, Launched
 
 pytestmark = pytest.mark.cluster
 
@@ -137,7 +138,7 @@ def test_rewards_are_the_same_for_one_shard_and_for_four(launch: Launch, tmp_pat
 
 
 @pytest.mark.slow
-def test_an_episode_without_an_embedding_has_failed(launch: Launch) -> None:
+def test_an_episode_without_an_embedding_has_failed(launch: Launch, tmp_path: Path) -> None:
     """It has no reward, and its group goes by rewards.on_failure."""
     run = launch(
         *WORDS,
@@ -145,7 +146,7 @@ def test_an_episode_without_an_embedding_has_failed(launch: Launch) -> None:
         "rewards.on_failure=complete",
         module="flows.srpo",
         files={"sitecustomize.py": BLIND},
-        environment={"PYTHONPATH": "."},
+        environment={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )
     code, out = run.end()
     assert code == 0, out

@@ -123,6 +123,35 @@ def test_vision_models_of_transformers(kind: str, tmp_path: Path) -> None:
         encoder.embed([np.zeros((4, 4), np.float32)])
 
 
+def test_a_video_model_looks_at_all_frames_at_once(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {name: SMALL[name] for name in SMALL if name != "image_size"}
+    predictor = {"pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1}
+    config = transformers.VJEPA2Config(crop_size=16, frames_per_clip=4, **sizes, **predictor)
+    model = transformers.VJEPA2Model(config).eval()
+    model.save_pretrained(tmp_path / "vjepa2")
+    settings = VisionEncoder(model=str(tmp_path / "vjepa2"), frames=4, span="whole")
+    check_encoder(settings)
+    encoder = make_encoder(settings, tmp_path)
+    three = images(3, (18, 18))  # the size with its margin: nothing is scaled, one pixel cut off
+    found = encoder.embed(three)
+    video = np.stack([*three, three[0]])[:, 1:17, 1:17]
+    pixels = torch.from_numpy(video).permute(0, 3, 1, 2).float() / 255
+    mean, deviation = (
+        torch.tensor(numbers)[None, :, None, None]
+        for numbers in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    with torch.no_grad():
+        wanted = model(((pixels - mean) / deviation)[None]).last_hidden_state.mean(1)[0]
+    np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5)
+    assert not np.allclose(found, encoder.embed(three[::-1]), atol=1e-4), "their order counts"
+    with pytest.raises(ValueError, match="Set encoder.frames to a multiple of 2"):
+        check_encoder(settings.model_copy(update={"frames": 3}))
+
+
 def test_what_is_no_vision_model_is_refused(tmp_path: Path) -> None:
     import transformers
 
