@@ -30,11 +30,12 @@ class ActionStatistics:
 
     @classmethod
     def read(cls, path: str | Path, name: str | None = None) -> ActionStatistics:
-        """Those of a data set in a file dataset_statistics.json; name: None where it has one alone.
+        """Those of a data set in dataset_statistics.json, or in a checkpoint's config.json.
 
-        ValueError where there is none of that name, or several.
+        name: of the data set; None where there is one alone. ValueError for none of that name.
         """
         found: dict[str, Any] = json.loads(Path(path).read_text())
+        found = found.get("norm_stats", found)
         if name is None and len(found) == 1:
             name = next(iter(found))
         if name not in found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from configs.encoder import ProjectionEncoder
 from engines.algorithms.progress_rewards import progress_rewards
 from engines.encoders.encoder import Projection
 from storage.audit.audit import audit
+from storage.audit.lineage import of_sample
+from storage.audit.sample_origins import SampleOrigin
 from storage.batches.columns import SampleStatus
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit
@@ -88,14 +89,17 @@ def test_a_run_is_on_record(launch: Launch) -> None:
         ledger = commit.ledger
         assert ledger.drawn == ledger.trained + ledger.filtered
     assert audit(run.files).problems == [] and audit(run.files).orphans == []
-    ids = run.commits()[0].refs["samples"].fetch_numpy(store, "sample_id")[0]
-    words = (run.files.run, "--sample", str(int(ids[0])), "--json")
-    code, out = launch(*words, module="flows.lineage").end()
-    assert code == 0, out
-    told = json.loads(out)["sample"]["extras"]["progress/measured"]
-    assert told["encoder"].startswith("sha256:")
-    code, out = launch(run.files.run, "2", module="flows.replay").end()
-    assert (code, "Equal, to the bit." in out) == (0, True), out
+    samples = run.commits()[0].refs["samples"]
+    rewards = samples.fetch_numpy(store, "reward")[0]
+    failure = int(np.flatnonzero(rewards < 1)[0])
+    origin, _ = of_sample(run.files, int(samples.fetch_numpy(store, "sample_id")[0][failure]))
+    assert isinstance(origin, SampleOrigin)
+    measured = origin.extras["progress/measured"]
+    frame = samples.fetch_numpy(store, "opening_frame")[0][0]
+    assert measured["encoder"] == Projection(ProjectionEncoder()).digest(frame)
+    assert measured["cluster"] >= 0
+    assert origin.reward == origin.scores["progress"] == rewards[failure]
+    assert origin.scores["environment"] == 0.0
 
 
 @pytest.mark.slow
@@ -121,6 +125,8 @@ def test_a_run_killed_on_the_way_asks_no_encoder_twice(launch: Launch, tmp_path:
     assert story(again) == story(whole.commits())
     assert not [one for one in again[1].attempts if one["stage"] == "embedding"]
     assert audit(resumed.files).problems == []
+    code, out = launch(name, "2", module="flows.replay").end()
+    assert (code, "Equal, to the bit." in out) == (0, True), out
     for commit in again:
         check(commit, resumed.files.store)
 

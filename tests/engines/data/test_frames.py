@@ -73,7 +73,7 @@ def engine(tmp_path: Path) -> Iterator[EnvironmentEngine]:
             episodes=EpisodesConfig(
                 environment=environment, processes=1, max_turn_tokens=3, full_turn="counts"
             ),
-            max_new_tokens=40,
+            max_new_tokens=200,
             frames=True,
             store_uri=f"file://{tmp_path}/store",
             store_options={},
@@ -153,7 +153,7 @@ def test_a_conversation_without_room_still_ends(engine: EnvironmentEngine, tmp_p
     store = Store(f"file://{tmp_path}/store")
     made = engine.prompts([1], 7, "prompts.safetensors")
     assert made.ref is not None
-    asked = turn(engine, store, made.ref, 1, ["1" * 40])
+    asked = turn(engine, store, made.ref, 1, ["1" * 200])
     long = write_batch(store, "cut.safetensors", {"finish_reason": ["length"]})
     got = engine.answer(asked.with_columns(long), "answer-1.safetensors", frames=True)
     assert got.ref.fetch_list(store, "episode") == ["tokens"]

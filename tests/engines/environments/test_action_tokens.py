@@ -72,6 +72,8 @@ def test_statistics_are_those_of_the_checkpoints_file(tmp_path: Path) -> None:
     one = {"action": {"q01": [0.0], "q99": [1.0], "mean": [0.5]}}
     file.write_text(json.dumps({"libero_10": one}))
     assert ActionStatistics.read(file).scaled.tolist() == [True]
+    file.write_text(json.dumps({"hidden_size": 8, "norm_stats": {"libero_10": one}}))
+    assert ActionStatistics.read(file).high.tolist() == [1.0]
     file.write_text(json.dumps({"libero_10": one, "bridge": one}))
     assert ActionStatistics.read(file, "bridge").high.tolist() == [1.0]
     with pytest.raises(ValueError, match="libero_10, bridge. Name one of them"):
