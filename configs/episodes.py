@@ -163,6 +163,15 @@ class EpisodesConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _a_full_turn_has_a_length(self) -> Self:
+        if self.full_turn == "counts" and self.max_turn_tokens is None:
+            raise ValueError(
+                "episodes.full_turn = counts is about turns of max_turn_tokens tokens, and "
+                "episodes.max_turn_tokens = null is no number. Set it, or full_turn = ends."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _the_opponent_has_a_seat(self) -> Self:
         if self.opponent is None:
             return self

@@ -38,6 +38,7 @@ def test_the_encoder_has_the_pool_of_rewards_or_its_own() -> None:
             ["algorithm.selection=[{kind: success_rate, low: 0.9, high: 0.1}]"],
             "Set low below high",
         ),
+        (["episodes.max_turn_tokens=null"], "Set it, or full_turn = ends"),
         (["encoder={kind: transformers}"], "model"),
         (["progress.ceiling=1.0"], "ceiling"),
     ],
