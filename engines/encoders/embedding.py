@@ -6,7 +6,7 @@ It lives on the workers of the pool that cluster.roles.encoder names, and reads 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.base import Settings
-from configs.encoder import EncoderConfig
+from configs.encoder import EncoderConfig, FramesSettings
 from engines.data.frames import FIRST
 from engines.encoders.encoder import Frames, looked_at, make_encoder
 from engines.workers.engine import Engine, Memory
@@ -23,6 +23,9 @@ from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
+
+CHUNK_BYTES = 64 * 2**20  # frames that are read at once
+BEFORE = -1  # in the place of a turn, and of a row: the frame before the first turn
 
 
 class EncoderSpec(Settings):
@@ -55,13 +58,14 @@ class EncoderEngine(Engine):
         status = samples.fetch_numpy(self._store, "status")[0]
         found = np.full((len(samples), self._encoder.dim), np.nan, np.float32)
         errors, digest = [""] * len(samples), ""
-        for row, seen in enumerate(episodes_seen(self._store, samples, frames)):
+        every = episodes_seen(self._store, samples, frames, self._spec.encoder)
+        for row, seen in enumerate(every):
             if status[row] == SampleStatus.FAILED:
                 errors[row] = "the episode had failed"
                 continue
             with self._lock:
                 digest = digest or self._encoder.digest(seen[0])
-                made = self._encoder.embed(looked_at(self._spec.encoder, seen))
+                made = self._encoder.embed(seen)
             if np.isfinite(made).all():
                 found[row] = made
             else:
@@ -91,20 +95,35 @@ class EncoderEngine(Engine):
         return "Set encoder.frames lower, or give cluster.roles.encoder a pool of its own."
 
 
-def episodes_seen(store: Store, samples: BatchRef, frames: BatchRef | None) -> Iterator[Frames]:
-    """The frames of each of N episodes, the first one and those of its turns in their order."""
+def episodes_seen(
+    store: Store, samples: BatchRef, frames: BatchRef | None, settings: FramesSettings
+) -> Iterator[Frames]:
+    """The frames of each of N episodes that are looked at; no others are read."""
+    firsts = samples.fetch_numpy(store, FIRST)[0]
+    seen = frames_of_episodes(store, samples, frames)
+    chosen = [looked_at(settings, own) for own in seen]
+    size = max(1, firsts[:1].nbytes)
+    waiting: list[Sequence[int]] = []
+    for number, own in enumerate(chosen, 1):
+        waiting.append(own)
+        if number == len(chosen) or size * sum(map(len, waiting)) >= CHUNK_BYTES:
+            rows = [row for each in waiting for row in each if row != BEFORE]
+            found: NDArray[np.generic] = firsts[:0]
+            if rows and frames is not None:
+                found = frames[["frame"]].take(rows).fetch_numpy(store, "frame")[0]
+            read = iter(found)
+            for place, each in enumerate(waiting, number - len(waiting)):
+                yield [firsts[place] if row == BEFORE else next(read) for row in each]
+            waiting = []
+
+
+def frames_of_episodes(store: Store, samples: BatchRef, frames: BatchRef | None) -> list[list[int]]:
+    """Rows of the frames of each of N episodes in the order of its turns, BEFORE them the first."""
     numbers = samples.fetch_numpy(store, "sample_id")[0].tolist()
-    own: dict[int, list[tuple[int, int]]] = {number: [] for number in numbers}  # turn, row
+    own: dict[int, list[tuple[int, int]]] = {number: [(BEFORE, BEFORE)] for number in numbers}
     if frames is not None:
         of = frames.fetch_numpy(store, "sample_id")[0].tolist()
         turns = frames.fetch_numpy(store, "turn")[0].tolist()
         for row, (number, turn) in enumerate(zip(of, turns, strict=True)):
             own[number].append((turn, row))
-    for row, number in enumerate(numbers):
-        first: NDArray[np.generic] = samples.rows(row, row + 1).fetch_numpy(store, FIRST)[0]
-        rows = [at for _, at in sorted(own[number])]
-        if frames is None or not rows:
-            yield list(first)
-            continue
-        later = frames[["frame"]].take(rows).fetch_numpy(store, "frame")[0]
-        yield [*first, *later]
+    return [[row for _, row in sorted(own[number])] for number in numbers]

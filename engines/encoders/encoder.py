@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from configs.encoder import EncoderConfig, FramesSettings, ProjectionEncoder
 from storage.objects.digests import digest
 
 Frames = Sequence[NDArray[np.generic]]  # of one form, uint8 or float32
+Seen = TypeVar("Seen")  # a frame, or what stands for one
 
 
 class Encoder(Protocol):
@@ -38,7 +39,7 @@ def make_encoder(config: EncoderConfig, cache: Path) -> Encoder:
     return Vision(config, cache)
 
 
-def looked_at(settings: FramesSettings, frames: Frames) -> Frames:
+def looked_at(settings: FramesSettings, frames: Sequence[Seen]) -> Sequence[Seen]:
     """Those of an episode's frames, the first one included, that its embedding is made of.
 
     Of seven frames and frames = 3: 0, 3, 6 (span whole), or 4, 5, 6 (end).
@@ -49,6 +50,16 @@ def looked_at(settings: FramesSettings, frames: Frames) -> Frames:
         return frames[-settings.frames :]
     # As siiRL chooses 64 frames; it repeats those of a shorter episode, which a mean does not need.
     return [frames[i] for i in np.linspace(0, len(frames) - 1, settings.frames, dtype=int)]
+
+
+def check_images(dtype: str, shape: Sequence[int]) -> None:
+    """ValueError, one sentence, unless frames of this form are images."""
+    if dtype != "uint8" or len(shape) != 3 or shape[2] != 3:
+        raise ValueError(
+            "encoder.kind = transformers takes images, arrays [H, W, 3] of uint8, and the "
+            f"environment's frames are {dtype} {list(shape)}. Make it with params.render_mode = "
+            "rgb_array, or set encoder.kind = projection."
+        )
 
 
 class Projection:

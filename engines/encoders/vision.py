@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from configs.encoder import VisionEncoder
 from engines import models
-from engines.encoders.encoder import Frames
+from engines.encoders.encoder import Frames, check_images
 from engines.processes.user_code import installed
 from engines.progress import report
 from engines.rewards.reward_model import WEIGHTS, digest_of
@@ -68,12 +68,7 @@ class Vision:
         """[D] of one episode's frames, [H, W, 3] of 8 bits each."""
         import torch
 
-        if frames[0].dtype != np.uint8 or frames[0].ndim != 3 or frames[0].shape[2] != 3:
-            raise ValueError(
-                f"encoder.kind = transformers takes images, arrays [H, W, 3] of uint8, and the "
-                f"environment's frames are {frames[0].dtype} {list(frames[0].shape)}. Make it with "
-                "params.render_mode = rgb_array, or set encoder.kind = projection."
-            )
+        check_images(str(frames[0].dtype), frames[0].shape)
         if self._video:
             return self._embed_video(frames)
         total = torch.zeros(self.dim, dtype=torch.float64)

@@ -13,6 +13,7 @@ from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PLAYER, PROBE_ROWS
 from engines.data.episode_rows import seed_of
 from engines.data.frames import alike
+from engines.encoders.encoder import check_images
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
 from engines.rewards.checks import check_rewards
@@ -31,7 +32,8 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     source = open_source(config.data.source)
     data = check_rows(config.model, config.data, source)
     if config.episodes is not None:
-        found = check_environment(config.episodes, source, config.keeps_frames)
+        images = isinstance(config, SRPOConfig) and config.encoder.kind == "transformers"
+        found = check_environment(config.episodes, source, config.keeps_frames, images)
         data += f"; environment: {found}"
     if isinstance(config, SRPOConfig) and config.progress.task_column is not None:
         source.check_columns([config.progress.task_column])
@@ -76,10 +78,12 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
     return f"{found}; template {data.template} fits the first {len(prompts)}"
 
 
-def check_environment(episodes: EpisodesConfig, source: PromptSource, frames: bool = False) -> str:
+def check_environment(
+    episodes: EpisodesConfig, source: PromptSource, frames: bool = False, images: bool = False
+) -> str:
     """Whether the environment loads here, and can be reset for the first row. ValueError.
 
-    frames: whether it has to give something to see.
+    frames: whether it has to give something to see. images: whether that has to be an image.
     """
     one = episodes.model_copy(update={"processes": 1})
     with Environments(one, frames=frames) as environments:
@@ -96,6 +100,8 @@ def check_environment(episodes: EpisodesConfig, source: PromptSource, frames: bo
     takes = "asks by itself" if ready.chats else "takes text"
     seen = ""
     if first.frame is not None:
+        if images:
+            check_images(first.frame["dtype"], first.frame["shape"])
         shape = " x ".join(map(str, first.frame["shape"]))
         seen = f"; frames of {shape}, {first.frame['dtype']}"
     return f"loads; {f'tools {names}' if names else takes}{seen}"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from configs.encoder import ProjectionEncoder, VisionEncoder
+from engines.encoders import embedding
 from engines.encoders.embedding import EncoderEngine, EncoderSpec
 from engines.encoders.encoder import Projection, looked_at, make_encoder
 from engines.encoders.vision import check_encoder
@@ -206,7 +207,9 @@ def engine(tmp_path: Path, **settings: Any) -> EncoderEngine:
     )
 
 
-def test_an_embedding_is_of_the_episodes_last_frames(tmp_path: Path) -> None:
+def test_an_embedding_is_of_the_frames_that_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(f"file://{tmp_path}/store")
     samples, frames = episodes(store, [0, 1, 0])
     made = engine(tmp_path).embed(samples, frames, "embeddings.safetensors")
@@ -217,6 +220,15 @@ def test_an_embedding_is_of_the_episodes_last_frames(tmp_path: Path) -> None:
         np.testing.assert_array_equal(row, encoder.embed([np.array(frame, np.float32)]))
     assert set(made.fetch_list(store, "encoder")) == {encoder.digest(np.zeros(2, np.float32))}
     assert made.fetch_list(store, "embedding_error") == ["", "", ""]
+    whole = engine(tmp_path, frames=9).embed(samples, frames, "whole.safetensors")
+    every = [[[0, 0], [5, 1], [15, 1]], [[0, 0], [6, 1]], [[0, 0]]]
+    for row, of in zip(whole.fetch_numpy(store, "embedding")[0], every, strict=True):
+        np.testing.assert_array_equal(row, encoder.embed([np.array(one, np.float32) for one in of]))
+    monkeypatch.setattr(embedding, "CHUNK_BYTES", 17)  # two frames
+    apart = engine(tmp_path, frames=9).embed(samples, frames, "apart.safetensors")
+    np.testing.assert_array_equal(
+        apart.fetch_numpy(store, "embedding")[0], whole.fetch_numpy(store, "embedding")[0]
+    )
     none = engine(tmp_path).embed(samples, None, "none.safetensors")
     assert np.isfinite(none.fetch_numpy(store, "embedding")[0]).all(), "of the first frames"
 
