@@ -13,6 +13,7 @@ import numpy as np
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
 from storage.batches.columns import (
     EPISODE,
+    IN_PART,
     OF_PLAYERS,
     OPPONENTS_TURN,
     SEGMENT,
@@ -262,7 +263,7 @@ def write_samples(
     kept: list[str] = []
     unused = np.zeros(rows, np.int64)  # of episodes that have ended
     if request.begun is not None:
-        kept = [name for name in (*EPISODE, *OF_PLAYERS) if name in request.begun.names]
+        kept = [name for name in (*EPISODE, *OF_PLAYERS, *IN_PART) if name in request.begun.names]
         if "unused_tokens" in kept:
             unused = request.begun.fetch_numpy(store, "unused_tokens")[0]
     written = write_batch(

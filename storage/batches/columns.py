@@ -139,10 +139,8 @@ COLUMNS: dict[str, Declared] = {
 WIDER = {"I32": "I64"}
 
 # What is kept of an episode from turn to turn, beside its tokens.
-EPISODE = (
-    *("observations", "turn_rewards", "env_seconds", "episode", "episode_error"),
-    "unused_tokens",
-)
+EPISODE = ("observations", "turn_rewards", "env_seconds", "episode", "episode_error")
+IN_PART = ("unused_tokens",)  # likewise, where a turn may be acted on in part
 OF_PLAYERS = ("turn_order", "episode_id")  # likewise, where there are several players
 
 # Columns that are named after reward functions, and what the names begin with.
