@@ -70,19 +70,18 @@ def play(
     digests = {one.digest: one for one in usable_weights(run, step, stage)}
     done = stage.finished(run, whole)
     if done is not None and str(done["weights"]) in digests:
-        found = sampled(prompts, digests[str(done["weights"])], done)
-        return dataclasses.replace(found, frames=frames_of(done))
+        known = sampled(prompts, digests[str(done["weights"])], done)
+        return dataclasses.replace(known, frames=frames_of(done))
     with run.episodes.held(len(prompts) * stage.sampling.n):
         asked, first = prompts, begun
         if played(run).players > 1:
             asked, unplayed = dealt(run, step, prompts, stage, shard)
             first = unplayed if begun is None else begun
-        played_through, turns = played_out(run, step, asked, stage, shard, first)
-    found: Sampled | Unsampled = played_through
+        found, turns = played_out(run, step, asked, stage, shard, first)
     if isinstance(found, Sampled):
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
-        record["frames"] = None if found.frames is None else found.frames.to_json()
-        stage.finish(run, whole, {**record, "weights": found.weights.digest})
+        frames = None if found.frames is None else found.frames.to_json()
+        stage.finish(run, whole, {**record, "frames": frames, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
     kept = {key for ref in (needed, first, asked) if ref is not None for key in ref.objects}
     run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})

@@ -84,8 +84,9 @@ class EncoderEngine(Engine):
         from engines.encoders.vision import Vision
 
         here: Memory = "device" if torch.cuda.is_available() else "host"
-        held = here == memory and isinstance(self._encoder, Vision)
-        return {"encoder": self._encoder.held} if held else {}  # type: ignore[attr-defined]
+        if here != memory or not isinstance(self._encoder, Vision):
+            return {}
+        return {"encoder": self._encoder.held}
 
     @classmethod
     def memory_setting(
