@@ -151,3 +151,52 @@ def test_several_actions_of_a_turn_end_with_the_episode(tmp_path: Path) -> None:
         outcome = episode.act(played, "2212333")  # right right down right: the goal
         assert (outcome.observation, outcome.reward, outcome.done) == ("15", 1.0, True)
         assert outcome.used == 4
+
+
+PAINTED = """
+import gymnasium
+import numpy as np
+
+class Painted(gymnasium.Env):
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 1}
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Discrete(9)
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, seed=None, options=None):
+        self.place = 0
+        return self.place, {}
+
+    def step(self, action):
+        self.place += int(action)
+        return self.place, 0.0, False, False, {}
+
+    def render(self):
+        return np.full((2, 2, 3), self.place, np.uint8)
+
+gymnasium.register("Painted-v0", entry_point=Painted)
+
+class Codec:
+    def describe(self, observation, info): return str(observation)
+    def action(self, text): return int(text)
+"""
+
+
+def test_gymnasium_shows_its_picture_where_it_was_made_to(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    (tmp_path / "painted.py").write_text(PAINTED)
+    environment = GymnasiumEnvironment(
+        id="Painted-v0",
+        params={"render_mode": "rgb_array"},
+        codec=f"{tmp_path}/painted.py:Codec",
+    )
+    config = EpisodesConfig(environment=environment, processes=1)
+    with Environments(config, frames=True) as played:
+        episode = begin(played)
+        seen = episode.act(played, "1").frame
+        assert seen is not None
+        image = array_of(seen)
+        assert (image.shape, image.dtype, int(image.max())) == ((2, 2, 3), np.uint8, 1)
+        assert episode.act(played, "jump").frame is None, "no action, and nothing new to see"
