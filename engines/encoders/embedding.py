@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.base import Settings
-from configs.encoder import EncoderConfig, FramesSettings
+from configs.encoder import EncoderConfig, FramesSettings, ProjectionEncoder
 from engines.data.frames import FIRST
-from engines.encoders.encoder import Frames, looked_at, make_encoder
+from engines.encoders.encoder import Encoder, Frames, Projection, looked_at
 from engines.workers.engine import Engine, Memory
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -94,6 +94,15 @@ class EncoderEngine(Engine):
     ) -> str:
         """What takes memory beside the weights are frames."""
         return "Set encoder.frames lower, or give cluster.roles.encoder a pool of its own."
+
+
+def make_encoder(config: EncoderConfig, cache: Path) -> Encoder:
+    """The encoder of the settings; `cache`: directory for models."""
+    if isinstance(config, ProjectionEncoder):
+        return Projection(config)
+    from engines.encoders.vision import Vision
+
+    return Vision(config, cache)
 
 
 def episodes_seen(

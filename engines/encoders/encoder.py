@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.encoder import EncoderConfig, FramesSettings, ProjectionEncoder
+from configs.encoder import FramesSettings, ProjectionEncoder
 from storage.objects.digests import digest
 
 Frames = Sequence[NDArray[np.generic]]  # of one form, uint8 or float32
@@ -28,15 +27,6 @@ class Encoder(Protocol):
         """[D], of the frames of one episode that are looked at. ValueError where they are no images
         and it takes images alone.
         """
-
-
-def make_encoder(config: EncoderConfig, cache: Path) -> Encoder:
-    """The encoder of the settings; `cache`: directory for models."""
-    if isinstance(config, ProjectionEncoder):
-        return Projection(config)
-    from engines.encoders.vision import Vision
-
-    return Vision(config, cache)
 
 
 def looked_at(settings: FramesSettings, frames: Sequence[Seen]) -> Sequence[Seen]:

@@ -10,8 +10,8 @@ import pytest
 
 from configs.encoder import ProjectionEncoder, VisionEncoder
 from engines.encoders import embedding
-from engines.encoders.embedding import EncoderEngine, EncoderSpec
-from engines.encoders.encoder import Projection, looked_at, make_encoder
+from engines.encoders.embedding import EncoderEngine, EncoderSpec, make_encoder
+from engines.encoders.encoder import Projection, looked_at
 from engines.encoders.vision import check_encoder
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
