@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 HOLES = (5, 7, 11, 12)  # tiles of the map 4x4
 
 
