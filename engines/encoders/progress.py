@@ -63,10 +63,11 @@ def measure(
         settings: which tasks there are, and what is a success.
         out_key: of the rewards; the clusters' is beside it.
     """
-    status, ids, given, points = (
+    read: list[NDArray[Any]] = [
         samples.fetch_numpy(store, name)[0]
         for name in ("status", "sample_id", "reward", "embedding")
-    )
+    ]
+    status, ids, given, points = read
     encoders = [str(one) for one in samples.fetch_list(store, "encoder")]
     errors = [str(one) for one in samples.fetch_list(store, "embedding_error")]
     names, tasks = tasks_of(store, prompts, samples, settings.task_column)

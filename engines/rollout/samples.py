@@ -265,7 +265,7 @@ def write_samples(
     if request.begun is not None:
         kept = [name for name in (*EPISODE, *OF_PLAYERS, *IN_PART) if name in request.begun.names]
         if "unused_tokens" in kept:
-            unused = request.begun.fetch_numpy(store, "unused_tokens")[0]
+            unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)
     written = write_batch(
         store,
         request.out_key,
