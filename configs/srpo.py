@@ -57,6 +57,11 @@ class SRPOConfig(GRPOConfig):
         return True
 
     @property
+    def sharded_stages(self) -> int:
+        """Those of GRPO, and the embeddings."""
+        return super().sharded_stages + 1
+
+    @property
     def used_pools(self) -> set[str]:
         """Pools on which some role of the run lives; others are not started."""
         return super().used_pools | {self.cluster.roles.pool_of("encoder")}
