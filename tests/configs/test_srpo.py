@@ -1,11 +1,14 @@
 """What the settings of an SRPO run add, and what does not go with them."""
 
 import pytest
+from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import validate
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
 from configs.srpo import SRPOConfig
+from flows.srpo import srpo
 
 
 def test_what_is_not_said() -> None:
@@ -19,6 +22,21 @@ def test_what_is_not_said() -> None:
         load_recipe(SRPOConfig, "tiny-srpo", ["algorithm.selection=[]"]).algorithm.selection == ()
     )
     assert SRPOConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_the_form_has_every_setting_with_its_meaning() -> None:
+    schema = parameter_schema(srpo).model_dump_for_openapi()
+    for words in ([], ["encoder={kind: transformers, model: some/model}"]):
+        config = load_recipe(SRPOConfig, "tiny-srpo", words).model_dump(mode="json")
+        validate({"config": config}, schema, raise_on_error=True)
+    own = {"SRPOConfig", "ProgressConfig", "ProjectionEncoder", "VisionEncoder"}
+    found = {name: each for name, each in schema["definitions"].items() if name in own}
+    assert "ProgressConfig" in found
+    for definition in found.values():
+        for name, field in definition["properties"].items():
+            target = schema["definitions"].get(field.get("$ref", "").rpartition("/")[2], {})
+            assert field.get("title") or target.get("title"), name
+            assert field.get("description") or target.get("description"), name
 
 
 def test_the_encoder_has_the_pool_of_rewards_or_its_own() -> None:
