@@ -1,6 +1,6 @@
 """The settings of an SRPO run: those of GRPO, an encoder of what episodes see, progress rewards."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -42,6 +42,8 @@ class ProgressConfig(Settings):
 
 class SRPOConfig(GRPOConfig):
     """Self-referential policy optimisation (arXiv:2511.15605): rewards for progress, in episodes."""
+
+    unfit: ClassVar[tuple[str, ...]] = (*GRPOConfig.unfit, "remax")
 
     encoder: EncoderConfig = Field(
         default_factory=ProjectionEncoder,

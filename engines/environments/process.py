@@ -10,6 +10,7 @@ from configs.episodes import (
     EpisodesConfig,
     GymnasiumEnvironment,
     OpenEnvEnvironment,
+    ToolsEnvironment,
 )
 from engines.environments.protocol import Call, Ready, Reply, Start, unpacked
 from engines.processes.child_messages import packed
@@ -37,8 +38,14 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> Start:
     """What such a process is told to load; `frames`: whether they go with its answers."""
     environment = config.environment
     path, id = "", ""
-    params: dict[str, Any] = dict(environment.params)
+    params: dict[str, Any] = {}
+    functions: tuple[str, ...] = ()
+    if not isinstance(environment, ToolsEnvironment):
+        params = dict(environment.params)
     match environment:
+        case ToolsEnvironment():
+            functions = environment.functions
+            name = ", ".join(functions)
         case ClassEnvironment() | AgentEnvironment():
             name = path = environment.path
         case GymnasiumEnvironment():
@@ -58,4 +65,5 @@ def start_message(config: EpisodesConfig, frames: bool = False) -> Start:
         memory=int(config.memory_gib * GIB),
         players=config.players,
         frames=frames,
+        functions=functions,
     )
