@@ -2,7 +2,7 @@
 
 pip install gymnasium
 python -m flows.grpo frozen_lake.yaml        # in this folder
-python -m flows.srpo frozen_lake.yaml        # with rewards for how near a failure came
+python -m flows.srpo frozen_lake.yaml        # docs/algorithms.md says how far that came
 """
 
 from __future__ import annotations
