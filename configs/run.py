@@ -182,6 +182,11 @@ class RunConfig(Settings):
         return self.rollout.deadline + sum(one.deadline for one in self.rewards.judges)
 
     @property
+    def keeps_frames(self) -> bool:
+        """Whether what episodes see is stored."""
+        return False
+
+    @property
     def needs_rewards(self) -> bool:
         """Whether a run has to have reward functions."""
         return True

@@ -31,6 +31,7 @@ from tasks.results import (
     Synced,
     TrainBatch,
     Updated,
+    frames_of,
     nodes_of,
 )
 from tasks.reward import samples_of
@@ -110,6 +111,8 @@ def commit(
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
         "nodes": nodes_of(scored),
+        "frames": frames_of(shard for one in scored for shard in one.sampled),
+        "clusters": scored[0].clusters,
         "batch": batch.ref,
         "baselines": batch.baselines,
         "carried": left_over.carried.prompts,

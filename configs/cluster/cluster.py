@@ -27,6 +27,7 @@ Role = Literal[
     "reward",
     "environment",
     "reward_model",
+    "encoder",
 ]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
@@ -97,12 +98,16 @@ class RolesConfig(Settings):
         "rewards. Each worker holds all.",
     )
 
+    encoder: str | None = Field(
+        None, description="Pool of the encoder of what episodes see; none: that of rewards."
+    )
+
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
         if role == "opponent":
             return self.opponent or self.rollout
-        beside_rewards = role in ("environment", "reward_model")
+        beside_rewards = role in ("environment", "reward_model", "encoder")
         return pools[role] or (self.reward if beside_rewards else self.actor)
 
 

@@ -10,6 +10,7 @@ from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
+from configs.srpo import SRPOConfig
 from configs.teachers import TeacherConfig, VllmTeaching
 from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
@@ -27,6 +28,7 @@ from storage.runs.run_store import RunStore
 from tasks.run.engine_specs import (
     TrainRole,
     data_spec,
+    encoder_spec,
     environment_spec,
     reward_model_spec,
     rollout_spec,
@@ -66,6 +68,7 @@ class Handles:
     planners: EnginePool
     environments: EnginePool | None
     reward_models: EnginePool | None
+    encoders: EnginePool | None  # of what episodes see
 
 
 def open_engines(run: RunView) -> Handles:
@@ -115,6 +118,7 @@ def open_engines(run: RunView) -> Handles:
             None if config.episodes is None else _environments(run, cluster, config.episodes)
         ),
         reward_models=_reward_models(run, cluster) if config.rewards.on_engines else None,
+        encoders=_encoders(run, cluster, config) if isinstance(config, SRPOConfig) else None,
     )
 
 
@@ -207,10 +211,13 @@ def _rollouts(run: RunView, cluster: Cluster, role: Literal["rollout", "opponent
 def _scorers(run: RunView, cluster: Cluster) -> EnginePool:
     config = run.config
     spec = data_spec(config, run.files)
-    trees = "engines.trees.growing:TreeEngine"
-    plain = "engines.data.data_engine:DataEngine"
-    engine = EngineSpec.of(trees if isinstance(config, TreeConfig) else plain, spec)
-    return _pool(run, cluster, "reward", "reward", engine, config.scoring_deadline)
+    engine = "engines.data.data_engine:DataEngine"
+    if isinstance(config, TreeConfig):
+        engine = "engines.trees.growing:TreeEngine"
+    elif isinstance(config, SRPOConfig):
+        engine = "engines.encoders.progress:ProgressEngine"
+    deadline = config.scoring_deadline
+    return _pool(run, cluster, "reward", "reward", EngineSpec.of(engine, spec), deadline)
 
 
 def _planners(run: RunView, cluster: Cluster) -> EnginePool:
@@ -233,6 +240,12 @@ def _reward_models(run: RunView, cluster: Cluster) -> EnginePool:
     engine = EngineSpec.of(judging if spec.judges else plain, spec)
     deadline = run.config.model_scoring_deadline
     return _pool(run, cluster, "reward_model", "reward_model", engine, deadline)
+
+
+def _encoders(run: RunView, cluster: Cluster, config: SRPOConfig) -> EnginePool:
+    spec = encoder_spec(config, run.store)
+    engine = EngineSpec.of("engines.encoders.embedding:EncoderEngine", spec)
+    return _pool(run, cluster, "encoder", "encoder", engine)
 
 
 def _pool(

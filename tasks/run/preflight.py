@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
+from configs.encoder import VisionEncoder
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
+from configs.srpo import SRPOConfig
 from engines.train.compiled import check_compiling
 from tasks.run.preflight_memory import check_memory
 
@@ -77,7 +79,7 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
-        taught = _check_teachers(config)
+        taught = [*_check_teachers(config), *_check_progress(config)]
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
@@ -114,6 +116,23 @@ def _check_teachers(config: GRPOConfig) -> list[Finding]:
             if facts is not None:
                 _check_vllm_on_cpu(engine, facts, longest, where)
     return [Finding(check="teachers", found=found)]
+
+
+def _check_progress(config: GRPOConfig) -> list[Finding]:
+    """The checks of what measures progress; nothing in other runs."""
+    if not isinstance(config, SRPOConfig):
+        return []
+    if installed("scikit-learn") is None:
+        raise PreflightError(
+            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
+            "pip install 'refrain-rl[environments]'."
+        )
+    found = "a fixed projection"
+    if isinstance(config.encoder, VisionEncoder):
+        from engines.encoders.vision import check_encoder
+
+        found = check_encoder(config.encoder)
+    return [Finding(check="encoder", found=found)]
 
 
 def check_packages(config: GRPOConfig) -> str:
