@@ -80,7 +80,7 @@ def plan_of(
     """The call that cuts an update into micro-batches on so many ranks, balanced by `cost`."""
     limits: dict[str, int] = {
         "world": ranks // config.sequence_parallel,
-        "budget": config.shared_micro_batch_tokens,
+        "budget": config.planned_tokens,
         "mini_batches": config.mini_batches,
     }
     if config.tree_training:  # named only then: plans that an older run has stored are found again

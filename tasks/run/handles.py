@@ -19,7 +19,6 @@ from engines.train.planner import PlannerSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
-from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
 from storage.runs.run_store import RunStore
 from tasks.run.engine_specs import (
@@ -31,6 +30,7 @@ from tasks.run.engine_specs import (
     train_spec,
 )
 from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
+from tasks.run.trainers import trainer_on
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
@@ -130,21 +130,14 @@ def trainer_of(
     teacher: which one, of that role.
     """
     spec = train_spec(config, files, role, run.store.cache_bytes, teacher)
-    gang = Gang(
+    return trainer_on(
         cluster,
-        config.cluster.roles.pool_of(role),
-        role if teacher is None else f"{role}-{teacher.name}",
-        EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec),
-        config.train_of(role).deadline,
-        start_timeout=config.cluster.start_timeout,
-    )
-    return Trainer(
-        gang,
+        config,
         replace(files, role=role),
+        spec,
+        role if teacher is None else f"{role}-{teacher.name}",
         epoch=run.epoch,
         cancel=run.cancelled,
-        temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
         on_replay=run.progress.replaying,
         caller=run.name,
     )

@@ -44,6 +44,7 @@ MAY_CHANGE = (
     *(f"rewards.functions.*.{name}" for name in HOW_ASKED),
     *(f"teachers.*.{name}" for name in ("service", "key_variable", "patience")),
     "train.deadline",
+    "train.unit_lease",
     # Where the same numbers lie, and how often they are computed.
     "train.gradient_checkpointing",
     "train.activation_offload",
