@@ -88,6 +88,7 @@ KINDS = (
     "server",
     "rollout",
     "train",
+    "aggregator",
     "teacher",
     "cpu",
     "reward",

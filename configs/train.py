@@ -25,7 +25,7 @@ class TrainConfig(Settings):
     unit_lease: float = Field(
         600.0,
         gt=0,
-        description="elastic: time after which a unit is given to another idle worker too, in seconds.",
+        description="elastic: time after which a unit goes to another idle worker too, in seconds.",
     )
     gradient_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -149,8 +149,8 @@ class TrainConfig(Settings):
         for name, value in alone.items():
             if (given := dict(self)[name]) != value:
                 raise ValueError(
-                    f"train.{name} = {given} is about ranks that share a model, and with train.engine "
-                    f"= elastic each worker has all of it. Set train.{name} = {value}."
+                    f"train.{name} = {given} is about ranks that share a model, and with "
+                    f"train.engine = elastic each worker has all of it. Set train.{name} = {value}."
                 )
         return self
 

@@ -81,8 +81,8 @@ class RolesConfig(Settings):
     actor: str = Field("train", description="Pool of the policy that is trained.")
     aggregator: str | None = Field(
         None,
-        description="Pool on one of whose workers gradients are added up, where train.engine = elastic; "
-        "none: that of the actor. One of its own stays while the actor's workers come and go.",
+        description="Pool on one of whose workers gradients are added up, where train.engine = "
+        "elastic; none: that of the actor. One of its own stays while those come and go.",
     )
     ref: str = Field("train", description="Pool of the frozen reference policy.")
     critic: str | None = Field(None, description="Pool of the critic; none: that of the actor.")

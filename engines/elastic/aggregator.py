@@ -9,7 +9,7 @@ order, so the weights are the same whoever computed what, and however many did.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from configs.algorithm.algorithm import AlgorithmConfig
@@ -18,7 +18,7 @@ from engines.elastic.spec import Applied, Counts, Offered, Unit
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.packing import MiniBatch
 from engines.train.sharded_model import DTYPES
-from engines.train.spec import UpdateResult
+from engines.train.spec import MadeOn, UpdateResult
 from engines.train.updater import Updater
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -50,6 +50,7 @@ class Open:
     began: float
     offered: Offered | None = None  # the optimizer step under way
     made: int = 0  # optimizer steps
+    made_on: set[MadeOn] = field(default_factory=set)  # of gradients that were added up
 
 
 class Aggregator(FSDPEngine):
@@ -165,7 +166,8 @@ class Aggregator(FSDPEngine):
         now = self._now()
         assert now.made == len(now.steps), (now.made, len(now.steps))
         self._open, self.version = None, now.step
-        return now.updater.result(now.step, time.perf_counter() - now.began)
+        result = now.updater.result(now.step, time.perf_counter() - now.began)
+        return replace(result, made_on=_together({result.made_on, *now.made_on}))
 
     def _read(self, offered: Offered, unit: Unit) -> Gradient | str:
         """A unit's marker, or why it is refused."""
@@ -193,6 +195,7 @@ class Aggregator(FSDPEngine):
             report = optimizer.step_by_tensor(summed.first, summed.again, finite)
         for one in gradients:
             tally.add(metric_sums(one.metrics), one.metrics)
+            now.made_on.add(MadeOn(device=one.device, torch=one.torch, fixed=one.fixed))
         tally.reports.append(report)
         now.made, now.offered = now.made + 1, None
         return summed.nbytes
@@ -201,3 +204,12 @@ class Aggregator(FSDPEngine):
         if self._open is None:
             raise RuntimeError("No update is under way here. Call open_update first.")
         return self._open
+
+
+def _together(parts: set[MadeOn]) -> MadeOn:
+    """What an update was made on; where that is several kinds of device, all of them."""
+    return MadeOn(
+        device=", ".join(sorted({one.device for one in parts})),
+        torch=", ".join(sorted({one.torch for one in parts})),
+        fixed=all(one.fixed for one in parts),
+    )

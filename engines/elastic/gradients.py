@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import MetricSums
+from engines.train.spec import MadeOn
 from engines.train.updater import Tally
 from storage.batches import tensors as torch_bytes
 from storage.objects.digests import digest
@@ -38,6 +39,7 @@ def write_gradient(
     rows: str,
     gradients: Mapping[str, Tensor],
     dtype: torch.dtype,
+    made: MadeOn,
     metrics: UnitMetrics,
 ) -> tuple[Gradient, bool]:
     """Leave a unit's gradient: its tensors, then its marker. The first marker stands.
@@ -52,6 +54,7 @@ def write_gradient(
         rows: Key of its row numbers.
         gradients: By parameter, as they are summed; each is cast as it is written.
         dtype: In which they are stored.
+        made: On what they were computed.
         metrics: Of the unit.
     """
     check_open(files.store, folder, of)
@@ -63,6 +66,9 @@ def write_gradient(
         of=of,
         unit=unit,
         rows=rows,
+        device=made.device,
+        torch=made.torch,
+        fixed=made.fixed,
         file=file,
         nbytes=part.file.nbytes,
         digest=weights_digest((n, e.dtype, e.shape, e.digest) for n, e in part.tensors.items()),
@@ -137,7 +143,7 @@ class Summed:
         self._folder = folder
         self._gradients = gradients
         self._device = device
-        self._scratch = tempfile.TemporaryFile(prefix="refrain-gradients-")
+        self._scratch = tempfile.TemporaryFile(prefix="refrain-")  # noqa: SIM115
         self._places: dict[str, tuple[int, tuple[int, ...]]] = {}  # start, shape
         self._end = 0
         self.nbytes = 0  # read from the store

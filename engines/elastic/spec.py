@@ -1,4 +1,4 @@
-"""What aggregator, workers and the flow process tell each other of an optimizer step. Without torch."""
+"""What aggregator, workers and flow tell each other of an optimizer step. Without torch."""
 
 from __future__ import annotations
 

@@ -245,5 +245,6 @@ class ElasticTrainer(Trainer):
 def _given_up(what: str, step: int) -> str:
     return (
         f"The {what} of step {step} were damaged or removed {MOST_OFFERS} times while they were "
-        "computed. Look at the store, and at whether another flow writes to this run; it can be resumed."
+        "computed. Look at the store, and at whether another flow writes to this run, which can be "
+        "resumed."
     )

@@ -16,6 +16,7 @@ from engines.train.critic import Critic
 from engines.train.fsdp import own_part
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.optimizer import Optimizer
+from engines.train.order_of_sums import made_on
 from engines.train.packing import plan_update, read_lengths
 from engines.train.policy import Policy
 from engines.train.sharded_model import DTYPES
@@ -78,6 +79,7 @@ class GradientEngine(FSDPEngine):
                 key_of(list(unit.rows)),
                 found,
                 DTYPES[self._spec.train.gradient_dtype],
+                made_on(self._spec.train, self._device),
                 unit_metrics(tally, finite),
             )
         finally:

@@ -77,7 +77,7 @@ class Versions:
     def leave(self, version: int, dtype: torch.dtype, key: str) -> WeightsRef:
         """Write the weights held, cast to `dtype`, to the store, into a folder of their own.
 
-        For who computes with them and publishes nothing: no tokenizer and no settings are beside them.
+        For who computes with them and publishes nothing: tokenizer and settings are not beside them.
         """
         store, run = self._files.store, self._files.run
         weights, group = self._weights, self._group

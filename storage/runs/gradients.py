@@ -1,9 +1,10 @@
 """Gradients that workers leave for the aggregator while an optimizer step is under way.
 
 <run>/gradients/<step>/weights-<digest>/, what they are computed with, as a policy version is stored
-<run>/gradients/<step>/<trained step>.<optimizer step>-<key>/open.json, a ticket: they are wanted
-                                              .../<unit>-<token>.safetensors, the tensors of a unit
-                                              .../<unit>.json, its marker, written last; the first stands
+<run>/gradients/<step>/<trained step>.<optimizer step>-<key>/
+    open.json, a ticket: they are wanted
+    <unit>-<token>.safetensors, the tensors of a unit
+    <unit>.json, its marker, written last; the first stands
 
 `<step>` is the one that is not committed yet; what is trained may be an earlier one that is made
 again. All of a step goes once it is committed, tickets and markers first. Written and read by
@@ -35,7 +36,7 @@ class Record(BaseModel):
 
 
 class GradientsOf(Record):
-    """What the gradients of an optimizer step are of. They are summed only if all this is the same."""
+    """What the gradients of an optimizer step are of; they add up where all this is the same."""
 
     run: str
     step: int  # RL step whose batch trains
@@ -71,6 +72,9 @@ class Gradient(Record):
     of: GradientsOf
     unit: int  # number within the optimizer step
     rows: str  # key of its row numbers
+    device: str  # on which it was computed
+    torch: str  # version
+    fixed: bool  # whether its sums had a fixed order
     file: str  # within the folder
     nbytes: int  # of the file
     digest: str  # of names, types, shapes and bytes of all tensors

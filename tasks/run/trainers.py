@@ -1,4 +1,4 @@
-"""What trains, as its settings say: a gang of ranks, or an aggregator with workers that come and go."""
+"""What trains, as the settings say: a gang of ranks, or an aggregator and its workers."""
 
 from __future__ import annotations
 
