@@ -301,3 +301,32 @@ def test_an_empty_batch_changes_nothing(elastic: MakeElastic, tmp_path: Path) ->
     assert one.aggregator.close_update().metrics["train/optimizer_steps"] == 0
     assert one.aggregator.digest("float32") == before
     assert AlgorithmConfig() == GIVEN["algorithm"]
+
+
+def test_no_forward_pass_sees_weights_of_before(elastic: MakeElastic, tmp_path: Path) -> None:
+    """FSDP may keep what it gathered for a forward pass; a step or a load makes it old."""
+    batch, one = stored(tmp_path, samples()), elastic(workers=2)
+    store = Store(str(tmp_path / "store"))
+    given = {"column": "old_logprobs", "temperature": 0.7}
+
+    def passed(engine: FSDPEngine, name: str, **more: object) -> torch.Tensor:
+        method = engine.logprobs_under if more else engine.logprobs  # type: ignore[attr-defined]
+        result = method(batch=batch, out_key=f"run/{name}.safetensors", **given, **more)
+        values: torch.Tensor = result.batch.fetch(store, ["old_logprobs"])["old_logprobs"].values()
+        return values
+
+    idle = one.workers.pop()  # computes log-probs only
+    found = []
+    for version in (0, 1, 2):
+        if version:
+            one.update(batch, version)
+        weights = one.aggregator.offer_weights(under=version + 1, version=version)
+        mine = passed(one.aggregator, f"own-{version}")
+        its = passed(idle, f"idle-{version}", weights=weights)
+        fresh = elastic(run=f"fresh-{version}").workers[0]
+        assert torch.equal(mine, passed(fresh, f"fresh-{version}", weights=weights))
+        assert torch.equal(mine, its)
+        found.append(mine)
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+    idle.close()
