@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from engines.failures import InfrastructureError
+from engines.train.spec import UnitAttempt
 from storage.objects.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class Lease:
     unit: int
     worker: str
     since: float  # on the clock
+    number: int  # 1 is the unit's first try
+    started: float  # seconds since the epoch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,8 +46,10 @@ class Round(Generic[Result]):
     waiting: list[int]  # numbers of units that nobody has, in order
     leases: list[Lease] = field(default_factory=list)
     results: dict[int, Result] = field(default_factory=dict)
+    given: Counter[int] = field(default_factory=Counter)  # how often each unit was
     failures: Counter[int] = field(default_factory=Counter)
     error: BaseException | None = None  # ends the round
+    tries: list[UnitAttempt] = field(default_factory=list)  # that have ended
     taken_over: int = 0  # units given to a second worker, since the first was slow
 
 
@@ -116,7 +121,14 @@ class Leases(Generic[Unit, Result]):
     def _hand_out(
         self, now: Round[Result], number: int, unit: Unit, worker: str, address: str
     ) -> None:
-        lease = Lease(unit=number, worker=worker, since=self._clock())
+        now.given[number] += 1
+        lease = Lease(
+            unit=number,
+            worker=worker,
+            since=self._clock(),
+            number=now.given[number],
+            started=time.time(),
+        )
         now.leases.append(lease)
         self._busy.add(address)
 
@@ -128,6 +140,7 @@ class Leases(Generic[Unit, Result]):
             with self._changed:
                 self._busy.discard(address)
                 now.leases.remove(lease)
+                now.tries.append(_ended(lease, error))
                 if error is None:
                     now.results.setdefault(number, result)  # type: ignore[arg-type]
                 elif number not in now.results:
@@ -146,3 +159,15 @@ class Leases(Generic[Unit, Result]):
         logger.warning("Unit %d failed and is given to another worker: %s", number, error)
         if all(lease.unit != number for lease in now.leases) and number not in now.waiting:
             now.waiting.insert(0, number)
+
+
+def _ended(lease: Lease, error: BaseException | None) -> UnitAttempt:
+    """How a lease ended, for the commit."""
+    return UnitAttempt(
+        unit=lease.unit + 1,
+        number=lease.number,
+        worker=lease.worker,
+        started=lease.started,
+        ended=time.time(),
+        error="" if error is None else f"{type(error).__name__}: {error}",
+    )

@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.elastic.leases import Leases
+from engines.elastic.leases import Leases, Round
 from engines.elastic.spec import Applied, Offered, UnitDone
 from engines.train.balancing import contiguous_cuts
 from engines.train.trainer import Trainer
@@ -34,7 +34,7 @@ from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 
 if TYPE_CHECKING:
-    from engines.train.spec import UpdateResult
+    from engines.train.spec import UnitAttempt, UpdateResult
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +62,31 @@ class Told:
     unequal: int = 0  # computed twice, with other bits
     nbytes: int = 0  # of gradients in the store
     sum_seconds: float = 0.0  # in which the aggregator added up and made optimizer steps
+    tries: list[UnitAttempt] = field(default_factory=list)  # of units
 
     def metrics(self) -> dict[str, float]:
         """By name."""
-        told = {name: float(value) for name, value in dataclasses.asdict(self).items()}
-        told["gradient_bytes"] = told.pop("nbytes")
-        return {f"elastic/{name}": value for name, value in told.items()}
+        told: dict[str, float] = {
+            "units": self.units,
+            "computed": self.computed,
+            "taken_over": self.taken_over,
+            "repeated": self.repeated,
+            "unequal": self.unequal,
+            "gradient_bytes": self.nbytes,
+            "sum_seconds": self.sum_seconds,
+        }
+        return {f"elastic/{name}": float(value) for name, value in told.items()}
+
+    def add(self, done: Sequence[UnitDone], went: Round[UnitDone]) -> None:
+        """Count units that were done, in how many tries."""
+        self.tries += [
+            dataclasses.replace(one, unit=one.unit + self.units) for one in list(went.tries)
+        ]
+        self.units += len(done)
+        self.computed += sum(one.computed for one in done)
+        self.taken_over += went.taken_over
+        self.repeated += went.failures.total()
+        self.unequal += sum(not one.equal for one in done)
 
 
 class ElasticTrainer(Trainer):
@@ -165,7 +184,7 @@ class ElasticTrainer(Trainer):
         result: UpdateResult = self._ask("close_update", step, {})
         self._version = step
         metrics = {**result.metrics, **told.metrics()} if steps else result.metrics
-        return dataclasses.replace(result, metrics=metrics)
+        return dataclasses.replace(result, metrics=metrics, units=tuple(told.tries))
 
     def _optimizer_step(self, step: int, given: Mapping[str, Any], told: Told) -> None:
         """Have the gradients of one optimizer step computed, until the aggregator has made it."""
@@ -204,11 +223,7 @@ class ElasticTrainer(Trainer):
                 for unit in offered.units
             ]
         )
-        told.units += len(done)
-        told.computed += sum(one.computed for one in done)
-        told.taken_over += went.taken_over
-        told.repeated += went.failures.total()
-        told.unequal += sum(not one.equal for one in done)
+        told.add(done, went)
 
     def _remove(self, offered: Offered, under: int) -> None:
         """Remove gradients that have served, and the weights that were left for them."""

@@ -10,7 +10,7 @@ import pytest
 from storage.audit.audit import audit
 from storage.runs.commit_log import Commit
 from tests.faults.conftest import Disturbed
-from tests.faults.ledger import story
+from tests.faults.ledger import causes, story
 from tests.faults.planted import Fault
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -50,7 +50,11 @@ def test_worker_and_aggregator_die_and_the_weights_are_fsdps(disturb, undisturbe
         Fault(id="written", target=WRITE, action="kill", nth=2, only="train", when="after"),
         Fault(id="summed", target=SUM, action="kill", nth=4, only="aggregator", when="after"),
     ]
-    check(disturb(faults, *WORKERS), undisturbed())
+    run, commits, out = disturb(faults, *WORKERS)
+    check((run, commits, out), undisturbed())
+    assert any("was lost" in cause for cause in causes(commits, "unit"))
+    made = [one["worker"] for one in commits[-1].attempts if one["stage"] == "unit"]
+    assert made and all(str(worker).startswith("train-") for worker in made)
 
 
 @pytest.mark.slow

@@ -116,6 +116,9 @@ def test_a_lost_workers_unit_goes_to_another_and_the_cause_is_counted() -> None:
     done, went = workers.leases().done([0, 1, 2])
     assert [one.split()[0] for one in done] == ["0", "1", "2"]
     assert went.failures == {1: 2}
+    second = sorted((one.number, one.error) for one in went.tries if one.unit == 2)
+    assert [number for number, _ in second] == [1, 2, 3]
+    assert [error.partition(":")[0] for _, error in second] == ["WorkerLost", "WorkerLost", ""]
 
 
 def test_a_unit_that_keeps_failing_raises_its_last_error() -> None:
