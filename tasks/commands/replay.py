@@ -15,6 +15,7 @@ from configs.algorithm.distillation import recorded_algorithm
 from configs.grpo import GRPOConfig
 from configs.overrides import change
 from engines.clusters.opening import open_cluster
+from engines.elastic.opening import trainer_on
 from engines.train.spec import MadeOn, WeightsComparison
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
@@ -28,7 +29,6 @@ from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_
 from tasks.run.engine_specs import train_spec
 from tasks.run.handles import ENGINE_MODULES
 from tasks.run.recorded_flow import settings_of
-from tasks.run.trainers import trainer_on
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,6 +12,7 @@ from configs.grpo import GRPOConfig
 from configs.teachers import TeacherConfig
 from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
+from engines.elastic.opening import trainer_on
 from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
@@ -30,7 +31,6 @@ from tasks.run.engine_specs import (
     train_spec,
 )
 from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
-from tasks.run.trainers import trainer_on
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
