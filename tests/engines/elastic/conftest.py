@@ -15,7 +15,10 @@ from engines.elastic.spec import Offered, UnitDone
 from engines.elastic.worker import GradientEngine
 from engines.train.spec import TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
+from tests.engines.train.conftest import join, make
 from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, spec
+
+__all__ = ["join", "make"]  # fixtures
 
 PLAIN = AlgorithmConfig()
 GIVEN = {"algorithm": PLAIN, "temperature": TEMPERATURE, "max_new_tokens": MAX_NEW_TOKENS}

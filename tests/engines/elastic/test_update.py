@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,13 @@ import pytest
 import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from engines.elastic import worker
 from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.store import Store
 from storage.runs.gradients import GradientsRefused, read_gradient, remove_gradients
 from storage.runs.run_store import RunStore
 from tests.engines.elastic.conftest import GIVEN, Elastic
-from tests.engines.train.conftest import Join, Make  # noqa: F401
-from tests.engines.train.conftest import join as join
-from tests.engines.train.conftest import make as make
+from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import samples, spec, stored
 
@@ -119,7 +119,7 @@ def test_a_worker_that_joins_late_computes_what_the_first_would_have(
 
 
 def test_the_first_of_two_gradients_stands_and_both_are_equal(
-    elastic: MakeElastic, tmp_path: Path
+    elastic: MakeElastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, one = stored(tmp_path, samples()), elastic(workers=2)
     one.open(batch)
@@ -130,33 +130,23 @@ def test_the_first_of_two_gradients_stands_and_both_are_equal(
     again = one.compute(1, offered, 0, batch)
     assert first.computed and not again.computed  # it was there already
     # The second began before the first had ended, and found no marker then.
-    from engines.elastic import worker
-
-    seen = worker.read_gradient
-    worker.read_gradient = lambda *_: None  # type: ignore[assignment]
-    try:
-        late = one.compute(1, offered, 0, batch)
-    finally:
-        worker.read_gradient = seen
+    monkeypatch.setattr(worker, "read_gradient", lambda *_: None)
+    late = one.compute(1, offered, 0, batch)
     assert late.computed and late.equal
     assert read_gradient(files, offered.folder, 0) == standing
     names = [key for key in files.store.list(offered.folder) if "/00000-" in key]
     assert names == [f"{offered.folder}/{standing.file}"]  # the loser's file is gone
 
 
-def test_a_gradient_with_other_bits_is_told(elastic: MakeElastic, tmp_path: Path) -> None:
+def test_a_gradient_with_other_bits_is_told(
+    elastic: MakeElastic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch, one = stored(tmp_path, samples()), elastic(workers=2)
     one.open(batch)
     offered = one.aggregator.offer(1)
     one.compute(0, offered, 0, batch)
-    from engines.elastic import worker
-
-    seen = worker.read_gradient
-    worker.read_gradient = lambda *_: None  # type: ignore[assignment]
-    try:
-        late = one.compute(1, offered, 0, batch, temperature=0.9)
-    finally:
-        worker.read_gradient = seen
+    monkeypatch.setattr(worker, "read_gradient", lambda *_: None)
+    late = one.compute(1, offered, 0, batch, temperature=0.9)
     assert not late.equal
 
 
@@ -169,8 +159,6 @@ def test_gradients_of_another_step_or_other_weights_are_refused_by_name(
     one.open(batch, 2)
     offered = one.aggregator.offer(2)
     for field, value in (("weights", "xxh3:0"), ("optimizer_step", 1), ("step", 1)):
-        from dataclasses import replace
-
         other = replace(offered, of=offered.of.model_copy(update={field: value}))
         with pytest.raises(GradientsRefused, match=f"its {field.replace('_', ' ')} is"):
             one.compute(0, other, 0, batch)
