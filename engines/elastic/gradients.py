@@ -185,7 +185,7 @@ class Summed:
         total = torch.empty(shape, dtype=torch.float32)
         self._scratch.seek(start)
         if total.numel():
-            self._scratch.readinto(torch_bytes.bytes_of(total).data)  # type: ignore[attr-defined]
+            self._scratch.readinto(torch_bytes.bytes_of(total).data)
         return total.to(self._device)
 
     def _parts(self, name: str) -> Iterator[Tensor]:
