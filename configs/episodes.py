@@ -22,6 +22,19 @@ class ClassEnvironment(Settings):
     params: Params = Field(default_factory=dict, description="Keyword arguments of making one.")
 
 
+class ToolsEnvironment(Settings):
+    """Functions that the model may call, and nothing else: TRL's `tools`.
+
+    Reward functions score the episode, which has ended once a turn calls none.
+    """
+
+    kind: Literal["tools"] = "tools"
+    functions: tuple[FunctionPath, ...] = Field(
+        min_length=1,
+        description="The functions, each with type hints and a docstring; they may be async.",
+    )
+
+
 class GymnasiumEnvironment(Settings):
     """An environment of gymnasium, with a codec between its spaces and text."""
 
@@ -74,6 +87,7 @@ class AgentEnvironment(Settings):
 
 Environment = Annotated[
     ClassEnvironment
+    | ToolsEnvironment
     | GymnasiumEnvironment
     | TextArenaEnvironment
     | OpenEnvEnvironment

@@ -1,7 +1,7 @@
-"""A user's class as an environment, and the choice among the kinds of environments.
+"""A user's class or functions as an environment, and the choice among the kinds of environments.
 
-The class keeps the contract of TRL's `environment_factory`. Runs in the process of the
-environments: only the standard library is imported.
+The class keeps the contract of TRL's `environment_factory`, functions that of its `tools`. Runs in
+the process of the environments: only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def load(start: Start) -> Loaded:
     """The environment that is asked for; ValueError in one sentence, or what its own code raises."""
     if start.kind == "class":
         return load_class(start)
+    if start.kind == "tools":
+        return load_tools(start)
     if start.kind == "agent":
         return load_agent(start, user_code(start.path))
     codec = user_code(start.path) if start.path else None
@@ -73,6 +75,43 @@ def load_class(start: Start) -> Loaded:
         tools=[schema(name, tool) for name, tool in adapter.tools.items()],
     )
     return Loaded(make=make, ready=ready)
+
+
+def load_tools(start: Start) -> Loaded:
+    """A user's functions as tools, by their names."""
+    names = [path.rpartition(":")[2].rpartition(".")[2] for path in start.functions]
+    found = [user_code(path) for path in start.functions]
+    tools = dict(zip(names, found, strict=True))
+    if len(tools) < len(found):
+        raise ValueError(f"two of the tools {', '.join(names)} have one name. Rename a function")
+    places = [path.rpartition(":")[0] for path in start.functions]
+    packages = [place.partition(".")[0] for place in places if not is_file(place)]
+    ready = Ready(
+        digest=digest_of(found),
+        packages=installed(packages),
+        tools=[schema(name, tool) for name, tool in tools.items()],
+    )
+    return Loaded(make=lambda: ToolsAdapter(tools), ready=ready)
+
+
+class ToolsAdapter:
+    """Functions as tools; an episode has nothing else to it, and no reward of its own."""
+
+    def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
+        self.tools = tools
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Given:
+        return Given(observation=None)
+
+    def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        results = tuple(called(self.tools, call, _finished) for call in calls or ())
+        return Given(observation=None, done=not calls, results=results)
+
+    def finish(self) -> Given:
+        return Given(observation=None)
+
+    def close(self) -> None:
+        """Functions hold nothing."""
 
 
 class ClassAdapter:

@@ -10,6 +10,7 @@ from configs.episodes import (
     EpisodesConfig,
     GymnasiumEnvironment,
     OpenEnvEnvironment,
+    ToolsEnvironment,
 )
 from engines.environments.protocol import Call, Ready, Reply, Start, unpacked
 from engines.processes.child_messages import packed
@@ -37,8 +38,14 @@ def start_message(config: EpisodesConfig) -> Start:
     """What such a process is told to load."""
     environment = config.environment
     path, id = "", ""
-    params: dict[str, Any] = dict(environment.params)
+    params: dict[str, Any] = {}
+    functions: tuple[str, ...] = ()
+    if not isinstance(environment, ToolsEnvironment):
+        params = dict(environment.params)
     match environment:
+        case ToolsEnvironment():
+            functions = environment.functions
+            name = ", ".join(functions)
         case ClassEnvironment() | AgentEnvironment():
             name = path = environment.path
         case GymnasiumEnvironment():
@@ -57,4 +64,5 @@ def start_message(config: EpisodesConfig) -> Start:
         params=params,
         memory=int(config.memory_gib * GIB),
         players=config.players,
+        functions=functions,
     )

@@ -26,12 +26,13 @@ class Start:
     """The first message: which environment to hold sessions of."""
 
     name: str  # what messages call the environment
-    kind: str  # class, gymnasium, textarena, openenv or agent
+    kind: str  # class, tools, gymnasium, textarena, openenv or agent
     path: str  # import path: of the class, or of a codec; empty for none
     id: str  # name in the library's registry, or a server's URL; empty for a class
     params: Mapping[str, Any]  # keyword arguments of making one
     memory: int  # bytes that the process may have
     players: int = 1  # of an episode
+    functions: Sequence[str] = ()  # import paths of functions that are tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The public methods of an environment as tools: JSON schemas, and calls of them.
+"""The public methods of an environment, or functions, as tools: JSON schemas, and calls of them.
 
 A schema has the form that chat templates take: {"type": "function", "function": {"name",
 "description", "parameters"}}, made of a method's type hints and of its docstring, whose section
@@ -49,8 +49,8 @@ def schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     text = inspect.getdoc(tool)
     if not text:
         raise ValueError(
-            f"the method {name} is public, so a tool, and has no docstring. Write what it does, or "
-            f"call it _{name}"
+            f"{name} has no docstring, and is a tool, as every public method is. Write what it "
+            f"does, or, of a method, call it _{name}"
         )
     description, arguments = _docstring(text)
     hints = typing.get_type_hints(tool)

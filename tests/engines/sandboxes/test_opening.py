@@ -184,3 +184,13 @@ def test_another_user_than_root(program: str, sandbox: SupervisedSandbox, tmp_pa
     used, forks, cause, after = json.loads(ran.stdout)
     assert used == program and cause == "out_of_memory" and after == "1\n"
     assert int(forks) <= 16  # and nothing else was printed
+
+
+def test_a_program_that_cannot_be_confined_is_no_result_of_it() -> None:
+    """Its exit code would count as the program's own, and so as a test that it did not pass."""
+    try:
+        opened = open_sandbox(ProcessSandbox(cpu_seconds=2**70))
+    except SandboxFailed as error:
+        pytest.skip(str(error))
+    with opened, pytest.raises(SandboxFailed, match="the program could not be confined"):
+        opened.exec(["/bin/true"], timeout=5)
