@@ -320,6 +320,11 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             "takes. Set train.micro_batch_tokens to at least "
             f"{-(-(longest - 1) // config.train.sequence_parallel)}."
         )
+    if config.train.planned_tokens < min(budget, longest - 1) and not resumed:
+        raise PreflightError(
+            f"{what}, more than a unit of train.unit_tokens = {config.train.unit_tokens} takes. Set "
+            f"train.unit_tokens to at least {longest - 1}, and best to many times that."
+        )
     facts = model_facts(config.model)
     name = "random Llama" if isinstance(config.model, RandomModel) else config.model.path
     if facts is None:
