@@ -1,19 +1,35 @@
 """The settings of a GRPO run: those of any run, and the rules that span several parts of them."""
 
-from typing import Self
+from typing import ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from configs.base import Settings
 from configs.cluster.cluster import Role
 from configs.cluster.sharing import check_sharing
 from configs.data import ReasoningGymSource
 from configs.environment import cpu_multiplies_bfloat16
+from configs.form import without
 from configs.run import RunConfig
 
 
 class GRPOConfig(RunConfig):
     """Group relative policy optimisation (arXiv:2402.03300) and its relatives."""
+
+    # Kinds of algorithm.advantage that need what other flows make; the form does not offer them.
+    unfit: ClassVar[tuple[str, ...]] = ("gae", "tree", "tree_segment", "tree_sibling")
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = super().__get_pydantic_json_schema__(core_schema, handler)
+        algorithm = handler.resolve_ref_schema(found["properties"]["algorithm"])
+        choices = algorithm["properties"]
+        choices["advantage"] = without(choices["advantage"], cls.unfit)
+        return found
 
     @model_validator(mode="after")
     def _number_formats_suit_the_cpu(self) -> Self:

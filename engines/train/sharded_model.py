@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engines.model_tokens import tokens_of_student
 from engines.models import prepared
 from engines.progress import report
-from engines.train.building import build, materialize, tokens_of_student
+from engines.train.building import build, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic
 from engines.train.fsdp import fill
@@ -59,7 +60,10 @@ class ShardedModel(Ranked):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = prepared(spec.model, Path(spec.model_cache))
         self._checkpoint = open_checkpoint(self._directory)
-        self._readable = tokens_of_student(self._spec, self._directory)
+        self._readable: int | None = None
+        if spec.student is not None:
+            student = prepared(spec.student, Path(spec.model_cache))
+            self._readable = tokens_of_student(student, self._directory, spec.name)
         self._policy: Policy | Critic | None = None
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None

@@ -12,6 +12,7 @@ from configs.cluster.kinds import TemporaryTls
 from engines.processes.certificates import Certificates
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
+from engines.teachers.pool import TeacherPool
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.pool import EnginePool
@@ -254,7 +255,7 @@ class Engines:
         return found
 
     @property
-    def teachers(self) -> Mapping[str, Trainer | TeacherClient]:
+    def teachers(self) -> Mapping[str, Trainer | TeacherPool | TeacherClient]:
         """The teachers of a distillation by name, which are frozen."""
         return {**self._made().teachers, **self._made().services}
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from configs.cluster.cluster import Role
+from configs.distill import DistillConfig
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
-from configs.teachers import TeacherConfig
+from configs.teachers import TeacherConfig, VllmTeaching
 from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
 from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
+from engines.teachers.pool import TeacherPool
 from engines.train.planner import PlannerSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
@@ -29,6 +31,7 @@ from tasks.run.engine_specs import (
     reward_model_spec,
     rollout_spec,
     train_spec,
+    vllm_teacher_spec,
 )
 from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
 
@@ -55,7 +58,7 @@ class Handles:
     actor: Trainer
     ref: Trainer | None
     critic: Trainer | None
-    teachers: Mapping[str, Trainer]  # by name, on the run's own workers
+    teachers: Mapping[str, Trainer | TeacherPool]  # by name, on the run's own workers
     services: Mapping[str, TeacherClient]  # teachers by name that are elsewhere
     rollouts: RolloutPool
     opponents: RolloutPool | None
@@ -76,6 +79,11 @@ def open_engines(run: RunView) -> Handles:
     for judge in config.rewards.judges:
         pool = config.cluster.roles.pool_of("reward_model")
         environment[pool] = environment.get(pool, {}) | worker_environment(judge.rollout)
+    for teacher in teachers_of(config).values():
+        if isinstance(teacher.engine, VllmTeaching):
+            pool = config.cluster.roles.pool_of("teacher")
+            own = worker_environment(teacher.engine.engine_of(config.rollout, 0))
+            environment[pool] = environment.get(pool, {}) | own
     settings = config.cluster.model_copy(update={"pools": pools})
     cluster = open_cluster(settings, environment, cancel=run.cancelled, preload=ENGINE_MODULES)
     return Handles(
@@ -90,14 +98,7 @@ def open_engines(run: RunView) -> Handles:
             trainer_of(run, cluster, "critic", run.files, config) if config.has_critic else None
         ),
         teachers={
-            name: trainer_of(
-                run,
-                cluster,
-                "teacher",
-                run.files,
-                config,
-                resolved(run.store, config, name),
-            )
+            name: _teacher(run, cluster, name, teacher)
             for name, teacher in teachers_of(config).items()
             if teacher.service is None
         },
@@ -147,6 +148,25 @@ def trainer_of(
         max_new_tokens=config.rollout.max_new_tokens,
         on_replay=run.progress.replaying,
         caller=run.name,
+    )
+
+
+def _teacher(
+    run: RunView, cluster: Cluster, name: str, teacher: TeacherConfig
+) -> Trainer | TeacherPool:
+    """A teacher on the run's own workers."""
+    config, found = run.config, resolved(run.store, run.config, name)
+    if not isinstance(teacher.engine, VllmTeaching):
+        return trainer_of(run, cluster, "teacher", run.files, config, found)
+    assert isinstance(config, DistillConfig), "only a distillation has teachers"
+    return TeacherPool(
+        cluster,
+        config.cluster.roles.pool_of("teacher"),
+        vllm_teacher_spec(config, run.files, found, teacher.engine),
+        epoch=run.epoch,
+        deadline=config.rollout.deadline,
+        start_timeout=config.cluster.start_timeout,
+        cancel=run.cancelled,
     )
 
 
