@@ -12,6 +12,7 @@ import numpy as np
 from storage.audit.transcripts import (
     WROTE,
     Transcript,
+    ending,
     evaluation_transcripts,
     few,
     judged,
@@ -160,7 +161,7 @@ def told(found: Transcript, characters: int) -> list[RenderableType]:
     scores = ", ".join(f"{name} {value}" for name, value in origin.scores.items())
     trained = "did not train" if origin.advantage is None else f"advantage {origin.advantage:+.3f}"
     facts = (
-        f"{reward} ({scores}), {trained}; {origin.tokens} tokens, {origin.finish_reason}; "
+        f"{reward} ({scores}), {trained}; {origin.tokens} tokens, {ending(origin)}; "
         f"{spans(origin)}; {origin.worker}, attempt {origin.attempt}"
     )
     said = found.parts or (("policy", found.response),)
