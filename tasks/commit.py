@@ -48,7 +48,10 @@ def snapshot(run: Run, step: int, updated: Updated) -> Updated:
 
     The critic's comes first: what retention keeps goes by the actor's snapshots.
     """
-    with attempted(run, step, "snapshot"):
+    with (
+        attempted(run, step, "snapshot") as attempt,
+        run.engines.holding(attempt.assignment, *run.config.trained_roles),
+    ):
         for trainer in run.engines.trained:
             trainer.snapshot(updated.version)
     return updated

@@ -54,6 +54,12 @@ class PoolConfig(Settings):
         gt=0,
         description="Memory of each GPU, in GiB, for the memory plan; none: as nvidia-smi says here.",
     )
+    price_per_hour: float | None = Field(
+        None,
+        ge=0,
+        description="Price of one device of the pool for an hour, in cluster.currency: of a GPU, or "
+        "of a worker where the pool has none; none: no cost in money.",
+    )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the workers; no credentials."
     )
@@ -141,6 +147,7 @@ class ClusterConfig(Settings):
         description="Pools by name.",
     )
     roles: RolesConfig = Field(default=RolesConfig(), description="The pool of each role.")
+    currency: str = Field("USD", description="Currency of every cluster.pools.NAME.price_per_hour.")
     share_devices: bool = Field(
         False,
         description="Engines whose roles live on one pool have its devices in turn: before another "
