@@ -145,6 +145,7 @@ def commit(
     carry_out(run, run.gate, step, verdict, metrics)
     run.advance(record)
     run.progress.step_done(step, metrics)
+    run.live_metrics.committed(step, record.committed_at, metrics_of(record))
     run.background.add(lambda: show(run, record, scored, attempts))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics

@@ -153,6 +153,12 @@ class ClusterConfig(Settings):
         description="Engines whose roles live on one pool have its devices in turn: before another "
         "one works, the last one gives its memory back. false: all hold theirs at once.",
     )
+    dashboard: str | None = Field(
+        None,
+        pattern=r"^[^:/]+:[0-9]{1,5}$",
+        description="HOST:PORT of Dask's own dashboard on the flow's machine, such as "
+        "127.0.0.1:8787; none: off. It knows no passwords (kind = local, slurm or ssh).",
+    )
     start_timeout: float = Field(
         300.0,
         gt=0,
@@ -182,6 +188,11 @@ class ClusterConfig(Settings):
             raise ValueError(f"cluster.kind = {self.kind} needs {needed}")
         if self.kind == "slurm":
             self._whole_jobs()
+        if self.dashboard is not None and self.kind in ("address", "kubernetes"):
+            raise ValueError(
+                f"cluster.dashboard = {self.dashboard} is of a scheduler that this run starts, and "
+                f"with cluster.kind = {self.kind} it starts none. Leave it out."
+            )
         for role, pool in self.roles:
             if pool is not None and pool not in self.pools:
                 raise ValueError(

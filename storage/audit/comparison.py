@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from pydantic import JsonValue
 
@@ -15,6 +16,7 @@ from storage.runs.commit_log import Outline, head, read_commit, read_outline
 from storage.runs.evaluated import Evaluated, evaluated
 from storage.runs.origins import committer, origin_of, start_of
 from storage.runs.run_store import RunStore
+from storage.runs.working_tree import FIELD as GIT
 
 # What a step is made of, in the order in which it comes about: name, ref of the commit, columns.
 PARTS = (
@@ -135,10 +137,11 @@ def differences(first: Mapping[str, JsonValue], second: Mapping[str, JsonValue])
 
 
 def code_of(record: Mapping[str, object], outlines: list[Outline]) -> dict[str, JsonValue]:
-    """Which code made a run: Refrain's version, the flow, the digests of the reward functions."""
+    """Which code made a run: Refrain, the working folder, the flow, the reward functions' digests."""
     rewards = sorted({digest for one in outlines for digest in one.reward_code})
     return {
         "refrain": str(record.get("code")),
+        "git": cast("JsonValue", record.get(GIT)),
         "flow": str(record.get("flow")),
         "reward_code": ", ".join(rewards),
     }

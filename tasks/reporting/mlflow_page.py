@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import read_commit
 from storage.runs.curves import History, read_history, shown
 from storage.runs.origins import start_of
+from storage.runs.working_tree import working_tree
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
 from storage.tracking.plots import progress_png
 from storage.tracking.tracked_run import TrackedData, TrackedRun
@@ -173,6 +175,7 @@ class RunTracker:
             flow_run_url=flow_run_url(),
             forked_from=None if run.origin is None else run.origin.run,
             forked_at=None if run.origin is None else run.origin.step,
+            git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
         )
 
 

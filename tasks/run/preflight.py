@@ -123,6 +123,11 @@ def check_packages(config: GRPOConfig) -> str:
             f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
         )
+    if config.cluster.dashboard is not None and installed("bokeh") is None:
+        raise PreflightError(
+            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: pip install "
+            "'refrain-rl[dashboard]'."
+        )
     if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
         raise PreflightError(
             "cluster.kind = slurm needs dask-jobqueue. Install it: pip install 'refrain-rl[slurm]'."

@@ -23,6 +23,7 @@ from storage.runs.run_lease import RunLease
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
+from tasks.reporting.prometheus import LiveMetrics
 from tasks.results import Carried, LeftOver
 from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
@@ -43,10 +44,10 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time", "drawn",
-        "engines", "episodes", "epoch", "files", "flow", "fresh", "gate", "lease", "left_over",
-        "name", "origin", "position", "progress", "shards", "source", "start", "stopped", "store",
-        "terminal", "tracker",
+        "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time",
+        "drawn", "engines", "episodes", "epoch", "files", "flow", "fresh", "gate", "lease",
+        "left_over", "live_metrics", "name", "origin", "position", "progress", "shards", "source",
+        "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +81,7 @@ class Run:
         self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
         self.background = Background()
         self.tracker = RunTracker(self)
+        self.live_metrics = LiveMetrics(self.name, opened.config.steps)
         self.engines = Engines(self)
         self._probe: tuple[list[list[int]], list[int]] | None = None
 
