@@ -149,12 +149,14 @@ def test_an_experiment_of_an_older_refrain_gets_its_kind(config: TrackingConfig)
     old = config.model_copy(update={"experiment": "old"})
     mlflow = Tracker(old).connect()
     mlflow.create_experiment("old")
-    Tracker(old).start(page("kind"))
+    with Tracker(old) as tracker:
+        tracker.start(page("kind"))
     kind = mlflow.get_experiment_by_name("old").tags["mlflow.experimentKind"]
     assert kind == "custom_model_development"
 
 
 def test_the_machine_is_sampled_until_the_page_ends(config: TrackingConfig) -> None:
+    before = set(threading.enumerate())
     often = Tracker(config.model_copy(update={"system_metrics": 1}))
     never = Tracker(config.model_copy(update={"system_metrics": 0}))
     for tracker in (often, never):
@@ -167,8 +169,7 @@ def test_the_machine_is_sampled_until_the_page_ends(config: TrackingConfig) -> N
         tracker.finish()
     assert mlflow.get_run(often.run_id).data.metrics["system/system_memory_usage_megabytes"] > 0
     assert not mlflow.get_run(never.run_id).data.metrics
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if "SystemMetricsMonitor" in name]
+    assert not [one for one in threading.enumerate() if one.is_alive() and one not in before]
 
 
 def test_resuming_goes_on_with_the_page(config: TrackingConfig) -> None:

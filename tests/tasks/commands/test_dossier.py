@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("Authorization")))
-        self._answer(200, {"id": "me/run", "sha": "0", "siblings": []})
+        self._answer(404 if self.server.refuses else 200, {"id": "me/run", "sha": "0"})
 
     def _answer(self, status: int, body: object) -> None:
         data = json.dumps(body).encode()
