@@ -49,7 +49,8 @@ def cost_lines(metrics: Metrics, currency: str) -> list[str]:
         "",
         f"Device-hours: {number(metrics, DEVICE_HOURS):.4g} of the step, "
         f"{number(metrics, DEVICE_HOURS_SO_FAR):.4g} of the version that it made; "
-        f"{number(metrics, SECONDS_PER_SAMPLE):.3g} device-seconds for each sample.",
+        f"{number(metrics, SECONDS_PER_SAMPLE):.3g} device-seconds for each sample; "
+        f"{number(metrics, 'rollout/tokens'):.0f} tokens sampled.",
     ]
     if metrics.get(MONEY) is not None:
         lines[-1] += (
