@@ -19,7 +19,7 @@ PARAMETERS = 4
 FEWEST_POINTS = 10
 LEVEL = 0.95
 MOST_STEEP, LEAST_STEEP = 8.0, 0.15  # B on the grid
-MIDS, STEEPNESSES = 141, 91  # points of the grid
+MIDS, STEEPNESSES = 81, 61  # points of the grid
 BEYOND = 30.0  # the grid of Cmid reaches this factor below the first and above the last compute
 REFINED = 2  # times that the grid is made anew around the region
 WIDEST = 1.0  # of A's interval, in ranges of the rewards that were seen: wider says nothing
@@ -183,6 +183,12 @@ def _check_ends(allowed: NDArray[np.bool_]) -> None:
         )
 
 
+def _extent(logs: Floats, inside: NDArray[np.bool_]) -> Interval:
+    """From the last point of the grid below the region to the first above it."""
+    around = _around(logs, inside)
+    return Interval(low=float(np.exp(around[0])), high=float(np.exp(around[-1])))
+
+
 def _around(values: Floats, allowed: NDArray[np.bool_]) -> Floats:
     """As many values, from just below the first that is allowed to just above the last."""
     where = np.flatnonzero(allowed)
@@ -250,8 +256,8 @@ def _read(
         ),
         start=region.of(1.0, 0.0),
         asymptote=region.of(0.0, 1.0),
-        midpoint=Interval(low=float(region.midpoints.min()), high=float(region.midpoints.max())),
-        exponent=Interval(low=float(region.exponents.min()), high=float(region.exponents.max())),
+        midpoint=_extent(mids, inside.any(axis=1)),
+        exponent=_extent(steeps, inside.any(axis=0)),
         residual=math.sqrt(float(squares.min()) / (len(compute) - PARAMETERS)),
         points=len(compute),
         region=region,
