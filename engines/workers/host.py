@@ -331,13 +331,8 @@ def _recorded(run: Callable[[], Any]) -> CallResult:
     except (Exception, SystemExit) as error:
         failure = capture(error)
     process = f"{socket.gethostname()}:{os.getpid()}"
-    return CallResult(
-        value=value,
-        failure=failure,
-        process=process,
-        usage=COUNTER.total(),
-        spent=METER.spent(),
-    )
+    usage, spent = COUNTER.total(), METER.spent()
+    return CallResult(value=value, failure=failure, process=process, usage=usage, spent=spent)
 
 
 def build(role: str, spec: EngineSpec, token: str) -> CallResult:
