@@ -47,6 +47,7 @@ _DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
 LAST_STEP_TAG = "refrain.last_step"
 # The kind is a tag of the experiment; the pages of 3.17 go by the address instead.
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
+UI_ADDRESS = "http://127.0.0.1:5000"  # of `mlflow ui`, unless it is told another
 CURVES = "/model-metrics?workflowType=machine_learning"  # of a run's address
 
 
@@ -125,11 +126,12 @@ class Tracker:
     def link(self) -> str:
         """Where a person sees the run: a page of the server, or the command that shows it."""
         assert self._run is not None, "start() comes first"
+        page = f"/#/experiments/{self._run.info.experiment_id}/runs/{self.run_id}{CURVES}"
         if self._uri.startswith("http"):
-            experiment = self._run.info.experiment_id
-            return f"{self._uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}{CURVES}"
-        shown = f"mlflow ui --backend-store-uri {self._uri}  (run {self._run.info.run_name}"
-        return f"{shown})" if _has_pages() else f"{shown}; needs pip install 'refrain-rl[ui]')"
+            return self._uri.rstrip("/") + page
+        needs = "" if _has_pages() else "pip install 'refrain-rl[ui]', "
+        command = f"mlflow ui --backend-store-uri {self._uri}"
+        return f"{needs}{command}, then {UI_ADDRESS}{page}"
 
     @property
     def last_step(self) -> int | None:

@@ -85,6 +85,8 @@ def test_a_run_has_a_page(tracker: Tracker, config: TrackingConfig, folder: Path
     artifacts = folder / "deep" / "mlartifacts" / "refrain" / tracker.run_id / "artifacts"
     assert yaml.safe_load((artifacts / "config.yaml").read_text()) == SETTINGS
     assert str(folder / "deep" / "mlflow.db") in tracker.link
+    page = f"/runs/{tracker.run_id}/model-metrics?workflowType=machine_learning"
+    assert tracker.link.endswith(page), "opened as model training, at the curves"
 
 
 def test_metrics_and_files(tracker: Tracker, config: TrackingConfig) -> None:
