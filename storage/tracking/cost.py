@@ -55,6 +55,7 @@ class Window:
     begin: float  # seconds since 1970
     end: float
     launched: bool  # whether it begins with the start of workers and engines
+    died: float = 0.0  # seconds that a flow before this one went on after its last commit, and died
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +79,24 @@ class Call:
         )
 
 
-def window_of(launched: float, committed: float | None, now: float) -> Window:
+def window_of(
+    launched: float,
+    committed: float | None,
+    now: float,
+    died: tuple[float, float | None] | None = None,
+) -> Window:
     """The window of a step that is committed now.
 
     Windows follow each other without a gap while one flow runs. `launched`: when this flow asked for
-    workers; `committed`: when the step before was, by whatever flow.
+    workers; `committed`: when the step before was, by whatever flow; `died`: when the flow before
+    began and was last seen, if it died.
     """
     fresh = committed is None or committed <= launched
-    return Window(begin=launched if fresh else cast("float", committed), end=now, launched=fresh)
+    went_on = 0.0
+    if fresh and died is not None and died[1] is not None:
+        went_on = max(0.0, died[1] - max(died[0], committed or 0.0))
+    begin = launched if fresh else cast("float", committed)
+    return Window(begin=begin, end=now, launched=fresh, died=went_on)
 
 
 def device_seconds(calls: Iterable[Call], pools: Mapping[str, Pool]) -> dict[str, Metrics]:
@@ -124,8 +135,9 @@ def step_cost(
     starting = max(0.0, min(first, window.end) - window.begin) if window.launched else 0.0
     for name, stages in device_seconds(calls, pools).items():
         devices = pools[name].workers * pools[name].per_worker
-        held = devices * (window.end - window.begin)
-        own = {LOST: 0.0, STARTING: devices * starting, **stages}
+        held = devices * (window.end - window.begin + window.died)
+        own = {STARTING: devices * starting, **stages}
+        own[LOST] = own.get(LOST, 0.0) + devices * window.died
         own |= {HELD: held, IDLE: held - sum(own.values())}
         made |= {f"{SECONDS}/{name}/{what}": seconds for what, seconds in own.items()}
         made[f"{IDLE_SHARE}/{name}"] = own[IDLE] / max(held, 1e-9)

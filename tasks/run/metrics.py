@@ -74,7 +74,7 @@ def step_metrics(
 
 def cost_of(run: Run, step: int, samples: int) -> Metrics:
     """The metrics cost/… of a step that is committed now; samples: those that it scored."""
-    config, last = run.config, run.last
+    config, last, died = run.config, run.last, run.lease.died
     pools = {
         name: Pool(
             workers=(pool := config.cluster.pools[name]).workers,
@@ -91,7 +91,12 @@ def cost_of(run: Run, step: int, samples: int) -> Metrics:
     own = None if last is None or run.head == run.start else last.committed_at
     return step_cost(
         [Call.of(attempt.record()) for attempt in run.attempts_of(step)],
-        window_of(run.engines.launched, own, time.time()),
+        window_of(
+            run.engines.launched,
+            own,
+            time.time(),
+            None if died is None else (died.started, died.last_seen),
+        ),
         pools,
         used,
         {} if last is None else last.metrics,

@@ -74,6 +74,20 @@ def test_windows_follow_each_other_while_one_flow_runs() -> None:
     assert resumed == Window(begin=500.0, end=520.0, launched=True), "the days between cost nothing"
 
 
+def test_what_a_flow_held_until_it_died_is_lost() -> None:
+    """It began at 90, committed a step at 130, was last seen at 150; this one began at 500."""
+    window = window_of(500.0, 130.0, 520.0, died=(90.0, 150.0))
+    assert window == Window(begin=500.0, end=520.0, launched=True, died=20.0)
+    assert window_of(500.0, None, 520.0, died=(90.0, 150.0)).died == 60.0, "it committed nothing"
+    assert window_of(500.0, 510.0, 520.0, died=(90.0, 150.0)).died == 0.0, "told once"
+    assert window_of(500.0, 130.0, 520.0, died=(90.0, 120.0)).died == 0.0
+    made = step_cost([], window, {"cpu": Pool(workers=3)}, {}, {}, samples=1)
+    assert made["cost/device_seconds/cpu/lost"] == 60.0
+    assert made["cost/device_seconds/cpu/held"] == 120.0
+    assert made["cost/device_seconds/cpu/starting"] == 60.0
+    assert made["cost/device_seconds/cpu/idle"] == 0.0
+
+
 def test_a_call_of_an_older_refrain_has_no_seconds() -> None:
     old = {"stage": "rollout", "started": 1.0, "seconds": 2.0, "error": "", "worker": "rollout-0"}
     assert Call.of(old).worker_seconds == {}
