@@ -9,6 +9,7 @@ import numpy as np
 from prefect import task
 from prefect.futures import PrefectFuture
 
+from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
 from engines.teachers.client import TeacherClient
 from storage.batches.refs import BatchRef
@@ -58,9 +59,10 @@ def scored(
     tokens = samples[[one for one in READ if one in samples.names]]
     key = key_of("teacher", name, top_k, tokens.to_json())
     served = isinstance(trainer, TeacherClient)  # on the devices of another process
+    roles: tuple[Role, ...] = () if served else ("teacher",)
     with (
         attempted(run, step, "teacher", number) as attempt,
-        run.engines.holding(attempt.assignment, *(() if served else ("teacher",))),
+        run.engines.holding(attempt.assignment, *roles),
     ):
         digest = trainer.digest(0, config.rollout.dtype)
         out_key = run.files.stage_key(step, "teacher", f"{number}-{name}", f"{key}-{digest}")

@@ -35,7 +35,7 @@ def sha256(path: Path) -> str:
 
 def own_files(here: Path) -> list[str]:
     """Problems of the dossier itself: files that differ, lack, or are not listed."""
-    listed = {}
+    listed: dict[str, str] = {}
     for line in (here / OWN).read_text(encoding="utf-8").splitlines():
         digest, _, name = line.partition("  ")
         listed[name] = digest
@@ -76,7 +76,7 @@ def own_digests(
     def digest(data: bytes) -> str:
         return "xxh3:" + xxhash.xxh3_128_hexdigest(data)
 
-    before = None
+    before: str | None = None
     for step in lineage["steps"]:
         data = (store / step["commit"]).read_bytes()
         body = json.loads(data)["body"]

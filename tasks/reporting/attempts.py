@@ -31,5 +31,5 @@ class Attempt:
             "started": self.started,
             "seconds": self.ended - self.started,
             "error": self.error,
-            "worker_seconds": dict(self.assignment.held.seconds),
+            "worker_seconds": {**self.assignment.held.seconds},
         }
