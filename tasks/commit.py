@@ -50,7 +50,10 @@ def snapshot(run: Run, step: int, updated: Updated) -> Updated:
 
     The critic's comes first: what retention keeps goes by the actor's snapshots.
     """
-    with attempted(run, step, "snapshot"):
+    with (
+        attempted(run, step, "snapshot") as attempt,
+        run.engines.holding(attempt.assignment, *run.config.trained_roles),
+    ):
         for trainer in run.engines.trained:
             trainer.snapshot(updated.version)
     return updated
@@ -146,6 +149,7 @@ def commit(
     carry_out(run, run.gate, step, verdict, metrics)
     run.advance(record)
     run.progress.step_done(step, metrics)
+    run.live_metrics.committed(step, record.committed_at, metrics_of(record))
     run.background.add(lambda: show(run, record, scored, attempts))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics

@@ -20,6 +20,7 @@ from engines.algorithms.evaluation import PairedTest, paired_test
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.workers.cluster import Cluster
+from engines.workers.device_time import DeviceTime
 from storage.evaluations.results import EvaluationResult
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
@@ -79,7 +80,8 @@ class BackFill:
     """On whose behalf engines are started and called (tasks/reporting/run_view.py:Caller)."""
 
     __slots__ = (
-        "attempts", "cancelled", "config", "epoch", "files", "name", "progress", "store", "terminal",
+        "attempts", "cancelled", "config", "device_time", "epoch", "files", "name", "progress", "store",
+        "terminal",
     )  # fmt: skip
 
     def __init__(self, subject: Subject, terminal: Terminal, cancelled: threading.Event) -> None:
@@ -89,6 +91,7 @@ class BackFill:
         self.epoch, self.cancelled, self.terminal = 1, cancelled, terminal
         self.attempts: dict[int, list[Attempt]] = {}
         self.progress = Progress(terminal, 0)
+        self.device_time = DeviceTime()  # of no step
 
 
 def subjects_of(config: BackFillConfig) -> list[Subject]:

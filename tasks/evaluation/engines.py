@@ -103,4 +103,4 @@ class _Asks:
         self.name, self.store, self.files = caller.name, caller.store, caller.files
         self.epoch, self.cancelled = caller.epoch, caller.cancelled
         self.attempts, self.progress = caller.attempts, caller.progress
-        self.terminal = caller.terminal
+        self.terminal, self.device_time = caller.terminal, caller.device_time

@@ -80,8 +80,8 @@ class Questioning:
     """A suite on a version, as the tasks that sample and score see it (tasks/run/stage_view.py)."""
 
     __slots__ = (
-        "attempts", "caller", "config", "engines", "episodes", "files", "name", "number", "progress",
-        "shards", "store", "suite", "weights",
+        "attempts", "caller", "config", "device_time", "engines", "episodes", "files", "name",
+        "number", "progress", "shards", "store", "suite", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +93,7 @@ class Questioning:
         self.number, self.weights = number, weights
         self.name, self.store = caller.name, caller.store
         self.attempts, self.progress = caller.attempts, caller.progress
+        self.device_time = caller.device_time
         self.engines: SuiteEngines = evaluator.place.engines_of(caller, suite)
         self.files = EvaluationFiles(self.store, "")  # until its key is known
         played, pools = self.config.episodes, self.config.cluster.pools

@@ -10,6 +10,7 @@ import threading
 from typing import Protocol
 
 from configs.grpo import GRPOConfig
+from engines.workers.device_time import DeviceTime
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.prompts.source import PromptSource
@@ -26,6 +27,7 @@ class AttemptsView(Protocol):
     name: str
     attempts: dict[int, list[Attempt]]
     progress: Progress
+    device_time: DeviceTime
 
 
 class Caller(AttemptsView, Protocol):
