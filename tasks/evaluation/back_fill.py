@@ -80,8 +80,8 @@ class BackFill:
     """On whose behalf engines are started and called (tasks/reporting/run_view.py:Caller)."""
 
     __slots__ = (
-        "attempts", "cancelled", "config", "device_time", "epoch", "files", "name", "progress", "store",
-        "terminal",
+        "attempts", "cancelled", "config", "device_time", "epoch", "files", "name", "progress",
+        "store", "terminal",
     )  # fmt: skip
 
     def __init__(self, subject: Subject, terminal: Terminal, cancelled: threading.Event) -> None:
