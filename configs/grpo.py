@@ -10,6 +10,7 @@ from configs.base import Settings
 from configs.cluster.cluster import Role
 from configs.cluster.sharing import check_sharing
 from configs.data import ReasoningGymSource
+from configs.elastic import check_elastic
 from configs.environment import cpu_multiplies_bfloat16
 from configs.form import without
 from configs.run import RunConfig
@@ -199,6 +200,12 @@ class GRPOConfig(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _elastic_workers_can_train_it(self) -> Self:
+        if self.train.engine == "elastic":
+            check_elastic(self)
+        return self
+
     def check_mini_batches(self, role: Role, group: str) -> None:
         """ValueError unless a step's samples fill the role's mini-batches; group: its settings."""
         parts = self.train_of(role).mini_batches
@@ -208,6 +215,8 @@ class GRPOConfig(RunConfig):
                 f"into {group}.mini_batches = {parts} equal parts. "
                 f"Set {group}.mini_batches to a divisor of {self.trained_per_step}."
             )
+        if self.train_of(role).engine == "elastic":  # any number of workers does
+            return
         pool = self.cluster.roles.pool_of(role)
         ranks, shared = self.cluster.pools[pool].workers, self.train_of(role).sequence_parallel
         if ranks % shared:

@@ -23,13 +23,22 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engines.sandboxes.protocol import WORK, received, send
-from engines.sandboxes.system_calls import filter_system_calls, forbid_new_rights, hide_memory
+from engines.sandboxes.system_calls import (
+    filter_system_calls,
+    forbid_new_rights,
+    hide_memory,
+    is_hidden,
+)
 
 LOOK = 0.02  # seconds between looks at the memory of all processes
 PIECE = 2**16
 PIPE = 4096  # bytes that a pipe takes at once
 PAGE = os.sysconf("SC_PAGE_SIZE")
 OPEN_FILES = 256
+EXPOSED = (
+    "in this sandbox programs could look into their supervisor, and so make up what they came to: "
+    "its runtime does not heed PR_SET_DUMPABLE, as some versions of gVisor. Use another runtime"
+)
 NOT_STARTED = 127  # exit code where there is no such program, as of a shell
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -56,6 +65,9 @@ def main(setup: dict[str, Any]) -> NoReturn:
         send(1, {"failed": "the supervisor is not process 1 of a process namespace of its own"})
         os._exit(1)
     hide_memory()
+    if not is_hidden(setup["user"]):
+        send(1, {"failed": EXPOSED})
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 does not die of
     orders, answers = os.dup(0), os.dup(1)  # closed at exec: no program gets them
     null = os.open("/dev/null", os.O_RDWR)

@@ -14,6 +14,7 @@ from configs.srpo import SRPOConfig
 from configs.teachers import TeacherConfig, VllmTeaching
 from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
+from engines.elastic.opening import trainer_on
 from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
@@ -22,7 +23,6 @@ from engines.train.planner import PlannerSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
-from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
 from storage.runs.run_store import RunStore
 from tasks.run.engine_specs import (
@@ -135,21 +135,14 @@ def trainer_of(
     teacher: which one, of that role.
     """
     spec = train_spec(config, files, role, run.store.cache_bytes, teacher)
-    gang = Gang(
+    return trainer_on(
         cluster,
-        config.cluster.roles.pool_of(role),
-        role if teacher is None else f"{role}-{teacher.name}",
-        EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec),
-        config.train_of(role).deadline,
-        start_timeout=config.cluster.start_timeout,
-    )
-    return Trainer(
-        gang,
+        config,
         replace(files, role=role),
+        spec,
+        role if teacher is None else f"{role}-{teacher.name}",
         epoch=run.epoch,
         cancel=run.cancelled,
-        temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
         on_replay=run.progress.replaying,
         caller=run.name,
     )

@@ -7,6 +7,7 @@ functions, and of this machine. Nothing here loads weights, torch or transformer
 from __future__ import annotations
 
 import ast
+import socket
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from configs.model import RandomModel
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
+from configs.storage import TrackingConfig
 from engines.train.compiled import check_compiling
 from tasks.run.preflight_memory import check_memory
 
@@ -86,6 +88,7 @@ def check_world(config: GRPOConfig) -> list[Finding]:
         store = Store(config.store.uri, config.store.options)
         store.check_writable()
         Tracker(config.tracking)
+        _check_port(config.tracking)
     except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
     return [
@@ -96,6 +99,20 @@ def check_world(config: GRPOConfig) -> list[Finding]:
         Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),
         Finding(check="tracking", found=f"{config.tracking.uri}: a valid address, not opened"),
     ]
+
+
+def _check_port(config: TrackingConfig) -> None:
+    """Whether Prometheus can be told of the run where the settings say; ValueError if not."""
+    if config.prometheus_port is None:
+        return
+    try:
+        with socket.create_server((config.prometheus_host, config.prometheus_port)):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"tracking.prometheus_port = {config.prometheus_port} cannot be opened on "
+            f"{config.prometheus_host} ({error.strerror}). Set it to a port that is free."
+        ) from error
 
 
 def _check_teachers(config: GRPOConfig) -> list[Finding]:
@@ -152,6 +169,11 @@ def check_packages(config: GRPOConfig) -> str:
         raise PreflightError(
             f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
+        )
+    if config.cluster.dashboard is not None and installed("bokeh") is None:
+        raise PreflightError(
+            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: pip install "
+            "'refrain-rl[dashboard]'."
         )
     if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
         raise PreflightError(
@@ -319,6 +341,11 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             f"{what}, more than train.micro_batch_tokens = {config.train.micro_batch_tokens} "
             "takes. Set train.micro_batch_tokens to at least "
             f"{-(-(longest - 1) // config.train.sequence_parallel)}."
+        )
+    if config.train.planned_tokens < min(budget, longest - 1) and not resumed:
+        raise PreflightError(
+            f"{what}, more than a unit of train.unit_tokens = {config.train.unit_tokens} takes. Set "
+            f"train.unit_tokens to at least {longest - 1}, and best to many times that."
         )
     facts = model_facts(config.model)
     name = "random Llama" if isinstance(config.model, RandomModel) else config.model.path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -163,6 +164,19 @@ def test_a_fault_of_the_settings_is_one_sentence(
 def test_the_critics_rank_is_checked_too(tmp_path: Path, two_gpus: None) -> None:
     words = ["cluster.pools.critic={gpus: 2}", "cluster.roles.critic=critic"]
     assert "the role critic is one FSDP rank" in refused(tmp_path, *words, model=PPOConfig)
+
+
+def test_dasks_dashboard_wants_bokeh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "installed", lambda name: None if name == "bokeh" else "1")
+    said = refused(tmp_path, "cluster.dashboard=127.0.0.1:8787")
+    assert "cluster.dashboard = 127.0.0.1:8787 needs bokeh. Install it" in said
+
+
+def test_a_port_for_prometheus_is_free(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(tmp_path, f"tracking.prometheus_port={port}")
+    assert f"tracking.prometheus_port = {port} cannot be opened on 127.0.0.1" in said
 
 
 def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
