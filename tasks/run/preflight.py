@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
-from configs.encoder import VisionEncoder
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
@@ -76,12 +75,14 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
-    from tasks.run.preflight_data import check_data
+    from tasks.run.preflight_data import check_data, check_progress
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
-        taught = [*_check_teachers(config), *_check_progress(config)]
+        taught = _check_teachers(config)
+        if isinstance(config, SRPOConfig):
+            taught = [*taught, Finding(check="encoder", found=check_progress(config))]
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
@@ -133,23 +134,6 @@ def _check_teachers(config: GRPOConfig) -> list[Finding]:
             if facts is not None:
                 _check_vllm_on_cpu(engine, facts, longest, where)
     return [Finding(check="teachers", found=found)]
-
-
-def _check_progress(config: GRPOConfig) -> list[Finding]:
-    """The checks of what measures progress; nothing in other runs."""
-    if not isinstance(config, SRPOConfig):
-        return []
-    if installed("scikit-learn") is None:
-        raise PreflightError(
-            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
-            "pip install 'refrain-rl[environments]'."
-        )
-    found = "a fixed projection"
-    if isinstance(config.encoder, VisionEncoder):
-        from engines.encoders.vision import check_encoder
-
-        found = check_encoder(config.encoder)
-    return [Finding(check="encoder", found=found)]
 
 
 def check_packages(config: GRPOConfig) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from configs.data import DataConfig, ReasoningGymSource
+from configs.encoder import VisionEncoder
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import Judging
@@ -14,6 +17,7 @@ from engines.data.data_engine import PLAYER, PROBE_ROWS
 from engines.data.episode_rows import seed_of
 from engines.data.frames import alike
 from engines.encoders.encoder import check_images
+from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
 from engines.rewards.checks import check_rewards
@@ -106,6 +110,18 @@ def check_environment(
         shape = " x ".join(map(str, first.frame["shape"]))
         seen = f"; frames of {shape}, {first.frame['dtype']}"
     return f"loads; {f'tools {names}' if names else takes}{seen}"
+
+
+def check_progress(config: SRPOConfig) -> str:
+    """Whether what measures progress is here; what the encoder is. ValueError."""
+    if find_spec("sklearn") is None:
+        raise ValueError(
+            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
+            "pip install 'refrain-rl[environments]'."
+        )
+    if isinstance(config.encoder, VisionEncoder):
+        return check_encoder(config.encoder)
+    return "a fixed projection"
 
 
 def _text(prompt: Prompt) -> str:
