@@ -70,12 +70,10 @@ def test_a_long_run_remembers_the_steps_under_way_only(run: Any) -> None:
     assert run.engines.told[0] == (1, 0)
 
 
-def test_steps_that_overlap_raise_the_failure_of_the_first(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_overlap_raise_the_failure_of_the_first(run: Any) -> None:
     failed, given_up = [], threading.Event()
 
-    def make(flow: object, run: object, step: int) -> None:
+    def make(step: int) -> None:
         if step == 5:
             raise OSError("step 5 failed")
 
@@ -84,7 +82,6 @@ def test_steps_that_overlap_raise_the_failure_of_the_first(
         gate=SimpleNamespace(fail=failed.append, give_up=given_up.set),
         steps_left=lambda: iter(range(1, 60)),
     )
-    monkeypatch.setattr(train, "_make", make)
     with pytest.raises(OSError, match="step 5 failed"):
-        train._overlapping(lambda run, step: None, here)  # type: ignore[arg-type]
+        train._overlapping(make, here)  # type: ignore[arg-type]
     assert failed == [5] and given_up.is_set()
