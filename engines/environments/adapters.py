@@ -64,7 +64,7 @@ def load_class(start: Start) -> Loaded:
         environment = factory(**start.params)
         if start.players > 1:
             return PlayersAdapter(environment, start.players)
-        return ClassAdapter(environment)
+        return ClassAdapter(environment, start.frames)
 
     adapter = make()
     adapter.close()
@@ -115,18 +115,28 @@ class ToolsAdapter:
 
 
 class ClassAdapter:
-    """One object of a user's class: with tools, or with step(text) and then without."""
+    """One object of a user's class: with tools, or with step(text) and then without.
 
-    def __init__(self, environment: Any) -> None:
+    frames: whether its frame() goes with what it answers.
+    """
+
+    def __init__(self, environment: Any, frames: bool = False) -> None:
         self.environment = environment
         _check_methods(environment)
+        self._frames = frames
+        if frames and not callable(getattr(environment, "frame", None)):
+            raise ValueError(
+                f"{type(environment).__name__} has no method frame(), which returns an array of "
+                "what there is to see"
+            )
         self._takes_text = hasattr(environment, "step")
         if self._takes_text and not _takes(environment.step, 1):
             raise ValueError(
                 f"step of {type(environment).__name__} does not take (text) alone. For "
                 "step(text, player) set episodes.players to the number of players"
             )
-        self.tools = {} if self._takes_text else tools_of(environment)
+        besides = "frame" if frames else ""
+        self.tools = {} if self._takes_text else tools_of(environment, besides)
         if not self._takes_text and not self.tools:
             raise ValueError(
                 f"{type(environment).__name__} has neither tools, which are public methods, nor a "
@@ -135,7 +145,7 @@ class ClassAdapter:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
         said = _reset(self.environment, row, {"seed": seed})
-        return Given(observation=said, done=self._done())
+        return Given(observation=said, done=self._done(), frame=self._frame())
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
         if self._takes_text:
@@ -145,7 +155,13 @@ class ClassAdapter:
             results = tuple(called(self.tools, call, _finished) for call in calls or ())
             observation, reward, done = None, None, not calls
         done = done or self._done()
-        return Given(observation=observation, reward=reward, done=done, results=results)
+        return Given(
+            observation=observation,
+            reward=reward,
+            done=done,
+            results=results,
+            frame=self._frame(),
+        )
 
     def finish(self) -> Given:
         if not hasattr(self.environment, "get_reward"):
@@ -154,6 +170,9 @@ class ClassAdapter:
 
     def close(self) -> None:
         _close(self.environment)
+
+    def _frame(self) -> Any:
+        return _finished(self.environment.frame()) if self._frames else None
 
     def _done(self) -> bool:
         done = getattr(self.environment, "done", False)

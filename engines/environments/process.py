@@ -22,8 +22,8 @@ GIB = 2**30
 class EnvironmentProcess(ChildProcess[Ready, Call, Reply]):
     """A process that loads one environment, and holds sessions of it."""
 
-    def __init__(self, config: EpisodesConfig) -> None:
-        start = start_message(config)
+    def __init__(self, config: EpisodesConfig, frames: bool = False) -> None:
+        start = start_message(config, frames)
         program = Program(
             main="engines.environments.child:main",
             python=config.python,
@@ -34,8 +34,8 @@ class EnvironmentProcess(ChildProcess[Ready, Call, Reply]):
         super().__init__(f"environment {start.name}", program, packed(start), unpacked)
 
 
-def start_message(config: EpisodesConfig) -> Start:
-    """What such a process is told to load."""
+def start_message(config: EpisodesConfig, frames: bool = False) -> Start:
+    """What such a process is told to load; `frames`: whether they go with its answers."""
     environment = config.environment
     path, id = "", ""
     params: dict[str, Any] = {}
@@ -64,5 +64,6 @@ def start_message(config: EpisodesConfig) -> Start:
         params=params,
         memory=int(config.memory_gib * GIB),
         players=config.players,
+        frames=frames,
         functions=functions,
     )

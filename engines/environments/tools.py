@@ -29,8 +29,8 @@ _ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 Tools = Mapping[str, Callable[..., Any]]
 
 
-def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Name -> bound method, of the methods that are tools.
+def tools_of(environment: Any, besides: str = "") -> dict[str, Callable[..., Any]]:
+    """Name -> bound method, of the methods that are tools; `besides`: one that is none.
 
     The class is asked, so that no property is computed.
     """
@@ -39,7 +39,7 @@ def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
         name: getattr(environment, name)
         for name in dir(kind)
         if not name.startswith("_")
-        and name not in NO_TOOLS
+        and name not in (*NO_TOOLS, besides)
         and isinstance(inspect.getattr_static(kind, name), (types.FunctionType, classmethod))
     }
 

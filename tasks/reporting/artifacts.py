@@ -29,6 +29,7 @@ from storage.audit.transcripts import (
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import history
 from storage.tracking.timeline import Work, timeline_png
+from tasks.reporting.cost_note import cost_lines
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
@@ -178,6 +179,8 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
         "",
         *stage_table(commit, attempts),
     ]
+    cost = cost_lines(commit.metrics, run.config.cluster.currency)
+    lines += ["", "#### What it cost", "", *cost] if cost else []
     lines += reward_code(commit)
     if run.origin is not None:
         lines += ["", f"The run goes on from {escaped(run.origin)}."]

@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from configs.data import FunctionSource
-from engines.data.environment_engine import seed_of
+from engines.data.episode_rows import seed_of
 from examples.guessing import Guessing
 from flows import replay, samples
 from storage.audit.audit import audit
@@ -202,7 +202,7 @@ def test_greedy_baselines_and_the_evaluation_are_episodes_too(
     assert len(won) == 6, "held-out rows have seeds of their own"
     client = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
     champion = client.get_model_version_by_alias("episodes", "champion")
-    measured = client.get_run(champion.run_id).data.metrics["eval/reward"]
+    measured = client.get_run(champion.run_id).data.metrics["eval/held_out/reward"]
     assert measured == pytest.approx(sum(won) / 6)
 
 
