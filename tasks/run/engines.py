@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
+from configs.srpo import SRPOConfig
 from engines.processes.certificates import Certificates
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
+from engines.teachers.pool import TeacherPool
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.pool import Assignment, EnginePool
@@ -70,6 +72,8 @@ class Engines:
         self.roles: list[str] = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
         self.roles += ["reward_model"] if run.config.rewards.on_engines else []
+        self.roles += ["evaluation"] if run.config.evaluates_aside else []
+        self.roles += ["encoder"] if isinstance(run.config, SRPOConfig) else []
         self._services = [one for one in teachers_of(run.config).values() if one.service]
         self.roles += ["teacher_service"] if self._services else []
 
@@ -125,10 +129,12 @@ class Engines:
             "reward": handles.scorers.start,
             "environment": lambda: self.environments.start(),
             "reward_model": lambda: self.reward_models.start(),
+            "encoder": lambda: self.encoders.start(),
             "actor": lambda: self._start_trained("actor", handles.actor),
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
             "opponent": lambda: self.opponents.start(),
+            "evaluation": lambda: self.evaluations.start(),
             "ref": lambda: self.ref.at(0),
             "teacher": self._start_teachers,
             "teacher_service": self._attach,
@@ -236,6 +242,13 @@ class Engines:
         return self._made().scorers
 
     @property
+    def evaluations(self) -> RolloutPool:
+        """The engines that sample for evaluations alone."""
+        found = self._made().evaluations
+        assert found is not None, "evaluations have the engines of rollout"
+        return found
+
+    @property
     def environments(self) -> EnginePool:
         """The workers that have the environments of episodes."""
         found = self._made().environments
@@ -247,6 +260,13 @@ class Engines:
         """The workers that hold the reward models."""
         found = self._made().reward_models
         assert found is not None, "the recipe has no reward model"
+        return found
+
+    @property
+    def encoders(self) -> EnginePool:
+        """The workers that hold the encoder of what episodes see."""
+        found = self._made().encoders
+        assert found is not None, "the flow measures no progress"
         return found
 
     @property
@@ -274,7 +294,7 @@ class Engines:
         return found
 
     @property
-    def teachers(self) -> Mapping[str, Trainer | TeacherClient]:
+    def teachers(self) -> Mapping[str, Trainer | TeacherPool | TeacherClient]:
         """The teachers of a distillation by name, which are frozen."""
         return {**self._made().teachers, **self._made().services}
 

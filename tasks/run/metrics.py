@@ -22,6 +22,8 @@ STAGES = (
     "baseline",
     "reward_model",
     "reward",
+    "embedding",
+    "progress",
     "teacher",
     "logprob",
     "values",
