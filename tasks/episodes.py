@@ -26,18 +26,17 @@ from storage.objects.digests import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.retries import attempted
-from tasks.run.run import Run
+from tasks.run.stage_view import StageView
 from tasks.sampling import (
     SamplingStage,
     opponents_turn,
     sample_or_leave,
     sampled,
-    usable_weights,
 )
 
 
 def complete(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -54,7 +53,7 @@ def complete(
 
 
 def play(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -66,11 +65,12 @@ def play(
     given: list[object] = [] if begun is None else [begun.to_json()]
     given += [] if played(run).opponent is None else [run.engines.opponents.weights.digest]
     key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
-    whole = stage.key(run, step, "episodes", shard, key)
-    digests = {one.digest: one for one in usable_weights(run, step, stage)}
-    done = stage.finished(run, whole)
+    whole = run.files.stage_key(step, "episodes", shard, key)
+    digests = {one.digest: one for one in run.usable_weights(step)}
+    done = run.files.finished(whole)
     if done is not None and str(done["weights"]) in digests:
-        return sampled(prompts, digests[str(done["weights"])], done)
+        known = sampled(prompts, digests[str(done["weights"])], done)
+        return dataclasses.replace(known, frames=frames_of(done))
     with run.episodes.held(len(prompts) * stage.sampling.n):
         asked, first = prompts, begun
         if played(run).players > 1:
@@ -79,7 +79,8 @@ def play(
         found, turns = played_out(run, step, asked, stage, shard, first)
     if isinstance(found, Sampled):
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
-        stage.finish(run, whole, {**record, "weights": found.weights.digest})
+        frames = None if found.frames is None else found.frames.to_json()
+        run.files.finish(whole, {**record, "frames": frames, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
     kept = {key for ref in (needed, first, asked) if ref is not None for key in ref.objects}
     run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
@@ -87,7 +88,7 @@ def play(
 
 
 def dealt(
-    run: Run, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
+    run: StageView, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
 ) -> tuple[BatchRef, BatchRef]:
     """A shard's prompts as rows of their players, and the samples before their first turns."""
     n, players, settings = stage.sampling.n, played(run).players, played(run).opponent
@@ -97,8 +98,8 @@ def dealt(
         opponent = OpponentSeats(digest=digest, policy_plays=settings.policy_plays)
     given = [] if opponent is None else [asdict(opponent)]
     key = key_of("deal", prompts.to_json(), n, players, *given)
-    out_key = stage.key(run, step, "deal", shard, key)
-    record = stage.finished(run, out_key)
+    out_key = run.files.stage_key(step, "deal", shard, key)
+    record = run.files.finished(out_key)
     if record is None:
         with attempted(run, step, "deal", shard) as attempt:
             asked, begun = run.engines.environments.call(
@@ -111,12 +112,12 @@ def dealt(
                 opponent=opponent,
             )
         made = {"prompts": asked.to_json(), "samples": begun.to_json()}
-        record = stage.finish(run, out_key, made)
+        record = run.files.finish(out_key, made)
     return BatchRef.from_json(record["prompts"]), BatchRef.from_json(record["samples"])
 
 
 def played_out(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -131,6 +132,7 @@ def played_out(
     stats: ShardStats | None = None
     engine = other = environment = ""  # that had the last turn: they hold what the next one can use
     turns: dict[str, BatchRef] = {}
+    frames: list[BatchRef] = []
     policys, opponents = first_turns(run, begun)
     while policys or opponents or own is None:
         if policys or not opponents:
@@ -148,13 +150,15 @@ def played_out(
         assert begun is not None, "one of them had a turn"
         answered, key, environment = answer(run, step, stage, shard, begun, environment)
         begun = turns[key] = answered.ref
+        frames += [] if answered.frames is None else [answered.frames]
         opponents = answered.opponents
         policys = answered.unfinished // played(run).players - opponents
     assert begun is not None and stats is not None
-    return dataclasses.replace(own, ref=begun, stats=stats), turns
+    seen = BatchRef.concat(frames) if frames else None
+    return dataclasses.replace(own, ref=begun, stats=stats, frames=seen), turns
 
 
-def first_turns(run: Run, begun: BatchRef | None) -> tuple[int, int]:
+def first_turns(run: StageView, begun: BatchRef | None) -> tuple[int, int]:
     """Samples of which the policy's turn is next, and the opponent's; 1 and 0 without an opponent."""
     if played(run).opponent is None or begun is None:
         return 1, 0
@@ -162,22 +166,22 @@ def first_turns(run: Run, begun: BatchRef | None) -> tuple[int, int]:
     return reasons[UNFINISHED], reasons[OPPONENTS_TURN]
 
 
-def played(run: Run) -> EpisodesConfig:
+def played(run: StageView) -> EpisodesConfig:
     """The settings of the run's episodes."""
     assert run.config.episodes is not None, "the run plays no episodes"
     return run.config.episodes
 
 
 def answer(
-    run: Run, step: int, stage: SamplingStage, shard: int, turn: BatchRef, last: str
+    run: StageView, step: int, stage: SamplingStage, shard: int, turn: BatchRef, last: str
 ) -> tuple[AnswerResult, str, str]:
     """The environments' answers to the turns of a shard, their key, and the worker that had them.
 
     last: the worker that answered the turn before, which has the environments.
     """
     key = key_of("answer", turn.to_json(), played(run).model_dump(mode="json"))
-    out_key = stage.key(run, step, "environment", shard, key)
-    if (done := stage.finished(run, out_key)) is not None:
+    out_key = run.files.stage_key(step, "environment", shard, key)
+    if (done := run.files.finished(out_key)) is not None:
         return of_record(done), out_key, last
     with attempted(run, step, "environment", shard) as attempt:
         attempt.assignment.worker = last
@@ -189,19 +193,27 @@ def answer(
             out_key=out_key,
             stage=stage.name,
             source=stage.source,
+            frames=run.config.keeps_frames and stage.trains,
         )
     for (_, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
         get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
     record = {**asdict(result), "ref": result.ref.to_json()}
-    return of_record(stage.finish(run, out_key, record)), out_key, attempt.assignment.worker
+    record["frames"] = None if result.frames is None else result.frames.to_json()
+    return of_record(run.files.finish(out_key, record)), out_key, attempt.assignment.worker
 
 
 def of_record(record: dict[str, Any]) -> AnswerResult:
     """What `answer` has put into the store of two attempts: the one that finished first."""
     failures = tuple(SampleFailure(**one) for one in record["failures"])
     ref = BatchRef.from_json(record["ref"])
-    return AnswerResult(**{**record, "ref": ref, "failures": failures})
+    return AnswerResult(**{**record, "ref": ref, "failures": failures, "frames": frames_of(record)})
+
+
+def frames_of(record: dict[str, Any]) -> BatchRef | None:
+    """The frames that a record names; None where none are kept, as by an older Refrain."""
+    found = record.get("frames")
+    return None if found is None else BatchRef.from_json(found)
 
 
 def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:

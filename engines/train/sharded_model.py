@@ -94,13 +94,18 @@ class ShardedModel(Ranked):
         )
         self._policy = policy.train()
         self._begin_versions(policy)
-        if not self._spec.frozen:
-            self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
+        self._optimizer = self._new_optimizer(policy)
         self.version = 0
         seconds = {**self._meeting.seconds, "model": time.monotonic() - began}
         return JoinReport(
             rank=rank, device=str(self._device), parameters=parameters, seconds=seconds
         )
+
+    def _new_optimizer(self, policy: Policy | Critic) -> Optimizer | None:
+        """The optimizer of what is trained here, with its state all zeros."""
+        if self._spec.frozen:
+            return None
+        return Optimizer(policy, self._spec.train, self._spec.total_steps)
 
     def leave(self) -> None:
         """Leave the process group and forget the weights."""

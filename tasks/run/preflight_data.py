@@ -1,16 +1,23 @@
-"""The checks of rows and reward functions before a run: what training reads, and the final test."""
+"""The checks of rows and reward functions before a run: what training reads, and suites."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from configs.data import DataConfig, ReasoningGymSource
+from configs.encoder import VisionEncoder
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
-from configs.rewards import MathReward, ReasoningGymReward, UnitTestsReward
+from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
+from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PLAYER, PROBE_ROWS
-from engines.data.environment_engine import seed_of
+from engines.data.episode_rows import seed_of
+from engines.data.frames import alike
+from engines.encoders.encoder import check_images
+from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
 from engines.rewards.checks import check_rewards
@@ -20,6 +27,7 @@ from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.reward_model import check_reward_model
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
+from tasks.run.suite import Suite
 
 ROWS = 1024  # first rows whose prompts are looked at one by one
 
@@ -29,7 +37,11 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     source = open_source(config.data.source)
     data = check_rows(config.model, config.data, source)
     if config.episodes is not None:
-        data += f"; environment: {check_environment(config.episodes, source)}"
+        images = isinstance(config, SRPOConfig) and config.encoder.kind == "transformers"
+        found = check_environment(config.episodes, source, config.keeps_frames, images)
+        data += f"; environment: {found}"
+    if isinstance(config, SRPOConfig) and config.progress.task_column is not None:
+        source.check_columns([config.progress.task_column])
     given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
     if config.episodes is not None and config.episodes.players > 1:
         given = (*given, PLAYER)
@@ -39,7 +51,7 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
         check_local_judge(judge)
     check_rewards(config.rewards, config.data, source, given)
     if config.evaluation is not None:
-        data += f"; evaluation: {check_evaluation(config)}"
+        data += f"; evaluation: {check_suites(config)}"
     return data, ", ".join(reward.label for reward in config.rewards.functions) or "none"
 
 
@@ -71,12 +83,19 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
     return f"{found}; template {data.template} fits the first {len(prompts)}"
 
 
-def check_environment(episodes: EpisodesConfig, source: PromptSource) -> str:
-    """Whether the environment loads here, and can be reset for the first row. ValueError."""
+def check_environment(
+    episodes: EpisodesConfig, source: PromptSource, frames: bool = False, images: bool = False
+) -> str:
+    """Whether the environment loads here, and can be reset for the first row. ValueError.
+
+    frames: whether it has to give something to see. images: whether that has to be an image.
+    """
     one = episodes.model_copy(update={"processes": 1})
-    with Environments(one) as environments:
+    with Environments(one, frames=frames) as environments:
         ready = environments.start()
         (first,) = environments.opening(source.rows([0]), [seed_of(episodes.seed, 0)])
+    if frames:
+        (first,) = alike([first])
     if first.failed is not None:
         raise ValueError(
             "episodes.environment cannot be reset for the first row: "
@@ -84,7 +103,25 @@ def check_environment(episodes: EpisodesConfig, source: PromptSource) -> str:
         )
     names = ", ".join(str(tool["function"]["name"]) for tool in ready.tools)
     takes = "asks by itself" if ready.chats else "takes text"
-    return f"loads; {f'tools {names}' if names else takes}"
+    seen = ""
+    if first.frame is not None:
+        if images:
+            check_images(first.frame["dtype"], first.frame["shape"])
+        shape = " x ".join(map(str, first.frame["shape"]))
+        seen = f"; frames of {shape}, {first.frame['dtype']}"
+    return f"loads; {f'tools {names}' if names else takes}{seen}"
+
+
+def check_progress(config: SRPOConfig) -> str:
+    """Whether what measures progress is here; what the encoder is. ValueError."""
+    if find_spec("sklearn") is None:
+        raise ValueError(
+            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
+            "pip install 'refrain-rl[environments]'."
+        )
+    if isinstance(config.encoder, VisionEncoder):
+        return check_encoder(config.encoder)
+    return "a fixed projection"
 
 
 def _text(prompt: Prompt) -> str:
@@ -94,15 +131,41 @@ def _text(prompt: Prompt) -> str:
     return "".join(message["content"] for message in prompt)
 
 
-def check_evaluation(config: GRPOConfig) -> str:
-    """Whether the held-out rows can be asked and scored like those that are trained on."""
+def check_suites(config: GRPOConfig) -> str:
+    """Whether every suite's rows can be asked and scored. ValueError, one sentence, for a fault."""
     assert config.evaluation is not None
-    held_out = config.evaluation.source
-    source = open_source(held_out)
-    found = check_rows(config.model, config.data.model_copy(update={"source": held_out}), source)
-    trained = config.data.source
+    found = []
+    for name, settings in config.evaluation.suites.items():
+        try:
+            found.append(f"{name}: {check_suite(config, Suite.of(config, name, settings))}")
+        except ValueError as error:
+            raise ValueError(f"evaluation.suites.{name}: {error}") from error
+    return "; ".join(found)
+
+
+def check_suite(config: GRPOConfig, suite: Suite) -> str:
+    """The same of one of them."""
+    source = suite.source
+    found = check_rows(config.model, suite.config.data, source)
+    if suite.settings.rewards is None:
+        _check_rewards_of_run(config, suite, source)
+        return found
+    given: tuple[str, ...] = () if suite.config.episodes is None else EPISODE_COLUMNS
+    for reward in suite.config.rewards.models:
+        check_reward_model(reward)
+    for judge in suite.config.rewards.judges:
+        check_local_judge(judge)
+    check_rewards(suite.config.rewards, suite.config.data, source, given)
+    if suite.settings.episodes is not None:
+        found += f"; environment: {check_environment(suite.settings.episodes, source)}"
+    return found
+
+
+def _check_rewards_of_run(config: GRPOConfig, suite: Suite, source: PromptSource) -> None:
+    """Whether rows have what the run's rewards need, which are loaded by now."""
+    held_out, trained = suite.settings.source, config.data.source
     for reward in config.rewards.functions:
-        if isinstance(reward, MathReward):
+        if isinstance(reward, MathReward | ChoiceReward):
             source.check_columns([reward.answer_column])
         elif isinstance(reward, Judging):
             source.check_columns(read_rubric(reward.rubric).columns)
@@ -114,8 +177,7 @@ def check_evaluation(config: GRPOConfig) -> str:
             )
             if not same:
                 raise ValueError(
-                    f"evaluation.source is {source.name}, and the reward {reward.label} scores "
-                    f"only problems of data.source. Set evaluation.source to the same task with "
-                    "another seed."
+                    f"its source is {source.name}, and the reward {reward.label} scores only "
+                    "problems of data.source. Set its source to the same task with another seed, or "
+                    "give it rewards."
                 )
-    return found

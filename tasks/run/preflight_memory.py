@@ -18,7 +18,14 @@ from configs.model import Model
 from configs.rollout import RolloutConfig
 from configs.teachers import TeacherConfig
 from engines.model_facts import ModelShape, model_facts
-from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank, resident_bytes
+from engines.train.memory_plan import (
+    MemoryPlan,
+    largest_batch,
+    plan_aggregator,
+    plan_rank,
+    plan_worker,
+    resident_bytes,
+)
 from engines.workers.machine_memory import gpu_memory, host_memory
 from engines.workers.out_of_memory import GIB, size_of
 
@@ -68,6 +75,8 @@ def _held(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[Role, str, Mo
     for role in (*config.trained_roles, *config.frozen_roles):
         if role != "teacher":
             yield role, role, shape
+    if config.train.engine == "elastic":  # any worker of its pool may be it
+        yield "aggregator", "aggregator", shape
     if isinstance(config, DistillConfig) and not config.vllm_teachers:
         for name in config.own_teachers:
             if (own := _shape_of_teacher(config.teachers[name], shape)) is not None:
@@ -82,19 +91,24 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
     """What each rank of a role takes."""
     train = config.train_of(role)
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
+    if role == "aggregator":
+        return plan_aggregator(shape, train, pool.gpus > 0)
+    alone = role == "actor" and train.engine == "elastic"
+    ranks = 1 if alone else pool.workers
     batch = largest_batch(
         train.micro_batch_tokens,
         config.data.max_prompt_tokens,
         config.rollout.max_new_tokens,
         -(-config.trained_per_step // train.mini_batches),
         config.group_size,
-        pool.workers,
+        ranks,
         train.sequence_parallel,
         train.tree_training,
     )
     lora = config.lora if role == "actor" else None
     gpu = pool.gpus > 0
-    return plan_rank(shape, train, batch, role=role, ranks=pool.workers, on_gpu=gpu, lora=lora)
+    plan = plan_rank(shape, train, batch, role=role, ranks=ranks, on_gpu=gpu, lora=lora)
+    return plan_worker(plan) if alone else plan
 
 
 def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout") -> dict[str, int]:
@@ -177,7 +191,10 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
 def _of_role(config: GRPOConfig, shape: ModelShape, role: Role, name: str) -> str:
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
     plan = plan_of(config, shape, role)
-    ranks = f"each of {pool.workers} ranks" if pool.workers > 1 else "its rank"
+    several = pool.workers > 1 and role != "aggregator"
+    ranks = f"each of {pool.workers} ranks" if several else "its rank"
+    if role == "actor" and config.train.engine == "elastic":
+        ranks = "each worker"
     stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
     host = f"; on the host {_listed(plan.host)}" if plan.host else ""
     return (
@@ -209,7 +226,7 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
             total, source = _gpu_limit(config, name)
             for role in config.sampling_roles if config.rollout.engine == "vllm" else ():
                 if total is not None and name == config.cluster.roles.pool_of(role):
-                    holder = "vLLM" if role == "rollout" else "opponent's vLLM"
+                    holder = "vLLM" if role == "rollout" else f"{role}'s vLLM"
                     of_gpu[holder] = int(config.rollout.gpu_memory_utilization * total)
             if total is not None and name == config.cluster.roles.pool_of("reward_model"):
                 for judge in config.rewards.judges:
@@ -319,9 +336,9 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
         f"{size_of(limit)} ({place.limited_by}); most of it for {place.largest}."
     )
-    if place.largest in ("vLLM", "opponent's vLLM"):
+    if place.largest in ("vLLM", "opponent's vLLM", "evaluation's vLLM"):
         return f"{said} Set rollout.gpu_memory_utilization lower{_or_apart(config)}."
-    if place.largest.startswith(("rollout", "opponent")):
+    if place.largest.startswith(("rollout", "opponent", "evaluation")):
         return f"{said} Set rollout.kv_cache_gib lower."
     if place.largest == "reward models' batch":
         return f"{said} Set batch_tokens of the reward model (rewards.functions[]) lower."

@@ -48,6 +48,7 @@ MAY_CHANGE = (
         for name in ("max_sequences", "kv_cache_gib", "gpu_memory_utilization")
     ),
     "train.deadline",
+    "train.unit_lease",
     # Where the same numbers lie, and how often they are computed.
     "train.gradient_checkpointing",
     "train.activation_offload",

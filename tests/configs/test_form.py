@@ -19,6 +19,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe, recipe_names
+from configs.srpo import SRPOConfig
 from configs.tree import TreeConfig
 from flows.grpo import grpo
 from tasks.run.run import Run
@@ -53,6 +54,10 @@ FLOWS: dict[type[GRPOConfig], tuple[str, ...]] = {
     DAPOConfig: (),
     TreeConfig: (),
     DistillConfig: ("teachers.t.model.kind=random", "rollout.max_new_tokens=16"),
+    SRPOConfig: (
+        "episodes.environment.kind=class",
+        "episodes.environment.path=engines.environments.builtin:Corridor",
+    ),
 }
 
 
