@@ -352,7 +352,7 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
-        if limit is not None and config.longest_sequence > limit:
+        if limit is not None and config.longest_sequence > max(limit, longest):
             raise PreflightError(
                 f"The longest sequence of evaluation.suites has {config.longest_sequence} tokens, "
                 f"prompt and completion together, more than the {limit} of the model's {of}. Set a "
