@@ -29,7 +29,14 @@ from tasks.run.shard_driver import ShardRange
 from tasks.sampling import SamplingStage
 
 HOW_FAST = {"processes", "at_once", "python", "memory_gib"}  # episodes.…
-ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
+ORDER = {
+    "source",
+    "order",
+    "quarantine",
+    "seed",
+    "epochs",
+    "last_step",
+}  # data.…: which rows, in what order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,9 @@ from configs.grpo import GRPOConfig
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
+from tasks.guards.acting import WentBack
+from tasks.guards.judging import pending_rollback
+from tasks.guards.rollback import went_back
 from tasks.promotion import judge_policy
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary, Updated
@@ -56,16 +59,28 @@ def train(
             run = stack.enter_context(started(opened, Terminal()))
         stack.enter_context(shown(run))
         start_engines(run)
-        data_over = make_steps(step_flow, run)
+        while isinstance(made := make_steps(step_flow, run), WentBack):
+            run = stack.enter_context(went_back(run, made))
+            stack.enter_context(shown(run))
+            start_engines(run)
         judge_policy(run)
-        return finish(run, data_over)
+        return finish(run, data_over=made)
 
 
-def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool:
-    """Make the steps that are left; whether the data's epochs were over before the last of them."""
+def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool | WentBack:
+    """Make the steps that are left; whether the data's epochs were over before the last of them.
+
+    WentBack where a guard ends them: the run goes on from an earlier step. That may have been decided
+    in its last commit, by a flow that died.
+    """
+    decided = pending_rollback(run.last) if run.head > run.start else None
+    if decided is not None:
+        return WentBack(decided, run.head)
     steps = _in_turn if run.config.max_staleness == 0 else _overlapping
     try:
         steps(step_flow, run)
+    except WentBack as back:
+        return back
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise

@@ -29,6 +29,7 @@ STAGES = (
     "update",
     "weight_sync",
     "snapshot",
+    "row_history",
 )
 
 

@@ -70,7 +70,7 @@ def test_due_groups_come_first_then_the_oldest() -> None:
 
 
 def place(position: int, size: int = 100) -> Cursor:
-    return Cursor(epoch=0, position=position, seed=0, shuffle=True, size=size, digest="d")
+    return Cursor(epoch=0, position=position, seed=0, order="shuffled", size=size, digest="d")
 
 
 def test_a_step_draws_what_is_missing_and_the_last_one_leaves_nothing() -> None:
