@@ -23,11 +23,11 @@ from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
 from storage.runs.retention import sweep
 from tasks.guards.acting import bound_after, carry_out, guards_on
+from tasks.parts import Part, spread
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_samples, show_step
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import metrics_of
-from tasks.parts import Part, spread
 from tasks.results import (
     LeftOver,
     Metrics,

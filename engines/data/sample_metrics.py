@@ -36,11 +36,12 @@ def sample_metrics(
         repeated: [N], share of each response's n-grams that came before in it; None: not measured.
 
     Returns:
-        samples/total, samples/failed and samples/failed_fraction, and over the samples that did not fail, if there are any:
-        response/*, reward/mean, std, min, max (std with the divisor n - 1); over the groups that
-        have such samples: reward/group_std, the mean of their deviations (n - 1; 0 for one sample),
-        and groups/without_variance, the share whose rewards are all equal. reward/<name>: the mean
-        over the samples to which the function applies; absent where it applies to none.
+        samples/total, samples/failed and samples/failed_fraction, and over the samples that did not
+        fail, if there are any: response/*, reward/mean, std, min, max (std with the divisor n - 1);
+        over the groups that have such samples: reward/group_std, the mean of their deviations
+        (n - 1; 0 for one sample), and groups/without_variance, the share whose rewards are all
+        equal. reward/<name>: the mean over the samples to which the function applies; absent where
+        it applies to none.
     """
     metrics = {
         "samples/total": float(len(rewards)),
@@ -59,7 +60,9 @@ def sample_metrics(
         **_reward_metrics(scores, torch.from_numpy(groups)[good]),
     }
     if repeated is not None:
-        metrics["response/repeated_ngrams"] = float(torch.from_numpy(repeated)[good].double().mean())
+        metrics["response/repeated_ngrams"] = float(
+            torch.from_numpy(repeated)[good].double().mean()
+        )
     for name, component in components.items():
         given = torch.from_numpy(component)[good].double()
         if not bool(given.isnan().all()):

@@ -59,12 +59,8 @@ RECORDS = (
 )
 # Several counts read the same columns, which of a store over HTTP are kept meanwhile.
 CACHE_BYTES = 32 * 2**20
-FOLDERS = ("children", "rescored", "judged", "readmissions")  # objects kept as long as the run
-    "children",
-    "rescored",
-    "judged",
-    "readmissions",
-)  # whose objects are kept for as long as the run
+# Folders whose objects are kept for as long as the run.
+FOLDERS = ("children", "rescored", "judged", "readmissions")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

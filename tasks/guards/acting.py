@@ -6,6 +6,7 @@ from prefect.logging import get_run_logger
 
 from configs.flows import fork_command, resume_command
 from storage.runs.commit_log import GuardRecord, Outline
+from storage.runs.forks import NoSuchOrigin, begin_at
 from tasks.guards.judging import verdicts
 from tasks.reporting import events
 from tasks.reporting.guard_notes import guard_sentence
@@ -28,8 +29,11 @@ class WentBack(Exception):
 
 
 def guards_on(run: Run, step: int, metrics: Metrics) -> list[GuardRecord]:
-    """The guards' verdicts on a step that is about to be committed."""
-    return verdicts(
+    """The guards' verdicts on a step that is about to be committed.
+
+    Before the step at which this branch began, what a rollback needs may be gone: then it leads there.
+    """
+    found = verdicts(
         run.config,
         step,
         run.last,
@@ -38,6 +42,21 @@ def guards_on(run: Run, step: int, metrics: Metrics) -> list[GuardRecord]:
         run.rollbacks,
         metrics,
     )
+    return [
+        record.model_copy(update={"back_to": run.start})
+        if record.back_to is not None and record.back_to < run.start and not _there(run, record)
+        else record
+        for record in found
+    ]
+
+
+def _there(run: Run, record: GuardRecord) -> bool:
+    """Whether the store still has what a run needs that goes back to the record's step."""
+    try:
+        begin_at(run.files, record.back_to, fork=True)
+    except NoSuchOrigin:
+        return False
+    return True
 
 
 def bound_after(run: Run, records: list[GuardRecord]) -> Metrics:
@@ -91,7 +110,7 @@ def _remedy(run: Run, step: int, record: GuardRecord) -> str:
             if spent
             else f" It would go back {guard.rollback.steps} steps, and there are none before."
         )
-    earlier = max(1, run.start, step - guard.rollback.steps)
+    earlier = max(1, step - guard.rollback.steps)
     again = resume_command(run.flow, run.config.store, run.name)
     fork = fork_command(run.flow, run.config.store, f"{run.name}@{earlier}")
     return (

@@ -42,7 +42,7 @@ def verdicts(
         earlier = before.get(guard.label)
         earlier = anew(earlier, step > start + 1) if earlier is not None else None
         record = judge(guard, earlier, metrics.get(guard.metric))
-        found.append(_with_action(config, guard, step, start, rollbacks, record))
+        found.append(_with_action(config, guard, step, rollbacks, record))
     return one_end(found)
 
 
@@ -97,23 +97,15 @@ def judge(guard: GuardConfig, before: GuardRecord | None, value: float | None) -
 
 
 def _with_action(
-    config: GRPOConfig,
-    guard: GuardConfig,
-    step: int,
-    start: int,
-    rollbacks: int,
-    record: GuardRecord,
+    config: GRPOConfig, guard: GuardConfig, step: int, rollbacks: int, record: GuardRecord
 ) -> GuardRecord:
-    """The record with what its action comes to: after the last step, or with no rollback left.
-
-    A run goes back to where it began at most, of which its parent keeps the state.
-    """
+    """The record with what its action comes to: after the last step, or with no rollback left."""
     last = step == config.steps
     if record.action in ("stop", "synchronous") and last:  # no step is left to overlap, or to make
         return record.model_copy(update={"action": None})
     if record.action != "rollback":
         return record
-    back_to = max(1, start, step - guard.rollback.steps)
+    back_to = max(1, step - guard.rollback.steps)
     if rollbacks >= config.max_rollbacks or back_to >= step:
         return record.model_copy(update={"action": None if last else "stop"})
     change = settings_after(config.model_dump(mode="json"), guard.rollback.change)

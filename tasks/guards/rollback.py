@@ -38,11 +38,6 @@ def child_name(parent: str, number: int) -> str:
     return f"{re.sub(rf'{CHILD}[0-9]+$', '', parent)}{CHILD}{number}"
 
 
-def child_settings(config: GRPOConfig, words: list[str]) -> GRPOConfig:
-    """The settings of a run that goes on with changes, as key=value. Raises ConfigError."""
-    return change(type(config), config.model_dump(mode="json"), words)
-
-
 @contextlib.contextmanager
 def went_back(run: Run, back: WentBack) -> Iterator[Run]:
     """The run that goes on from the earlier step, which ends with the body; `run` has ended before.
@@ -74,7 +69,7 @@ def _opened(run: Run, record: GuardRecord, cause: RollbackCause) -> OpenedRun:
     assert record.back_to is not None, "the record is of a rollback"
     name = child_name(run.name, cause.number)
     try:
-        config = child_settings(run.config, record.change)
+        config = change(type(run.config), run.config.model_dump(mode="json"), record.change)
         there = RunStore(run.store, name)
         if there.read_run() is None:
             fork = f"{run.name}@{record.back_to}"

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
+from configs.guards import settings_after
 from configs.model import RandomModel
-from configs.overrides import ConfigError
+from configs.overrides import ConfigError, change
 from engines.train.compiled import check_compiling
 from tasks.run.preflight_memory import check_memory
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+# Settings that a run keeps when it goes back to an earlier step.
+FIXED = ("continue_from", "guards", "lora", "max_rollbacks", "model", "name", "store")
 
 
 class PreflightError(ConfigError):
@@ -56,6 +60,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
         memory = check_memory(config)
+        check_rollbacks(config)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     return [
@@ -106,6 +111,25 @@ def _check_teachers(config: GRPOConfig) -> list[Finding]:
     store = Store(config.store.uri, config.store.options)
     found = check_teachers(config, store, open_source(config.data.source))
     return [Finding(check="teachers", found=found)]
+
+
+def check_rollbacks(config: GRPOConfig) -> None:
+    """Whether the settings to which guards would change are such that a fork can have them."""
+    for guard in config.guards:
+        if guard.action != "rollback":
+            continue
+        named = f"guards: rollback.change of {guard.label}"
+        changed = set(guard.rollback.change)
+        if fixed := sorted(key for key in changed if key.partition(".")[0] in FIXED):
+            raise PreflightError(
+                f"{named} has {fixed[0]}, which a run that goes back keeps. Remove it; a new run can "
+                "have another."
+            )
+        plain = config.model_dump(mode="json")
+        try:
+            change(type(config), plain, settings_after(plain, guard.rollback.change))
+        except ValueError as error:
+            raise PreflightError(f"{named}: {error}") from error
 
 
 def check_packages(config: GRPOConfig) -> str:

@@ -182,7 +182,7 @@ def test_whatever_finishes_when(
             assert all(step - group.since < int(most) for _, group in handed_on)
         ledger = ledger_after(
             ledger,
-            cast("Prompts", SimpleNamespace(drawn=new, dropped={})),
+            cast("Prompts", SimpleNamespace(drawn=new, dropped={}, passed_over=0)),
             cast(
                 "TrainBatch",
                 SimpleNamespace(trained=len(chosen), filtered=0, filtered_by={}, dropped={}),
