@@ -31,7 +31,7 @@ class WentBack(Exception):
 def guards_on(run: Run, step: int, metrics: Metrics) -> list[GuardRecord]:
     """The guards' verdicts on a step that is about to be committed.
 
-    Before the step at which this branch began, what a rollback needs may be gone: then it leads there.
+    Before the step at which this branch began what a rollback needs may be gone: then it ends there.
     """
     found = verdicts(
         run.config,
