@@ -116,4 +116,5 @@ def _on_record(run: Run, child: Run, record: GuardRecord, cause: RollbackCause) 
         child=child.name,
         number=cause.number,
     )
+    events.emit(events.RUN_ENDED, run.name, step=run.head)  # it makes no step that could be missed
     child.terminal.say(f"Run {child.name} goes on after {child.origin}.")
