@@ -27,7 +27,7 @@ class RowHistory:
     Row 7 drawn twice, with group means 0.25 and 0.75: draws 2, scored 2, reward_sum 1.0.
     """
 
-    row: NDArray[np.int64]  # [R] number in the data
+    prompt_row: NDArray[np.int64]  # [R] number in the data
     draws: NDArray[np.int64]  # [R] groups of it that were sampled
     scored: NDArray[np.int64]  # [R] those of which a sample was scored
     reward_sum: NDArray[np.float64]  # [R] of the mean rewards of these
@@ -60,7 +60,7 @@ class RowHistory:
         """[size]: whether a row of the data is in quarantine. readmitted: not these; None: no row."""
         found = np.zeros(size, np.bool_)
         if readmitted is not None:
-            found[self.row[self.reason > 0]] = True
+            found[self.prompt_row[self.reason > 0]] = True
             found[np.fromiter(readmitted, np.int64)] = False
         return found
 
@@ -71,7 +71,7 @@ class RowHistory:
         """
         found = np.full(size, -np.inf)
         known = self.scored > 0
-        found[self.row[known]] = -self.reward_sum[known] / self.scored[known]
+        found[self.prompt_row[known]] = -self.reward_sum[known] / self.scored[known]
         return found
 
     def counts(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ def updated(
         quarantine: bounds beyond which a row leaves the draw; None: none does.
         readmitted: rows that are let in again first, with counts that begin anew; None: all.
     """
-    rows = np.union1d(before.row, outcomes.row).astype(np.int64)
+    rows = np.union1d(before.prompt_row, outcomes.row).astype(np.int64)
     new = _with_rows(before, rows)
     again = np.ones(len(rows), bool) if readmitted is None else np.isin(rows, list(readmitted))
     again &= new["reason"] > 0
@@ -133,12 +133,12 @@ def updated(
 
 def _with_rows(before: RowHistory, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
     """The columns of a history for more rows, which nothing is known of yet."""
-    at = np.searchsorted(rows, before.row)
+    at = np.searchsorted(rows, before.prompt_row)
     new: dict[str, NDArray[Any]] = {}
     for name, column in before.columns().items():
         new[name] = np.zeros(len(rows), column.dtype)
         new[name][at] = column
-    new["row"] = rows
+    new["prompt_row"] = rows
     return new
 
 

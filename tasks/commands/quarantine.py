@@ -98,8 +98,10 @@ def quarantined(files: RunStore) -> list[QuarantinedRow]:
     seen = commit.readmissions if owner.run == files.run else 0
     again = between(files, seen, len(listed(files)))
     rows = []
-    for at in np.lexsort((found.row, found.since))[(np.sort(found.since) == 0).sum() :].tolist():
-        scored, row = int(found.scored[at]), int(found.row[at])
+    for at in np.lexsort((found.prompt_row, found.since))[
+        (np.sort(found.since) == 0).sum() :
+    ].tolist():
+        scored, row = int(found.scored[at]), int(found.prompt_row[at])
         rows.append(
             QuarantinedRow(
                 row=row,

@@ -47,7 +47,7 @@ def outcomes(*lines: tuple[int, float], **columns: Any) -> RowOutcomes:
 def test_draws_of_a_row_are_counted_and_averaged() -> None:
     one = updated(RowHistory.empty(), outcomes((7, 0.25), (2, nan)), 1, None)
     two = updated(one, outcomes((7, 0.75), (4, 1.0)), 2, None)
-    assert two.row.tolist() == [2, 4, 7]
+    assert two.prompt_row.tolist() == [2, 4, 7]
     assert (two.draws.tolist(), two.scored.tolist()) == ([1, 1, 2], [0, 1, 2])
     ranks = two.ranks(10)
     assert ranks[[7, 4]].tolist() == [-0.5, -1.0]
