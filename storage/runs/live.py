@@ -10,6 +10,7 @@ Nor is anything left of one that a guard took back to an earlier step: another r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict
@@ -109,6 +110,14 @@ def read_end(run: RunStore) -> End | None:
         return documents.validated(End, key, documents.read(run.store, key, END))
     except ObjectMissing:
         return None
+
+
+def goes_on_as(run: RunStore) -> RunStore:
+    """The run that goes on with one that a guard rolled back, perhaps more than once; or itself."""
+    end = read_end(run)
+    if end is None or end.rolled_back is None:
+        return run
+    return goes_on_as(replace(run, run=end.rolled_back.child))
 
 
 def is_done(run: RunStore, step: int) -> bool:

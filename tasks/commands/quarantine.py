@@ -11,7 +11,7 @@ from configs.environment import user
 from storage.rows.readmissions import Readmission, ask, between, listed
 from storage.rows.row_history import REASONS, RowHistory
 from storage.runs.commit_log import head, read_commit
-from storage.runs.live import read_end
+from storage.runs.live import goes_on_as
 from storage.runs.origins import committer, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
@@ -39,7 +39,7 @@ class QuarantinedRow:
 
 def answer(request: Request) -> Answer:
     """Show the rows in quarantine or, with --readmit, leave a request to let some in again."""
-    files, asked = last_of(request.files), request.arguments
+    files, asked = goes_on_as(request.files), request.arguments
     if settings_of(files).data.quarantine is None:
         raise ValueError(
             f"Run {files.run} has no quarantine: data.quarantine is null. Set it for a new run, or "
@@ -60,14 +60,6 @@ def answer(request: Request) -> Answer:
     if waiting := sum(one.waits for one in rows):
         shown.append(text(f"{waiting} of them are let in at the run's next draw."))
     return Answer(record=record, shown=shown)
-
-
-def last_of(files: RunStore) -> RunStore:
-    """The run that goes on with a run that a guard rolled back, or itself."""
-    end = read_end(files)
-    if end is None or end.rolled_back is None:
-        return files
-    return last_of(RunStore(files.store, end.rolled_back.child))
 
 
 def rows_of(files: RunStore, words: str) -> list[int] | None:

@@ -15,6 +15,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from configs.flows import fork_command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
 from engines.workers.cluster import Cluster
@@ -79,7 +80,9 @@ def _opened(run: Run, record: GuardRecord, cause: RollbackCause) -> OpenedRun:
             raise ConfigError(f"There is another run of the name {name}. Remove it.")
         return open_run(run.flow, config, resume=name)
     except ConfigError as error:
-        raise GuardStopped(f"{cause.why} The run cannot go back: {error}") from error
+        on = fork_command(run.flow, run.config.store, f"{run.name}@{run.head}")
+        said = f"{cause.why} The run cannot go back: {error} Or go on without by {on} guards=[]."
+        raise GuardStopped(said) from error
 
 
 def _left(run: Run, config: GRPOConfig) -> Cluster | None:

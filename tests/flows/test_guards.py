@@ -132,6 +132,21 @@ def test_a_kill_within_the_rollback_changes_nothing(
     assert story(committed(branches(run)[1])) == undisturbed_story
 
 
+@pytest.mark.slow
+def test_steps_under_way_beyond_the_verdict_are_given_up(launch: Launch) -> None:
+    """They overlap, and so the child has workers of its own; nothing of them is left."""
+    overlap = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
+    run = launch(*WORDS, *overlap)
+    code, out = run.end()
+    assert code == 0, out
+    parent, child = branches(run)
+    assert (head(parent), head(child)) == (4, 6)
+    for files in (parent, child):
+        committed(files, max_staleness=2)
+        assert audit(files).problems == []
+    assert run.children() == []
+
+
 REWARD = '''
 def variety(completions, **columns):
     """What a policy that says one thing only cannot get."""

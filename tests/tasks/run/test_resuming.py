@@ -8,7 +8,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
 from storage.objects.store import Store
-from storage.runs.live import End, RolledBack, write_end
+from storage.runs.live import End, RolledBack, goes_on_as, write_end
 from storage.runs.run_store import RunStore
 from tasks.run.resuming import differing, going_on_as, may_change
 
@@ -65,6 +65,7 @@ def test_a_run_that_was_rolled_back_goes_on_as_its_last_child() -> None:
     _, last = stored(store, "r-rollback-2", guard, rates[1])
     rolled_back(first, "r-rollback-2")
     assert going_on_as(run, config, FLOW) == ("r-rollback-2", last)
+    assert goes_on_as(run).run == goes_on_as(first).run == "r-rollback-2"
     # What may change on resuming is given to the child; all else stays the child's own.
     words = ["store.uri=file:///elsewhere", "steps=9", "guards=[{metric: m, above: 2}]"]
     given = load_recipe(GRPOConfig, "tiny", words)
