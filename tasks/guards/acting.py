@@ -40,7 +40,7 @@ def guards_on(run: Run, step: int, metrics: Metrics) -> list[GuardRecord]:
         run.start,
         run.gate.max_staleness,
         run.rollbacks,
-        metrics,
+        {**run.measured, **metrics},
     )
     return [
         record.model_copy(update={"back_to": run.start})
@@ -70,6 +70,8 @@ def bound_after(run: Run, records: list[GuardRecord]) -> Metrics:
 def carry_out(run: Run, commit: Outline) -> None:
     """Do what the verdicts in a commit ask for, before the gate knows of it, and tell people."""
     for record in commit.guards:
+        if record.value is not None and run.measured.get(record.metric) == record.value:
+            del run.measured[record.metric]  # it is judged once
         if record.action is not None:
             _act(run, commit.step, record)
 

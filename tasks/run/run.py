@@ -43,9 +43,9 @@ class Run:
 
     __slots__ = (
         "_probe", "attempts", "background", "cancelled", "carried", "config", "drawn", "engines",
-        "episodes", "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "name", "origin",
-        "position", "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal",
-        "tracker",
+        "episodes", "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "measured",
+        "name", "origin", "position", "progress", "rows", "shards", "source", "start", "stopped",
+        "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +70,9 @@ class Run:
         self.carried = {position.head + 1: position.carried}  # step -> groups handed on to it
         self.rows = RowHistories(opened, position)
         self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
+        # Metrics of versions that were measured after their step's commit, such as evaluations: the
+        # guards look at them with the step that is committed next.
+        self.measured: dict[str, float] = {}
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
         self.terminal = terminal

@@ -28,7 +28,7 @@ def run_of(*words: str, start: int = 0, rollbacks: int = 0) -> Any:
     said: list[str] = []
     return SimpleNamespace(
         config=config, gate=Gate(0, config.max_staleness, deadline=30), name="r", said=said,
-        flow="flows.grpo:grpo", start=start, head=9, last=None, rollbacks=rollbacks, files=None,
+        flow="flows.grpo:grpo", start=start, head=9, last=None, rollbacks=rollbacks, files=None, measured={},
         terminal=SimpleNamespace(say=lambda text, style="": said.append(text)),
     )  # fmt: skip
 
@@ -133,3 +133,15 @@ def test_children_are_numbered_on_by_the_first_name() -> None:
     first = child_name("tiny-20261124-ab12", 1)
     assert first == "tiny-20261124-ab12-rollback-1"
     assert child_name(first, 2) == "tiny-20261124-ab12-rollback-2"
+
+
+def test_what_was_measured_between_two_commits_is_judged_once(sent: list[Any]) -> None:
+    """An evaluation of a version ends after its step's commit; the next step's judges it."""
+    run = run_of("guards=[{preset: evaluation_drop, metric: eval/x/reward, below: 0.5}]")
+    run.measured = {"eval/x/reward": 0.25, "eval/y/reward": 1.0}
+    (found,) = guards_on(run, 10, {"m": 2.0})
+    assert (found.value, found.action) == (0.25, "warn")
+    (again,) = guards_on(run, 10, {"m": 2.0})
+    assert again == found, "a commit that is tried again says the same"
+    carry_out(run, commit(found))
+    assert run.measured == {"eval/y/reward": 1.0}
