@@ -115,6 +115,8 @@ class RowHistories:
         for known in (self._after, self._seen):
             for step in [step for step in known if step < oldest]:
                 del known[step]
+        for begun in (self._ordered_by, self._epochs):
+            begun.pop(commit.step, None)
 
     def _take(self, step: int, commit: Commit) -> None:
         for back in range(self._lag + 1):
