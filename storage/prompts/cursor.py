@@ -118,8 +118,9 @@ def current_order(
     if cursor.order == "sequential":
         return rows
     rows = rows[epoch_order(size, cursor.seed, cursor.epoch)]
-    by_difficulty = cursor.order == "difficulty" and ranks is not None
-    return rows[np.argsort(ranks[rows], kind="stable")] if by_difficulty else rows
+    if cursor.order == "shuffled" or ranks is None:
+        return rows
+    return rows[np.argsort(ranks[rows], kind="stable")]
 
 
 def drawn(cursor: Cursor, fresh: Sequence[int] = ()) -> np.ndarray:

@@ -43,14 +43,18 @@ class RowHistory:
         """That of a run before its first step."""
         floats = ("reward_sum", "tokens", "seconds")
         kinds = {one.name: np.float64 if one.name in floats else np.int64 for one in fields(cls)}
-        return cls(**{name: np.empty(0, kind) for name, kind in kinds.items()})
+        columns: dict[str, NDArray[Any]] = {name: np.empty(0, kind) for name, kind in kinds.items()}
+        return cls(**columns)
 
     @classmethod
     def read(cls, store: Store, ref: BatchRef | None) -> Self:
         """The table as it was stored; an empty one without a ref."""
         if ref is None:
             return cls.empty()
-        return cls(**{one.name: ref.fetch_numpy(store, one.name)[0] for one in fields(cls)})
+        columns: dict[str, NDArray[Any]] = {
+            one.name: ref.fetch_numpy(store, one.name)[0] for one in fields(cls)
+        }
+        return cls(**columns)
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """For `write_batch`."""
@@ -144,14 +148,15 @@ def _with_rows(before: RowHistory, rows: NDArray[np.int64]) -> dict[str, NDArray
 
 def _reason(line: Mapping[str, Any], quarantine: QuarantineConfig) -> int:
     """Why a row leaves the draw, a number of REASONS; 0 where it does not."""
-    bounds = (
-        ("failures", line["failures"], quarantine.failures),
-        ("no_variance", line["uniform"], quarantine.no_variance),
-    )
-    for name, count, most in bounds:
+    in_a_row: dict[str, tuple[int, int | None]] = {
+        "failures": (line["failures"], quarantine.failures),
+        "no_variance": (line["uniform"], quarantine.no_variance),
+    }
+    for name, (count, most) in in_a_row.items():
         if most is not None and count >= most:
             return REASONS.index(name)
-    for name, most in (("tokens", quarantine.tokens), ("seconds", quarantine.seconds)):
-        if most is not None and line[name] > most:
+    costs = {"tokens": quarantine.tokens, "seconds": quarantine.seconds}
+    for name, bound in costs.items():
+        if bound is not None and line[name] > bound:
             return REASONS.index(name)
     return 0

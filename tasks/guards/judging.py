@@ -122,7 +122,7 @@ def one_end(records: Sequence[GuardRecord]) -> list[GuardRecord]:
         return list(records)
     back = [one for one in ends if one.back_to is not None]
     chosen = min(back, key=lambda one: one.back_to or 0) if back else ends[0]
-    warned = {"action": "warn", "back_to": None, "change": []}
+    warned: dict[str, object] = {"action": "warn", "back_to": None, "change": []}
     return [
         one.model_copy(update=warned) if one in ends and one is not chosen else one
         for one in records
