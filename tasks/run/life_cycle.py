@@ -39,10 +39,10 @@ def started(
     workers on which the engines start; None: on new ones. Raises LeaseHeld while another process
     writes the run.
     """
-    lease, position = take_over(opened)
     with contextlib.ExitStack() as failed:
         if cluster is not None:
             failed.callback(cluster.close)
+        lease, position = take_over(opened)
         failed.callback(lease.release)
         begin(opened, position)
         run = Run(opened, lease, position, terminal)
