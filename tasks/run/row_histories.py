@@ -36,6 +36,11 @@ class KnownRows:
     readmissions: int = 0  # requests to readmit rows that it takes account of
 
 
+def begun(cursor: Cursor) -> int:
+    """The last epoch of which rows were drawn before a place, and whose order is thus decided."""
+    return cursor.epoch if cursor.position else cursor.epoch - 1
+
+
 class RowHistories:
     """The tables of the steps from which draws that are still to come go on."""
 
@@ -43,9 +48,10 @@ class RowHistories:
         self._config, self._files = opened.config, opened.files
         self._size, self._start = position.cursor.size, opened.start
         self._after: dict[int, BatchRef] = {}  # step -> the rows after it
-        self._ordered_by: dict[int, BatchRef | None] = {}  # step -> by which its first epoch is
+        self._ordered_by: dict[int, BatchRef | None] = {}  # step -> by which the epoch begun is
         self._seen: dict[int, int] = {self._start: 0}  # step -> requests that its draw knew of
-        self._epochs: dict[int, int] = {position.head + 1: position.cursor.epoch}
+        # Step -> the epoch that was begun before it.
+        self._epochs = {position.head + 1: begun(position.cursor)}
         last, origin = position.last, opened.origin
         same_data = origin is None or origin.cursor or position.head > opened.start
         if last is None or not same_data or not self._config.data.keeps_history:
@@ -68,8 +74,7 @@ class RowHistories:
         data = self._config.data
         if not data.keeps_history:
             return KnownRows()
-        begins = self._epochs[step]
-        of_epoch = {begins: self._ordered_by.get(step)}
+        of_epoch = {self._epochs[step]: self._ordered_by.get(step)}
 
         def ranks(epoch: int) -> NDArray[np.float64] | None:
             ref = of_epoch.get(epoch, self._known(step))
@@ -84,11 +89,13 @@ class RowHistories:
         kept_out = None if known is None else self._read(known).kept_out(self._size, again)
         return KnownRows(kept_out=kept_out, ranks=ranked, readmissions=asked)
 
-    def has_drawn(self, step: int, began: Cursor, cursor: Cursor) -> None:
-        """A step has drawn from one place up to another."""
-        stays = cursor.epoch == began.epoch
-        self._ordered_by[step + 1] = self._ordered_by.get(step) if stays else self._known(step)
-        self._epochs[step + 1] = cursor.epoch
+    def has_drawn(self, step: int, cursor: Cursor) -> None:
+        """A step has drawn up to a place: in the epoch under way there, if one is, it drew too."""
+        ordered_by = self._known(step)
+        if begun(cursor) == self._epochs[step]:
+            ordered_by = self._ordered_by.get(step)
+        self._ordered_by[step + 1] = ordered_by if cursor.position else None
+        self._epochs[step + 1] = begun(cursor)
 
     def named(self, step: int, after: BatchRef | None) -> dict[str, BatchRef]:
         """The refs that the commit of a step names, after which the rows are `after`."""
@@ -124,7 +131,7 @@ class RowHistories:
             if ref is not None and step - back >= self._start:
                 self._after[step - back] = ref
         self._ordered_by[step + 1] = commit.refs.get(DIFFICULTY)
-        self._epochs[step + 1] = int(str(commit.cursor["epoch"]))
+        self._epochs[step + 1] = begun(Cursor.from_json(commit.cursor))
 
     def _point(self, step: int) -> int:
         """The step after which the rows are those that a step's draw goes by."""

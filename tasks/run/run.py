@@ -124,7 +124,7 @@ class Run:
 
     def has_drawn(self, step: int, cursor: Cursor, carried: Carried) -> None:
         """A step has drawn its prompts, up to `cursor`, and hands groups on: the next one may."""
-        self.rows.has_drawn(step, self.drawn[step], cursor)
+        self.rows.has_drawn(step, cursor)
         self.drawn[step + 1], self.carried[step + 1] = cursor, carried
         self.gate.drawn(step)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -57,18 +57,16 @@ class Steps:
         self.commits: dict[int, Any] = {}
         monkeypatch.setattr(row_histories, "read_outline", lambda _, step: self.commits[step])
 
-    def known(self, head: int, epoch: int = 0) -> RowHistories:
+    def known(self, head: int, at: Cursor | None = None) -> RowHistories:
         opened: Any = SimpleNamespace(config=self.config, files=self.files, origin=None, start=0)
-        position: Any = SimpleNamespace(
-            head=head, last=self.commits.get(head), cursor=cursor(epoch)
-        )
-        return RowHistories(opened, position)
+        last, place = self.commits.get(head), at or cursor(0)
+        return RowHistories(opened, cast(Any, SimpleNamespace(head=head, last=last, cursor=place)))
 
-    def commit(self, rows: RowHistories, step: int, epoch: int, seen: int = 0) -> None:
+    def commit(self, rows: RowHistories, step: int, at: Cursor, seen: int = 0) -> None:
         refs = rows.named(step, table(self.files, step))
-        made = SimpleNamespace(step=step, refs=refs, readmissions=seen, cursor={"epoch": epoch})
+        made: Any = SimpleNamespace(step=step, refs=refs, readmissions=seen, cursor=at.to_json())
         self.commits[step] = made
-        rows.committed(made)  # type: ignore[arg-type]
+        rows.committed(made)
 
 
 def kept_out(rows: RowHistories, step: int) -> list[int]:
@@ -86,13 +84,13 @@ def test_a_resumed_run_draws_by_what_an_uninterrupted_one_does(
     steps = Steps(files, monkeypatch, *words)
     rows = steps.known(0)
     for step in range(1, 6):
-        rows.has_drawn(step, cursor(0), cursor(0))
-        steps.commit(rows, step, epoch=0)
+        rows.has_drawn(step, cursor(0, 1))
+        steps.commit(rows, step, cursor(0, 1))
         resumed = steps.known(step)
         for ahead in range(step + 1, step + 2 + lag):  # the steps that may draw by now
             for known in (resumed, rows):
                 assert kept_out(known, ahead) == list(range(max(0, ahead - 1 - lag)))
-                known.has_drawn(ahead, cursor(0), cursor(0))
+                known.has_drawn(ahead, cursor(0, 1))
 
 
 def test_an_epochs_order_is_of_when_it_began(
@@ -101,14 +99,14 @@ def test_an_epochs_order_is_of_when_it_began(
     steps = Steps(files, monkeypatch)
     rows = steps.known(0)
     assert rows.for_draw(1).ranks(0) is None, "nothing is known yet"
-    rows.has_drawn(1, cursor(0), cursor(0, 4))
-    steps.commit(rows, 1, epoch=0)
+    rows.has_drawn(1, cursor(0, 4))
+    steps.commit(rows, 1, cursor(0, 4))
     assert rows.for_draw(2).ranks(0) is None, "the first epoch keeps its order"
     next_epoch = rows.for_draw(2).ranks(1)
     assert next_epoch is not None and next_epoch[3] == pytest.approx(-1.3)
-    rows.has_drawn(2, cursor(0, 4), cursor(1, 2))
-    steps.commit(rows, 2, epoch=1)
-    for known in (rows, steps.known(2, epoch=1)):
+    rows.has_drawn(2, cursor(1, 2))
+    steps.commit(rows, 2, cursor(1, 2))
+    for known in (rows, steps.known(2, cursor(1, 2))):
         ranks = known.for_draw(3).ranks(1)
         assert ranks is not None and ranks.tolist() == next_epoch.tolist()
         later = known.for_draw(3).ranks(2)
@@ -121,14 +119,14 @@ def test_requests_count_from_the_next_draw_and_once(
     steps = Steps(files, monkeypatch)
     rows = steps.known(0)
     for step in (1, 2):
-        rows.has_drawn(step, cursor(0), cursor(0))
-        steps.commit(rows, step, epoch=0)
+        rows.has_drawn(step, cursor(0, 1))
+        steps.commit(rows, step, cursor(0, 1))
     assert kept_out(rows, 3) == [0, 1]
     ask(files, Readmission(rows=[1], by="x"))
     assert (kept_out(rows, 3), rows.for_draw(3).readmissions) == ([0], 1)
     assert rows.readmitted(3, 1) == {1}
-    rows.has_drawn(3, cursor(0), cursor(0))
-    steps.commit(rows, 3, epoch=0, seen=1)  # whose table has its own say on row 1
+    rows.has_drawn(3, cursor(0, 1))
+    steps.commit(rows, 3, cursor(0, 1), seen=1)  # whose table has its own say on row 1
     assert kept_out(rows, 4) == kept_out(steps.known(3), 4) == [0, 1, 2]
     assert rows.readmitted(4, 1) == set()
 
@@ -140,3 +138,21 @@ def test_without_such_settings_nothing_is_known(files: RunStore) -> None:
     rows = RowHistories(opened, position)
     assert rows.for_draw(1) == row_histories.KnownRows()
     assert rows.named(1, None) == {}
+
+
+def test_an_epoch_that_begins_with_a_step_goes_by_what_that_step_knows(
+    files: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before drew the last row of an epoch, and what it learned counts."""
+    steps = Steps(files, monkeypatch)
+    rows = steps.known(0)
+    rows.has_drawn(1, cursor(1, 0))
+    steps.commit(rows, 1, cursor(1, 0))
+    for known in (rows, steps.known(1, cursor(1, 0))):
+        ranks = known.for_draw(2).ranks(1)
+        assert ranks is not None and ranks[3] == pytest.approx(-1.3)
+        known.has_drawn(2, cursor(1, 2))
+        assert "difficulty" in known.named(2, table(files, 2))
+    steps.commit(rows, 2, cursor(1, 2))
+    later = rows.for_draw(3).ranks(1)
+    assert later is not None and later[3] == pytest.approx(-1.3)
