@@ -21,6 +21,7 @@ from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
+from storage.runs.gradients import remove_gradients
 from storage.runs.retention import sweep
 from tasks.guards.acting import bound_after, carry_out, guards_on
 from tasks.parts import Part, spread
@@ -37,6 +38,7 @@ from tasks.results import (
     Synced,
     TrainBatch,
     Updated,
+    frames_of,
     nodes_of,
 )
 from tasks.reward import samples_of
@@ -116,6 +118,8 @@ def commit(
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
         "nodes": nodes_of(scored),
+        "frames": frames_of(shard for one in scored for shard in one.sampled),
+        "clusters": scored[0].clusters,
         "batch": batch.ref,
         "baselines": batch.baselines,
         "carried": left_over.carried.prompts,
@@ -206,7 +210,8 @@ def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:
         "train": config.train.model_dump(mode="json"),
         "seed": config.seed,
         "steps": config.steps,  # where a decaying schedule ends
-        "ranks": pool.workers,
+        # Of an elastic update the number of workers changes nothing.
+        "ranks": 1 if config.train.engine == "elastic" else pool.workers,
         "threads": pool.threads,
         "dtype": config.rollout.dtype,
     }
@@ -259,7 +264,10 @@ def tidy(run: Run) -> None:
     keep = run.config.store
     opponent = run.config.opponent
     against = {run.start} if opponent is not None and opponent.version == "start" else set[int]()
-    removed = sweep(
+    removed = []
+    if run.config.train.engine == "elastic":
+        removed += remove_gradients(run.files, run.head)
+    removed += sweep(
         run.files,
         keep_versions=keep.keep_versions,
         keep_steps=keep.keep_steps,

@@ -19,6 +19,7 @@ from configs.environment import refuse_secrets
 
 Role = Literal[
     "actor",
+    "aggregator",
     "ref",
     "critic",
     "teacher",
@@ -27,6 +28,7 @@ Role = Literal[
     "reward",
     "environment",
     "reward_model",
+    "encoder",
 ]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
@@ -40,7 +42,9 @@ GIVEN_TO_WORKERS = (
 class PoolConfig(Settings):
     """A set of identical workers."""
 
-    workers: int = Field(1, ge=1, description="Worker processes; for a train pool, FSDP ranks.")
+    workers: int = Field(
+        1, ge=1, description="Worker processes; for a train pool, FSDP ranks or elastic workers."
+    )
     gpus: int = Field(0, ge=0, description="GPUs of each worker.")
     threads: int = Field(
         1, ge=1, description="Compute threads of each worker's engine (OMP_NUM_THREADS)."
@@ -76,6 +80,11 @@ class RolesConfig(Settings):
     """Which pool each role lives on; cluster.share_devices is about two roles on one pool."""
 
     actor: str = Field("train", description="Pool of the policy that is trained.")
+    aggregator: str | None = Field(
+        None,
+        description="Pool on one of whose workers gradients are added up, where train.engine = "
+        "elastic; none: that of the actor. One of its own stays while those come and go.",
+    )
     ref: str = Field("train", description="Pool of the frozen reference policy.")
     critic: str | None = Field(None, description="Pool of the critic; none: that of the actor.")
     teacher: str | None = Field(
@@ -97,12 +106,16 @@ class RolesConfig(Settings):
         "rewards. Each worker holds all.",
     )
 
+    encoder: str | None = Field(
+        None, description="Pool of the encoder of what episodes see; none: that of rewards."
+    )
+
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
         if role == "opponent":
             return self.opponent or self.rollout
-        beside_rewards = role in ("environment", "reward_model")
+        beside_rewards = role in ("environment", "reward_model", "encoder")
         return pools[role] or (self.reward if beside_rewards else self.actor)
 
 

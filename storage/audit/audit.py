@@ -60,7 +60,7 @@ RECORDS = (
 # Several counts read the same columns, which of a store over HTTP are kept meanwhile.
 CACHE_BYTES = 32 * 2**20
 # Folders whose objects are kept for as long as the run.
-FOLDERS = ("children", "rescored", "judged", "readmissions")
+FOLDERS = ("children", "rescored", "judged", "taught", "readmissions")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

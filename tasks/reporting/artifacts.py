@@ -20,6 +20,7 @@ from storage.audit.transcripts import (
     WROTE,
     NoTokenizer,
     Transcript,
+    ending,
     few,
     judged,
     printable,
@@ -101,7 +102,8 @@ def sample_lines(one: Transcript) -> list[str]:
     by = "" if origin.player is None else f", player {origin.player}"
     by += f", played by the opponent {escaped(origin.opponent)}" if origin.opponent else ""
     lines = [
-        f"**Sample {origin.sample}**, group {origin.group}, {reward}, {origin.tokens} tokens{by}",
+        f"**Sample {origin.sample}**, group {origin.group}, {reward}, {origin.tokens} tokens{by}; "
+        f"{escaped(ending(origin))}",
         "",
     ]
     parts = one.parts or (("policy", one.response),)

@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from configs.cluster.kinds import TemporaryTls
+from configs.srpo import SRPOConfig
 from engines.processes.certificates import Certificates
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
+from engines.teachers.pool import TeacherPool
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.pool import EnginePool
@@ -66,6 +68,7 @@ class Engines:
         self.roles: list[str] = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
         self.roles += ["reward_model"] if run.config.rewards.on_engines else []
+        self.roles += ["encoder"] if isinstance(run.config, SRPOConfig) else []
         self._services = [one for one in teachers_of(run.config).values() if one.service]
         self.roles += ["teacher_service"] if self._services else []
 
@@ -120,6 +123,7 @@ class Engines:
             "reward": handles.scorers.start,
             "environment": lambda: self.environments.start(),
             "reward_model": lambda: self.reward_models.start(),
+            "encoder": lambda: self.encoders.start(),
             "actor": lambda: self._start_trained("actor", handles.actor),
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
@@ -230,6 +234,13 @@ class Engines:
         return found
 
     @property
+    def encoders(self) -> EnginePool:
+        """The workers that hold the encoder of what episodes see."""
+        found = self._made().encoders
+        assert found is not None, "the flow measures no progress"
+        return found
+
+    @property
     def prompters(self) -> EnginePool:
         """The workers that make prompts of rows."""
         return self.scorers if self._run.config.episodes is None else self.environments
@@ -254,7 +265,7 @@ class Engines:
         return found
 
     @property
-    def teachers(self) -> Mapping[str, Trainer | TeacherClient]:
+    def teachers(self) -> Mapping[str, Trainer | TeacherPool | TeacherClient]:
         """The teachers of a distillation by name, which are frozen."""
         return {**self._made().teachers, **self._made().services}
 

@@ -20,6 +20,8 @@ STAGES = (
     "baseline",
     "reward_model",
     "reward",
+    "embedding",
+    "progress",
     "teacher",
     "logprob",
     "values",

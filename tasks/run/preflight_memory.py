@@ -8,25 +8,27 @@ would make it fit.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
+from configs.teachers import TeacherConfig
 from engines.model_facts import ModelShape, model_facts
-from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank, resident_bytes
+from engines.train.memory_plan import (
+    MemoryPlan,
+    largest_batch,
+    plan_aggregator,
+    plan_rank,
+    plan_worker,
+    resident_bytes,
+)
+from engines.workers.machine_memory import gpu_memory, host_memory
 from engines.workers.out_of_memory import GIB, size_of
 
-CGROUPS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -53,6 +55,9 @@ def check_memory(config: GRPOConfig) -> list[str]:
             raise ValueError(_refusal(config, shape, place))
     lines = [_of_role(config, of, role, name) for role, name, of in _held(config, shape)]
     lines += [_of_rollout(config, shape, role) for role in config.sampling_roles]
+    lines += [
+        f"{name}, each engine: {_listed(taken)}" for name, taken in teacher_bytes(config, shape)
+    ]
     if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
         lines.append(f"reward_model, each worker: {_listed(taken)}")
     for place in places:
@@ -70,31 +75,40 @@ def _held(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[Role, str, Mo
     for role in (*config.trained_roles, *config.frozen_roles):
         if role != "teacher":
             yield role, role, shape
-    for name, teacher in (config.teachers if isinstance(config, DistillConfig) else {}).items():
-        if teacher.service is not None:
-            continue
-        own = shape if teacher.model is None else _shape_of(teacher.model)
-        if own is not None:
-            yield "teacher", f"teacher {name}", own
+    if config.train.engine == "elastic":  # any worker of its pool may be it
+        yield "aggregator", "aggregator", shape
+    if isinstance(config, DistillConfig) and not config.vllm_teachers:
+        for name in config.own_teachers:
+            if (own := _shape_of_teacher(config.teachers[name], shape)) is not None:
+                yield "teacher", f"teacher {name}", own
+
+
+def _shape_of_teacher(teacher: TeacherConfig, shape: ModelShape) -> ModelShape | None:
+    return shape if teacher.model is None else _shape_of(teacher.model)
 
 
 def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
     """What each rank of a role takes."""
     train = config.train_of(role)
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
+    if role == "aggregator":
+        return plan_aggregator(shape, train, pool.gpus > 0)
+    alone = role == "actor" and train.engine == "elastic"
+    ranks = 1 if alone else pool.workers
     batch = largest_batch(
         train.micro_batch_tokens,
         config.data.max_prompt_tokens,
         config.rollout.max_new_tokens,
         -(-config.trained_per_step // train.mini_batches),
         config.group_size,
-        pool.workers,
+        ranks,
         train.sequence_parallel,
         train.tree_training,
     )
     lora = config.lora if role == "actor" else None
     gpu = pool.gpus > 0
-    return plan_rank(shape, train, batch, role=role, ranks=pool.workers, on_gpu=gpu, lora=lora)
+    plan = plan_rank(shape, train, batch, role=role, ranks=ranks, on_gpu=gpu, lora=lora)
+    return plan_worker(plan) if alone else plan
 
 
 def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout") -> dict[str, int]:
@@ -134,6 +148,18 @@ def judge_bytes(config: GRPOConfig) -> dict[str, int]:
     return found
 
 
+def teacher_bytes(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, dict[str, int]]]:
+    """What each teacher in vLLM holds, by its name; those whose sizes are known here."""
+    if not isinstance(config, DistillConfig):
+        return
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    for name, engine in config.vllm_teachers.items():
+        own = _shape_of_teacher(config.teachers[name], shape)
+        if own is not None:
+            settings = engine.engine_of(config.rollout, 0)
+            yield f"teacher {name}", engine_bytes(settings, own, engine.max_sequences, longest)
+
+
 def _shape_of(model: Model) -> ModelShape | None:
     """The sizes of a model beside the policy; None where its files are not here, or are wrong."""
     with contextlib.suppress(ValueError):  # which is said where rewards are checked
@@ -165,7 +191,10 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
 def _of_role(config: GRPOConfig, shape: ModelShape, role: Role, name: str) -> str:
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
     plan = plan_of(config, shape, role)
-    ranks = f"each of {pool.workers} ranks" if pool.workers > 1 else "its rank"
+    several = pool.workers > 1 and role != "aggregator"
+    ranks = f"each of {pool.workers} ranks" if several else "its rank"
+    if role == "actor" and config.train.engine == "elastic":
+        ranks = "each worker"
     stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
     host = f"; on the host {_listed(plan.host)}" if plan.host else ""
     return (
@@ -203,6 +232,9 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
                 for judge in config.rewards.judges:
                     if judge.engine == "vllm":
                         of_gpu[f"{judge.label}'s vLLM"] = int(judge.gpu_memory_utilization * total)
+            if total is not None and name == config.cluster.roles.pool_of("teacher"):
+                for teacher, share in _shares_of_teachers(config).items():
+                    of_gpu[f"teacher {teacher}'s vLLM"] = int(share * total)
             if config.cluster.share_devices:
                 of_gpu, away = _in_turn(of_gpu)
                 of_host = {**of_host, **away}
@@ -216,6 +248,12 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
     if config.cluster.kind == "local":
         limit, source = host_memory()
         yield _place("this machine", limit, machine, source)
+
+
+def _shares_of_teachers(config: GRPOConfig) -> dict[str, float]:
+    """Of a GPU's memory, by the names of teachers in vLLM."""
+    found = config.vllm_teachers if isinstance(config, DistillConfig) else {}
+    return {name: engine.gpu_memory_utilization for name, engine in found.items()}
 
 
 def _in_turn(taken: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -277,6 +315,9 @@ def _of_worker(
         if name == roles.pool_of(role) and not (pool.gpus and config.rollout.engine == "vllm"):
             taken = rollout_bytes(config, shape, role)
             sampling |= {f"{role}'s {what}": size for what, size in taken.items()}
+    if name == roles.pool_of("teacher") and not pool.gpus:
+        for teacher, taken in teacher_bytes(config, shape):
+            sampling |= {f"{teacher}'s {what}": size for what, size in taken.items()}
     device = {**held, **passing}
     if config.rewards.on_engines and name == roles.pool_of("reward_model"):
         device.update(reward_model_bytes(config))
@@ -306,6 +347,10 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
             f"{said} Set kv_cache_gib of the judge (rewards.functions[]), on a GPU "
             "gpu_memory_utilization, lower."
         )
+    for teacher in _shares_of_teachers(config):
+        if place.largest.startswith(f"teacher {teacher}'s "):
+            where = f"teachers.{teacher}.engine"
+            return f"{said} Set {where}.kv_cache_gib, on a GPU gpu_memory_utilization, lower."
     if place.largest == "reward models' weights":
         return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
     pool_of = config.cluster.roles.pool_of
@@ -368,35 +413,3 @@ def _changed(
         changed = changed.model_copy(update={"cluster": cluster})
         words.append(f"cluster.pools.{name}.workers={more.workers}")
     return " ".join(words), changed
-
-
-def host_memory(
-    meminfo: Path = Path("/proc/meminfo"), cgroups: tuple[Path, ...] = CGROUPS
-) -> tuple[int | None, str]:
-    """Bytes that processes here may use: the machine's, or its container's where that is less."""
-    total: int | None = None
-    if meminfo.exists():
-        line = next(
-            line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")
-        )
-        total = int(line.split()[1]) * 1024
-    for file in cgroups:
-        text = file.read_text().strip() if file.exists() else "max"
-        if text.isdigit() and (total is None or int(text) < total):
-            return int(text), str(file)
-    return total, "its memory"
-
-
-def gpu_memory() -> int | None:
-    """Bytes of the smallest GPU here; None where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    listing = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    sizes = [int(line) * 2**20 for line in listing.stdout.split() if line.isdigit()]
-    return min(sizes, default=None)

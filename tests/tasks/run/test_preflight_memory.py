@@ -14,8 +14,9 @@ from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
 from engines.models import materialize
 from engines.rewards.reward_model import RewardModel
+from engines.workers.machine_memory import gpu_memory, host_memory
 from tasks.run import preflight_memory
-from tasks.run.preflight_memory import check_memory, host_memory, reward_model_bytes
+from tasks.run.preflight_memory import check_memory, reward_model_bytes
 from tests.engines.rewards.reward_models import draw_reward_model
 
 MIB = 2**20
@@ -129,7 +130,7 @@ def test_gpus_are_asked_for_their_memory(tmp_path: Path, monkeypatch: pytest.Mon
     program.write_text("#!/bin/sh\necho 81559\necho 143771\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert preflight_memory.gpu_memory() == 81559 * MIB
+    assert gpu_memory() == 81559 * MIB
 
 
 def test_roles_that_share_a_gpu_are_counted_one_at_a_time() -> None:
