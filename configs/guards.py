@@ -4,12 +4,13 @@ A guard's verdict is in tasks/guards/judging.py, what follows from it in tasks/g
 going back to an earlier step in tasks/guards/rollback.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from configs.base import Settings
+from configs.overrides import ConfigError, change
 
 Action = Literal["warn", "synchronous", "stop", "rollback"]
 Value = bool | int | float | str | None  # of a setting that a rollback changes
@@ -25,6 +26,8 @@ Preset = Literal[
     "repetition",
     "evaluation_drop",
 ]
+# Settings that a run keeps when it goes back to an earlier step.
+FIXED = ("continue_from", "guards", "lora", "max_rollbacks", "model", "name", "store")
 BOUNDS = ("above", "below", "above_mean", "below_mean")
 
 # What each preset stands for, where the guard does not say otherwise. KL and entropy in nats.
@@ -174,6 +177,24 @@ class GuardConfig(Settings):
                 "Set its action to rollback, or remove its rollback."
             )
         return self
+
+
+def check_rollbacks(config: Settings, guards: Sequence[GuardConfig]) -> None:
+    """Whether the settings to which guards would change a run can be those of a fork; ConfigError."""
+    for guard in guards:
+        if guard.action != "rollback":
+            continue
+        named, given = f"guards: rollback.change of {guard.label}", guard.rollback.change
+        if fixed := sorted(key for key in given if key.partition(".")[0] in FIXED):
+            raise ConfigError(
+                f"{named} has {fixed[0]}, which a run that goes back keeps. Remove it; a new run can "
+                "have another."
+            )
+        plain = config.model_dump(mode="json")
+        try:
+            change(type(config), plain, settings_after(plain, given))
+        except ValueError as error:
+            raise ConfigError(f"{named}: {error}") from error
 
 
 def settings_after(settings: Mapping[str, Any], change: Mapping[str, Any]) -> list[str]:

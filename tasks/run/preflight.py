@@ -18,9 +18,9 @@ from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
 from configs.encoder import VisionEncoder
 from configs.grpo import GRPOConfig
-from configs.guards import settings_after
+from configs.guards import check_rollbacks
 from configs.model import RandomModel
-from configs.overrides import ConfigError, change
+from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
 from engines.train.compiled import check_compiling
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-# Settings that a run keeps when it goes back to an earlier step.
-FIXED = ("continue_from", "guards", "lora", "max_rollbacks", "model", "name", "store")
 
 
 class PreflightError(ConfigError):
@@ -63,7 +60,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
         memory = check_memory(config)
-        check_rollbacks(config)
+        check_rollbacks(config, config.guards)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     return [
