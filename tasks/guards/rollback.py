@@ -93,6 +93,7 @@ def _left(run: Run, config: GRPOConfig) -> Cluster | None:
     """
     same = (run.config.cluster, run.config.rollout) == (config.cluster, config.rollout)
     alone = run.config.max_staleness == 0 and not run.config.cluster.share_devices
+    alone = alone and run.config.train.engine != "elastic"
     if not (same and alone):
         run.engines.close()
     last_pages(run)
