@@ -55,7 +55,10 @@ def snapshot(run: Run, step: int, updated: Updated) -> Updated:
 
     The critic's comes first: what retention keeps goes by the actor's snapshots.
     """
-    with attempted(run, step, "snapshot"):
+    with (
+        attempted(run, step, "snapshot") as attempt,
+        run.engines.holding(attempt.assignment, *run.config.trained_roles),
+    ):
         for trainer in run.engines.trained:
             trainer.snapshot(updated.version)
     return updated
@@ -155,6 +158,7 @@ def commit(
     carry_out(run, record)
     run.advance(record)
     run.progress.step_done(step, metrics)
+    run.live_metrics.committed(step, record.committed_at, metrics_of(record))
     run.background.add(lambda: show(run, record, scored, attempts))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
@@ -273,7 +277,7 @@ def tidy(run: Run) -> None:
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
-        tagged={*run.tracker.registered, *against},
+        tagged={*run.tracker.registered, *against, *run.to_be_evaluated()},
     )
     if removed:
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))

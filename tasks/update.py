@@ -33,7 +33,11 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     stored batches, so that a retry never applies an update twice.
     """
     run.gate.check_turn(step)
-    with planned(run, step, "actor", batch, "update") as plan, attempted(run, step, "update"):
+    with (
+        planned(run, step, "actor", batch, "update") as plan,
+        attempted(run, step, "update") as attempt,
+        run.engines.holding(attempt.assignment, "actor"),
+    ):
         result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
     run.attempts.setdefault(step, []).extend(map(partial(of_unit, step), result.units))
     return Updated(version=step, metrics=dict(result.metrics), made_on=result.made_on)
@@ -61,7 +65,11 @@ def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
     """
     run.gate.check_turn(step)
     stage = "critic_update"
-    with planned(run, step, "critic", batch, stage) as plan, attempted(run, step, stage):
+    with (
+        planned(run, step, "critic", batch, stage) as plan,
+        attempted(run, step, stage) as attempt,
+        run.engines.holding(attempt.assignment, "critic"),
+    ):
         result = run.engines.critic.update(step, batch.ref, run.algorithm, plan)
     metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}
     return Updated(version=step, metrics=metrics)

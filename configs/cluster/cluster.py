@@ -28,6 +28,7 @@ Role = Literal[
     "reward",
     "environment",
     "reward_model",
+    "evaluation",
     "encoder",
 ]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -57,6 +58,12 @@ class PoolConfig(Settings):
         None,
         gt=0,
         description="Memory of each GPU, in GiB, for the memory plan; none: as nvidia-smi says here.",
+    )
+    price_per_hour: float | None = Field(
+        None,
+        ge=0,
+        description="Price of one device of the pool for an hour, in cluster.currency: of a GPU, or "
+        "of a worker where the pool has none; none: no cost in money.",
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the workers; no credentials."
@@ -106,6 +113,11 @@ class RolesConfig(Settings):
         "rewards. Each worker holds all.",
     )
 
+    evaluation: str | None = Field(
+        None,
+        description="Pool of their own on which evaluations sample and score while training goes on; "
+        "none: they have the engines of rollout and reward, between steps.",
+    )
     encoder: str | None = Field(
         None, description="Pool of the encoder of what episodes see; none: that of rewards."
     )
@@ -113,8 +125,8 @@ class RolesConfig(Settings):
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
-        if role == "opponent":
-            return self.opponent or self.rollout
+        if role in ("opponent", "evaluation"):
+            return pools[role] or self.rollout
         beside_rewards = role in ("environment", "reward_model", "encoder")
         return pools[role] or (self.reward if beside_rewards else self.actor)
 
@@ -154,10 +166,17 @@ class ClusterConfig(Settings):
         description="Pools by name.",
     )
     roles: RolesConfig = Field(default=RolesConfig(), description="The pool of each role.")
+    currency: str = Field("USD", description="Currency of every cluster.pools.NAME.price_per_hour.")
     share_devices: bool = Field(
         False,
         description="Engines whose roles live on one pool have its devices in turn: before another "
         "one works, the last one gives its memory back. false: all hold theirs at once.",
+    )
+    dashboard: str | None = Field(
+        None,
+        pattern=r"^[^:/]+:[0-9]{1,5}$",
+        description="HOST:PORT of Dask's own dashboard on the flow's machine, such as "
+        "127.0.0.1:8787; none: off. It knows no passwords (kind = local, slurm or ssh).",
     )
     start_timeout: float = Field(
         300.0,
@@ -188,6 +207,11 @@ class ClusterConfig(Settings):
             raise ValueError(f"cluster.kind = {self.kind} needs {needed}")
         if self.kind == "slurm":
             self._whole_jobs()
+        if self.dashboard is not None and self.kind in ("address", "kubernetes"):
+            raise ValueError(
+                f"cluster.dashboard = {self.dashboard} is of a scheduler that this run starts, and "
+                f"with cluster.kind = {self.kind} it starts none. Leave it out."
+            )
         for role, pool in self.roles:
             if pool is not None and pool not in self.pools:
                 raise ValueError(

@@ -37,6 +37,7 @@ class TrackedRun:
     forked_from: str | None = None  # run in the same store that this one continues from
     forked_at: int | None = None  # its step
     rollback: str | None = None  # why a guard had it go on from there; None: a person did
+    git_commit: str | None = None  # of the working folder
 
 
 def flatten(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
@@ -63,6 +64,8 @@ def tags_of(tracked: TrackedRun) -> dict[str, str]:
         "prefect.flow_run_id": tracked.flow_run_id,
         "prefect.flow_run_url": tracked.flow_run_url,
         "mlflow.source.name": "refrain",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": tracked.git_commit,
     }
     if tracked.flow_run_url is not None:
         tags["mlflow.note.content"] = f"[Prefect flow run]({tracked.flow_run_url})"

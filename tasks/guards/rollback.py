@@ -93,7 +93,7 @@ def _left(run: Run, config: GRPOConfig) -> Cluster | None:
     """
     same = (run.config.cluster, run.config.rollout) == (config.cluster, config.rollout)
     alone = run.config.max_staleness == 0 and not run.config.cluster.share_devices
-    alone = alone and run.config.train.engine != "elastic"
+    alone = alone and run.config.train.engine != "elastic" and not run.config.evaluates_aside
     if not (same and alone):
         run.engines.close()
     last_pages(run)
@@ -120,5 +120,4 @@ def _on_record(run: Run, child: Run, record: GuardRecord, cause: RollbackCause) 
         child=child.name,
         number=cause.number,
     )
-    events.emit(events.RUN_ENDED, run.name, step=run.head)  # it makes no step that could be missed
     child.terminal.say(f"Run {child.name} goes on after {child.origin}.")

@@ -30,6 +30,7 @@ from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import history
 from storage.runs.live import read_end
 from storage.tracking.timeline import Work, timeline_png
+from tasks.reporting.cost_note import cost_lines
 from tasks.reporting.guard_notes import continued, guard_table, went_back
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
         "",
         *stage_table(commit, attempts),
     ]
+    cost = cost_lines(commit.metrics, run.config.cluster.currency)
+    lines += ["", "#### What it cost", "", *cost] if cost else []
     lines += reward_code(commit)
     if run.origin is not None:
         lines += ["", f"The run goes on from {escaped(run.origin)}."]

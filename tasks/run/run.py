@@ -15,13 +15,16 @@ from configs.algorithm.distillation import recorded_algorithm
 from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.rollout.contract import Sampling
+from engines.workers.device_time import DeviceTime
 from engines.workers.messages import CallId
 from storage.prompts.cursor import Cursor
-from storage.runs.commit_log import Commit, Ledger
+from storage.runs.commit_log import Commit, Ledger, version_weights
 from storage.runs.run_lease import RunLease
+from storage.runs.weights import WeightsRef
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
+from tasks.reporting.prometheus import LiveMetrics
 from tasks.results import Carried, LeftOver
 from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
@@ -42,10 +45,10 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "carried", "config", "drawn", "engines",
-        "episodes", "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "measured",
-        "name", "origin", "position", "progress", "rows", "shards", "source", "start", "stopped",
-        "store", "terminal", "tracker",
+        "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time",
+        "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh", "gate",
+        "lease", "left_over", "live_metrics", "measured", "name", "origin", "position", "progress",
+        "rows", "shards", "source", "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -73,8 +76,10 @@ class Run:
         # Metrics of versions that were measured after their step's commit, such as evaluations: the
         # guards look at them with the step that is committed next.
         self.measured: dict[str, float] = {}
+        self.evaluated: set[int] = set()  # versions that wait for no evaluation any more
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
+        self.device_time = DeviceTime()  # which attempts hold which workers
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
         self.shards = _shards_of(opened.config)
@@ -82,6 +87,7 @@ class Run:
         self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
         self.background = Background()
         self.tracker = RunTracker(self)
+        self.live_metrics = LiveMetrics(self.name, opened.config.steps)
         self.engines = Engines(self)
         self._probe: tuple[list[list[int]], list[int]] | None = None
 
@@ -147,6 +153,27 @@ class Run:
         """The first policy version with which a step may be sampled."""
         ahead = self.config.max_staleness - self.config.reserved_versions
         return max(step - 1 - ahead, self.start)
+
+    def usable_weights(self, step: int) -> list[WeightsRef]:
+        """The policy versions with which a step may be sampled, the current one first.
+
+        The others are those that max_staleness allows: a flow that died may have finished shards
+        under them.
+        """
+        pool = self.engines.rollouts
+        current = pool.weights
+        return [current] + [
+            pool.synced.get(version) or version_weights(self.files, version)
+            for version in range(current.version - 1, self.oldest_version(step) - 1, -1)
+        ]
+
+    def to_be_evaluated(self) -> set[int]:
+        """Committed versions whose evaluation beside the steps is due and has not ended."""
+        evaluation = self.config.evaluation
+        if evaluation is None or not self.config.evaluates_aside:
+            return set()
+        versions = range(self.start, self.head + 1)
+        return {one for one in versions if evaluation.due(one, self.start)} - self.evaluated
 
     def first_group(self, step: int) -> int:
         """Number of a step's first group of prompts; no two steps of a run or fork share one."""

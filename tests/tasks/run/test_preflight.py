@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from configs.srpo import SRPOConfig
 from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
-from tasks.run import preflight
+from tasks.run import preflight, preflight_data
 from tasks.run.preflight import PreflightError, check
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -145,7 +146,7 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
         (["tracking.uri=mlruns"], r"tracking\.uri is mlruns\. Set it to sqlite"),
         (
             [HELD_OUT, "rewards.functions=[{kind: reasoning_gym}]"],
-            r"evaluation\.source is reasoning_gym/leg_counting, .*Set evaluation\.source",
+            r"suites\.held_out: its source is reasoning_gym/leg_counting, .*Set its source",
         ),
         (["store.uri=/proc/refrain"], r"The store .* cannot be written"),
     ],
@@ -163,6 +164,19 @@ def test_a_fault_of_the_settings_is_one_sentence(
 def test_the_critics_rank_is_checked_too(tmp_path: Path, two_gpus: None) -> None:
     words = ["cluster.pools.critic={gpus: 2}", "cluster.roles.critic=critic"]
     assert "the role critic is one FSDP rank" in refused(tmp_path, *words, model=PPOConfig)
+
+
+def test_dasks_dashboard_wants_bokeh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "installed", lambda name: None if name == "bokeh" else "1")
+    said = refused(tmp_path, "cluster.dashboard=127.0.0.1:8787")
+    assert "cluster.dashboard = 127.0.0.1:8787 needs bokeh. Install it" in said
+
+
+def test_a_port_for_prometheus_is_free(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(tmp_path, f"tracking.prometheus_port={port}")
+    assert f"tracking.prometheus_port = {port} cannot be opened on 127.0.0.1" in said
 
 
 def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +359,7 @@ def test_what_measures_progress_is_looked_at_before_a_run(
     assert f"encoder.model = {tmp_path}/none/at/all: no such" in said(
         f"encoder={{kind: transformers, model: {tmp_path}/none/at/all}}"
     )
-    monkeypatch.setattr(preflight, "installed", lambda package: None)
+    monkeypatch.setattr(preflight_data, "find_spec", lambda package: None)
     assert "pip install 'refrain-rl[environments]'" in said()
 
 
