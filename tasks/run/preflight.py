@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
+from configs.guards import check_rollbacks
 from configs.model import RandomModel
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
@@ -60,6 +61,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
         memory = check_memory(config)
+        check_rollbacks(config, config.guards)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     return [
