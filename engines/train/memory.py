@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 import torch
@@ -20,14 +20,19 @@ PUT_AWAY = "weights and optimizer, put away while another role has the device"
 
 
 def held_by_rank(
-    module: nn.Module | None, optimizer: Optimizer | None, device: torch.device, memory: Memory
+    parameters: Sequence[nn.Parameter],
+    optimizer: Optimizer | None,
+    device: torch.device,
+    memory: Memory,
 ) -> dict[str, int]:
     """Bytes of this process by what holds them; of a device also those of other processes.
 
     What is no weight, gradient or moment is taken to be of the pass that is under way. On the
     machine's side that is everything else of the process, its libraries too.
+
+    parameters: This rank's parts, as they were when the model had been sharded. In the middle of a
+    pass a module's own are the gathered ones, which have no gradients yet.
     """
-    parameters = [] if module is None else list(module.parameters())
     moments = [] if optimizer is None else list(optimizer.moments().values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     kind = "cpu" if memory == "host" else device.type

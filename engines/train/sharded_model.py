@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.models import prepared
 from engines.progress import report
@@ -61,6 +61,7 @@ class ShardedModel(Ranked):
         self._checkpoint = open_checkpoint(self._directory)
         self._readable = tokens_of_student(self._spec, self._directory)
         self._policy: Policy | Critic | None = None
+        self._parameters: tuple[nn.Parameter, ...] = ()  # this rank's parts
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
         self._meeting: Meeting | None = None
@@ -88,7 +89,7 @@ class ShardedModel(Ranked):
         materialize(
             *(policy, self._spec, self._checkpoint, self._meeting, self._store, self._compute)
         )
-        self._policy = policy.train()
+        self._policy, self._parameters = policy.train(), tuple(policy.parameters())
         self._begin_versions(policy)
         if not self._spec.frozen:
             self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
@@ -105,6 +106,7 @@ class ShardedModel(Ranked):
         if self._published is not None:
             self._published.close()
         self._meeting = self._policy = self._optimizer = self._published = self.version = None
+        self._parameters = ()
         self._storages = Storages()
         gc.collect()
 
@@ -130,7 +132,7 @@ class ShardedModel(Ranked):
     def memory_held(self, memory: Memory) -> dict[str, int]:
         if self._storages.away:
             return {PUT_AWAY: self._storages.on_host if memory == "host" else 0}
-        return held_by_rank(self._policy, self._optimizer, self._device, memory)
+        return held_by_rank(self._parameters, self._optimizer, self._device, memory)
 
     @classmethod
     def memory_setting(
