@@ -83,7 +83,7 @@ class ShardedModel(Ranked):
         config = self._spec.train
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
         report("building the model")
-        policy = build(self._spec, self._directory, self._sequence.size)
+        policy = build(self._spec, self._directory, self._sequence.size, self._compute)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
         materialize(

@@ -169,8 +169,8 @@ def test_ranks_share_weights_and_replicas_do_not() -> None:
     assert copies.held["weights"] == one.held["weights"] // 2
     once = planned(4, reduce_gradients="optimizer_step")
     assert once.passing["gradients"] == one.passing["gradients"]
-    reference = planned(role="ref")
-    assert reference.held == {"weights": one.held["weights"]}
+    reference = planned(role="ref")  # in bfloat16, since it never changes
+    assert reference.held == {"weights": one.held["weights"] // 2}
     assert reference.peak < one.peak
 
 
