@@ -8,6 +8,7 @@
     python -m benchmarks.chaos --kills 10 --flow dapo --recipe tiny-dapo     another flow
     python -m benchmarks.chaos --flow distill teachers.t.model.kind=random teachers.t.model.seed=7
     python -m benchmarks.chaos --kills 8 --apart --workers 64 --sleep 2    which sleep for 2 s instead
+    python -m benchmarks.chaos --kills 8 --kinds rollout flow scheduler    these alone are killed
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
 of an undisturbed run bit for bit. Any process of the run may be killed, the flow too, which is then
@@ -214,7 +215,7 @@ def undisturbed(subject: Subject) -> float:
 
 
 def disturbed(
-    subject: Subject, kills: int, dice: random.Random, apart: bool
+    subject: Subject, kills: int, dice: random.Random, apart: bool, kinds: Sequence[str]
 ) -> tuple[list[Kill], float]:
     """The run, killed `kills` times: the steps at which are drawn evenly from all but the last."""
     steps, folder = subject.steps, subject.folder
@@ -236,7 +237,7 @@ def disturbed(
         mended = not apart or all(kill.recovered is not None for kill in made)
         since = now - began - (made[-1].at if made else 0.0)
         if len(made) < kills and mended and step >= int(due[len(made)]) and since >= wait:
-            if kind := strike(subject, dice):
+            if kind := strike(subject, dice, kinds):
                 for other in made:
                     other.alone = other.alone and other.recovered is not None
                 crowded = any(kill.recovered is None for kill in made)
@@ -250,9 +251,9 @@ def disturbed(
     return made, time.monotonic() - began
 
 
-def strike(subject: Subject, dice: random.Random) -> str | None:
+def strike(subject: Subject, dice: random.Random, kinds: Sequence[str]) -> str | None:
     """Kill a process of a kind drawn at random; None if there is none of that kind just now."""
-    kind = dice.choice(KINDS)
+    kind = dice.choice(kinds)
     alive = subject.faults.processes(kind)
     if not alive:  # a run without episodes has no environments
         return None
@@ -324,6 +325,9 @@ def main() -> int:
     parser.add_argument(
         "--sleep", type=float, help="seconds; rollout engines sleep and do not decode"
     )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is killed [everything]"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -341,7 +345,9 @@ def main() -> int:
     report.undisturbed_seconds = undisturbed(whole)
     broken = Subject(folder / "broken", *given)
     dice = random.Random(arguments.seed)
-    report.kills, report.seconds = disturbed(broken, arguments.kills, dice, arguments.apart)
+    report.kills, report.seconds = disturbed(
+        broken, arguments.kills, dice, arguments.apart, arguments.kinds
+    )
     report.starts = broken.starts
     said = (folder / "broken/out").read_text(errors="replace").splitlines()
     report.ends = [line for line in said if END.match(line)]

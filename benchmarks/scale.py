@@ -281,6 +281,13 @@ def figures(setting: Setting, commits: Sequence[Commit], looks: Sequence[Look]) 
         "flow": statistics.median(b.flow - a.flow for a, b in pairs) * each,
         "scheduler": statistics.median(b.scheduler - a.scheduler for a, b in pairs) * each,
         "server": statistics.median(b.server - a.server for a, b in pairs) * each,
+        "requests": statistics.median(c.metrics["store/requests"] for c in commits[1:])
+        / setting.shards,
+        "kib": statistics.median(
+            c.metrics["store/bytes_read"] + c.metrics["store/bytes_written"] for c in commits[1:]
+        )
+        / setting.shards
+        / 1024,
     }
 
 
@@ -321,12 +328,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_one(settings[0], options.one)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before", flush=True)
     print("MiB: after the second step, half-way, at the end, of flow, scheduler and server")
-    print("workers shards  s a step  beyond  flow ms  scheduler ms  server ms  MiB")
+    print("store: requests and KiB read and written for a shard, of all processes")
+    print("workers shards  s a step  beyond  flow ms  scheduler ms  server ms  store  MiB")
     for setting in settings:
         found, mib = measured(setting)
         print(
             f"{setting.workers:7} {setting.shards:6}  {found['step']:8.2f}  {found['beyond']:6.2f}  "
             f"{found['flow']:7.1f}  {found['scheduler']:12.1f}  {found['server']:9.1f}  "
+            f"{found['requests']:.1f} {found['kib']:.1f}  "
             f"{mib}",
             flush=True,
         )

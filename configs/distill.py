@@ -68,6 +68,11 @@ class DistillConfig(GRPOConfig):
         return self.algorithm.distillation.task_weight > 0
 
     @property
+    def sharded_stages(self) -> int:
+        """Those of GRPO, and the teachers' scores."""
+        return super().sharded_stages + 1
+
+    @property
     def frozen_roles(self) -> list[Role]:
         """Roles of the train engine without an optimizer."""
         own: list[Role] = ["teacher"] if self.own_teachers else []

@@ -125,6 +125,11 @@ class RunConfig(Settings):
         return self.groups_at_once
 
     @property
+    def sharded_stages(self) -> int:
+        """Stages of a step that go shard by shard: sampling, rewards, and greedy completions."""
+        return 3 if self.algorithm.needs_baselines else 2
+
+    @property
     def most_rounds(self) -> int:
         """How many times a step draws and samples, at most."""
         return 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,7 +19,7 @@ from storage.runs.weights import WeightsRef
 Metrics = dict[str, float]  # by name, as MLflow shows them: reward/mean, time/rollout, …
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Carried:
     """Groups that a step hands on to the next one (rollout.partial_rollout)."""
 
@@ -40,9 +42,14 @@ class Carried:
         """The samples of a group, counted from 0; None where there are none yet."""
         if self.begun is None or not self.groups[number].begun:
             return None
-        size = len(self.begun) // sum(group.begun for group in self.groups)
-        first = size * sum(group.begun for group in self.groups[:number])
+        size = len(self.begun) // self._begun_before[-1]
+        first = size * self._begun_before[number]
         return self.begun.rows(first, first + size)
+
+    @functools.cached_property
+    def _begun_before(self) -> list[int]:
+        """How many groups before each are begun, and last, how many of all."""
+        return list(itertools.accumulate((group.begun for group in self.groups), initial=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

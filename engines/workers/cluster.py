@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from distributed import Client
 
@@ -40,6 +40,8 @@ ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
 KILL_TIMEOUT = 5.0  # seconds until the scheduler must have noticed that a worker was killed
 CLOSE_TIMEOUT = 1.0  # seconds for the client's farewell
 AFTERMATH = 2.0  # seconds in which the end of a process becomes known once its sockets have closed
+
+Found = TypeVar("Found", Member, str)
 
 
 class RemoteWorkers(Protocol):
@@ -122,8 +124,7 @@ class Cluster:
         """
         if pool is None:
             return self.table.look(max_age).members
-        if pool not in self.config.pools:
-            raise ValueError(f"{pool!r} is no pool. The pools are {sorted(self.config.pools)}.")
+        self._check_pool(pool)
         return self.table.look(max_age).pools[pool]
 
     def _list(self) -> list[ListedWorker]:
@@ -144,30 +145,35 @@ class Cluster:
         self.check()
         return self.table.look().at
 
-    def workers(self, pool: str, max_age: float = 0.0) -> dict[str, str]:
+    def workers(self, pool: str, max_age: float = 0.0) -> Mapping[str, str]:
         """Addresses of a pool's live workers by name. Ask anew on every attempt: they change.
 
         Workers that are about to leave are among them only as long as others are missing.
-        `max_age` as in `members`.
+        `max_age` as in `members`. Of one look at the workers it is one object, while none leaves.
         """
-        return {name: one.address for name, one in self.staying(pool, max_age).items()}
+        self._check_pool(pool)
+        return self._staying(pool, self.table.look(max_age).addresses[pool])
 
-    def known_workers(self, pool: str) -> dict[str, str] | None:
+    def known_workers(self, pool: str) -> Mapping[str, str] | None:
         """The same as far as it is known; None where the workers must be looked at anew."""
         seen = self.table.known()
-        if seen is None:
-            return None
-        return {name: one.address for name, one in self._staying(pool, seen.pools[pool]).items()}
+        return None if seen is None else self._staying(pool, seen.addresses[pool])
 
-    def staying(self, pool: str, max_age: float = 0.0) -> dict[str, Member]:
+    def staying(self, pool: str, max_age: float = 0.0) -> Mapping[str, Member]:
         """The pool's workers that get calls: those that stay, and until they are enough, others."""
         return self._staying(pool, self.members(pool, max_age))
 
-    def _staying(self, pool: str, members: Mapping[str, Member]) -> dict[str, Member]:
+    def _staying(self, pool: str, found: Mapping[str, Found]) -> Mapping[str, Found]:
         leaving = self._remote.leaving() if self._remote is not None else frozenset()
-        spare = self.config.pools[pool].workers - len(members.keys() - leaving)
-        kept = [name for name in members if name in leaving][: max(spare, 0)]
-        return {name: one for name, one in members.items() if name not in leaving or name in kept}
+        if found.keys().isdisjoint(leaving):
+            return found
+        spare = self.config.pools[pool].workers - len(found.keys() - leaving)
+        kept = [name for name in found if name in leaving][: max(spare, 0)]
+        return {name: one for name, one in found.items() if name not in leaving or name in kept}
+
+    def _check_pool(self, pool: str) -> None:
+        if pool not in self.config.pools:
+            raise ValueError(f"{pool!r} is no pool. The pools are {sorted(self.config.pools)}.")
 
     def name_of(self, address: str) -> str:
         """Name of the worker that has or had an address."""
@@ -201,7 +207,7 @@ class Cluster:
         n: int = 1,
         timeout: float | None = None,
         cancel: threading.Event | None = None,
-    ) -> dict[str, str]:
+    ) -> Mapping[str, str]:
         """Wait until a pool has `n` live workers; NoWorkers after `timeout` seconds.
 
         The time-out is cluster.no_workers_timeout unless given.

@@ -107,6 +107,9 @@ class Seen:
     changes: int  # heard of before it
     members: Mapping[str, Member]  # by name, in natural order
     pools: Mapping[str, Mapping[str, Member]] = field(default_factory=dict)  # the same by pool
+    addresses: Mapping[str, Mapping[str, str]] = field(
+        default_factory=dict
+    )  # pool -> name -> address
     at: Mapping[str, str] = field(default_factory=dict)  # address -> pool
 
 
@@ -165,13 +168,16 @@ class WorkerTable:
             self._names[one.address] = one.name
         members = {member.name: member for member in sorted(found, key=by_name)}
         by_pool: dict[str, dict[str, Member]] = {pool: {} for pool in self._pools}
+        addresses: dict[str, dict[str, str]] = {pool: {} for pool in self._pools}
         for name, member in members.items():
             by_pool[member.pool][name] = member
+            addresses[member.pool][name] = member.address
         return Seen(
             when=time.monotonic(),
             changes=changes,
             members=members,
             pools=by_pool,
+            addresses=addresses,
             at={member.address: member.pool for member in found},
         )
 

@@ -65,12 +65,12 @@ class EnginePool:
             list(threads.map(self.ready, workers.keys(), workers.values()))
         return sorted(workers)
 
-    def live(self) -> dict[str, str]:
+    def live(self) -> Mapping[str, str]:
         """Name -> address of the pool's live workers; waits for one, then NoWorkers."""
         workers = self.cluster.workers(self.pool, max_age=SCAN_AGE)
         return workers or self.cluster.wait(self.pool, 1, cancel=self.cancel)
 
-    def _known(self) -> dict[str, str] | None:
+    def _known(self) -> Mapping[str, str] | None:
         return self.cluster.known_workers(self.pool)
 
     def _check(self) -> None:

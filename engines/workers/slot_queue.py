@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 # Seconds between looks at the end of the run, and of the first in the queue at who lives.
 LOOK = 0.5
+STALE = 8  # entries of a worker in the heap, on average, before it is made anew
 
 Turn = tuple[int, ...]
-Workers = Mapping[str, str]  # name -> address
+Workers = Mapping[str, str]  # name -> address; of one look at the workers, one object
 
 
 @dataclass(order=True, slots=True)
@@ -51,13 +52,16 @@ class SlotQueue:
         self._look, self._known, self._check = look, known, check
         self._tickets = itertools.count()
         self._lock = threading.Lock()
+        self._workers: Workers = {}  # of which `_by_calls` knows
+        # Heap of (calls in flight, worker name); only those that `calls` still says count.
+        self._by_calls: list[tuple[int, str]] = []
 
     def least_busy(self, rather: str = "") -> str:
         """Name of the worker with the fewest calls, or of `rather` if it lives; it gets one more."""
         workers = self._look()
         with self._lock:
             name = rather if rather in workers else self._fewest(workers)
-            self.calls[name] += 1
+            self._count(name, 1)
         return name
 
     def take(self, turn: Turn, given_up: Callable[[], bool], rather: str = "") -> str | None:
@@ -93,7 +97,7 @@ class SlotQueue:
         """A call has ended: whoever is first in the queue gets its slot."""
         known = self._known()
         with self._lock:
-            self.calls[name] -= 1
+            self._count(name, -1)
         if known is not None:
             self._hand_out(known)
         else:
@@ -113,7 +117,7 @@ class SlotQueue:
                 if first.rather in workers and self.calls[first.rather] < self.slots:
                     name = first.rather
                 first.worker = name
-                self.calls[name] += 1
+                self._count(name, 1)
                 first.woken.set()
         self._wake_first()
 
@@ -133,5 +137,20 @@ class SlotQueue:
             if self.waiting:
                 self.waiting[0].woken.set()
 
+    def _count(self, name: str, more: int) -> None:
+        self.calls[name] += more
+        if name in self._workers:
+            heapq.heappush(self._by_calls, (self.calls[name], name))
+
     def _fewest(self, workers: Workers) -> str:
-        return min(workers, key=lambda worker: (self.calls[worker], worker))
+        """Name of the worker with the fewest calls, the first by name among several.
+
+        What it costs grows with the logarithm of the workers; once a look, with their number.
+        """
+        if workers is not self._workers or len(self._by_calls) > STALE * len(workers):
+            self._workers = workers
+            self._by_calls = [(self.calls[name], name) for name in workers]
+            heapq.heapify(self._by_calls)
+        while self._by_calls[0][0] != self.calls[self._by_calls[0][1]]:
+            heapq.heappop(self._by_calls)
+        return self._by_calls[0][1]

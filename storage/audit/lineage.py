@@ -7,8 +7,9 @@ are read as are shown. Of batches that retention removed it says so, and what th
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import dropwhile, islice
 from typing import Any
@@ -31,6 +32,7 @@ from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 
 LIMIT = 20  # steps, and samples, that are read where nothing else is asked for
+AT_ONCE = 8  # steps that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,8 @@ def last_version(run: RunStore) -> int:
 def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin:
     """From weights to samples. Raises ValueError for a version that the run does not have.
 
-    limit: steps, and samples of the newest one, that are read. No more is held at once than one
-    step and what is told of `limit`, whatever the number of steps.
+    limit: steps, and samples of the newest one, that are read. No more is held at once than
+    some steps and what is told of `limit`, whatever the number of steps.
     """
     newest = last_version(run)
     if not 0 <= version <= newest:
@@ -96,7 +98,8 @@ def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin
     if not updates:
         return _first_version(run, newest)
     found: VersionOrigin | None = None
-    for owner, commit in islice(past(run, version), max(1, limit)):
+    origins = _read_ahead(past(run, version), max(1, limit))
+    for owner, commit, origin in origins:
         if found is None:
             found = VersionOrigin(
                 run=owner.run,
@@ -108,10 +111,34 @@ def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin
                 updates=updates,
                 samples=_first_samples(owner, commit, limit),
             )
-        found.steps.append(step_origin(owner, commit))
+        found.steps.append(origin)
         found.reward_code |= commit.reward_code
     assert found is not None
     return found
+
+
+def _read_ahead(
+    commits: Iterator[tuple[RunStore, Commit]], limit: int
+) -> Iterator[tuple[RunStore, Commit, StepOrigin]]:
+    """The first of them with their steps in numbers, several of which are read at once.
+
+    A step takes some dozen requests, one after the other, so a store that is far away is waited for.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        reading: deque[tuple[RunStore, Commit, Future[StepOrigin]]] = deque()
+        for owner, commit in islice(commits, limit):
+            reading.append((owner, commit, threads.submit(step_origin, owner, commit)))
+            if len(reading) == AT_ONCE:
+                yield _read(reading.popleft())
+        while reading:
+            yield _read(reading.popleft())
+
+
+def _read(
+    one: tuple[RunStore, Commit, Future[StepOrigin]],
+) -> tuple[RunStore, Commit, StepOrigin]:
+    owner, commit, origin = one
+    return owner, commit, origin.result()
 
 
 def _first_version(run: RunStore, newest: int) -> VersionOrigin:

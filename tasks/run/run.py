@@ -257,7 +257,7 @@ class Run:
 def _shards_of(config: GRPOConfig) -> ShardDriver:
     """Drives as many shards as the rollout engines take, and some that wait for a free one."""
     pools, roles = config.cluster.pools, config.cluster.roles
-    engines, most = pools[roles.rollout], task_runs(pools[roles.reward])
+    engines, most = pools[roles.rollout], task_runs(pools[roles.reward], config.sharded_stages)
     return ShardDriver(engines.workers * engines.slots + most, most)
 
 

@@ -22,7 +22,8 @@ from configs.cluster.cluster import PoolConfig
 from engines.workers.cluster import raise_if_set
 
 LOOK = 0.5  # seconds between looks at the end of the run
-FEWEST, MOST = 8, 24  # task runs of a stage in a step that has more shards than those
+FEWEST = 8  # task runs of a stage in a step that has at least so many shards
+MOST = 48  # of all stages in a step together: with those that have no shards, about 64
 Result = TypeVar("Result")
 
 
@@ -46,12 +47,16 @@ class ShardRange:
         return self.last - self.first + 1
 
 
-def task_runs(pool: PoolConfig) -> int:
+def task_runs(pool: PoolConfig, stages: int) -> int:
     """Task runs of a stage in a step, at most: as many as the workers that score take at once.
 
     What a task run sampled is scored by one call, so fewer would leave some of them idle.
+
+    Args:
+        pool: of those that score.
+        stages: of a step, that have shards.
     """
-    return min(max(pool.workers * pool.slots, FEWEST), MOST)
+    return min(max(pool.workers * pool.slots, FEWEST), MOST // stages)
 
 
 def shard_ranges(first: int, last: int, of: int, most: int) -> list[ShardRange]:
@@ -75,13 +80,17 @@ class ShardDriver:
         # A shard that is tried again is due before those of later steps, which may be queued.
         self._again = ThreadPoolExecutor(threads, thread_name_prefix="shards-again")
         self._under_way: dict[tuple[int, str, int], Future[Any]] = {}
-        self._ended: dict[int, set[int]] = {}  # step -> its shards that have been sampled
+        self._ended: dict[int, list[int]] = {}  # step -> its shards that have been sampled
         self._changed = threading.Condition()
 
     def ranges(self, count: int, before: int = 0) -> list[ShardRange]:
-        """The shards of each task run, of `count` shards that are numbered after `before` others."""
+        """The shards of each task run, of `count` shards that are numbered after `before` others.
+
+        A later round of a step, which has others before, has the fewest task runs.
+        """
         last = before + count
-        return shard_ranges(before + 1, last, last, self.task_runs)
+        most = min(self.task_runs, FEWEST) if before else self.task_runs
+        return shard_ranges(before + 1, last, last, most)
 
     def drive(
         self, step: int, stage: str, shards: ShardRange, one: Callable[[int], Result]
@@ -113,7 +122,7 @@ class ShardDriver:
     def ended(self, step: int, shard: int) -> None:
         """A shard of a step has been sampled, or left."""
         with self._changed:
-            self._ended.setdefault(step, set()).add(shard)
+            self._ended.setdefault(step, []).append(shard)
             self._changed.notify_all()
 
     def wait_for(
@@ -121,6 +130,15 @@ class ShardDriver:
     ) -> None:
         """Return when so many of these shards have ended; raises what a task raised that failed."""
         over: list[PrefectFuture[Any]] = []  # tasks whose result has not been looked at
+        counted: set[int] = set()
+        looked_at = 0  # ends of shards; each is looked at once
+
+        def are_enough() -> bool:
+            nonlocal looked_at
+            ended = self._ended.get(step, [])
+            counted.update(shard for shard in ended[looked_at:] if shard in among)
+            looked_at = len(ended)
+            return len(counted) >= enough
 
         def end(task: PrefectFuture[Any]) -> None:
             with self._changed:
@@ -131,15 +149,13 @@ class ShardDriver:
             task.add_done_callback(end)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: over or self._count(step, among) >= enough)
+                self._changed.wait_for(lambda: over or are_enough())
                 found, over[:] = list(over), []
             for task in found:
                 task.result()  # not result_of, which waits for every task of the step
-            if self._count(step, among) >= enough:
-                return
-
-    def _count(self, step: int, among: Collection[int]) -> int:
-        return len(self._ended.get(step, set()).intersection(among))
+            with self._changed:
+                if are_enough():
+                    return
 
     def committed(self, step: int) -> None:
         """Nothing of a step, or of those before it, is needed any more."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,8 @@ from hypothesis import strategies as st
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.recipe import load_recipe
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import CarriedGroup, Ledger
 from tasks.commit import ledger_after
@@ -50,6 +55,34 @@ def test_a_group_is_overdue_when_the_next_step_could_not_train_it() -> None:
     assert overdue_groups(config_of(), 5, carried(3, None, since=4)) == frozenset()
     most = config_of("rollout.max_carried_steps=1")
     assert overdue_groups(most, 5, carried(4, None, since=4)) == {0, 1}
+
+
+class Visited(tuple[CarriedGroup, ...]):
+    """Groups that count how many of them were looked through."""
+
+    visits = 0
+
+    def __iter__(self) -> Iterator[CarriedGroup]:
+        for group in super().__iter__():
+            Visited.visits += 1
+            yield group
+
+
+def test_the_samples_of_carried_groups_are_found_without_counting_all_before_them(
+    tmp_path: Path,
+) -> None:
+    begun = [number % 3 != 0 for number in range(300)]
+    groups = Visited(CarriedGroup(since=1, begun=one, oldest=1 if one else None) for one in begun)
+    rows = [number for number, one in enumerate(begun) if one for _ in range(2)]
+    ref = write_batch(Store(f"file://{tmp_path}"), "begun", {"group_id": np.array(rows)})
+    given = Carried(begun=ref, groups=groups)
+    for number, one in enumerate(begun):
+        found = given.begun_of(number)
+        assert (found is not None) == one
+        if found is not None:
+            ids, _ = found.fetch_numpy(Store(f"file://{tmp_path}"), "group_id")
+            assert ids.tolist() == [number, number]
+    assert Visited.visits == 300
 
 
 def test_groups_that_the_next_step_waits_for_are_a_range_of_it() -> None:

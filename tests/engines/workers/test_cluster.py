@@ -186,7 +186,7 @@ def test_time_in_the_queue_does_not_count(cluster, solo):
     waits = [in_thread(call, cluster, solo, "nap", seconds=1.2, deadline=3.0) for _ in range(3)]
     ends = [wait() for wait in waits]
     assert all(isinstance(result, int) for result, _ in ends), ends
-    assert max(seconds for _, seconds in ends) >= 3.6  # longer than the deadline of one call
+    assert max(seconds for _, seconds in ends) > 3.2, "longer than the deadline of one call"
 
 
 def test_dask_never_runs_a_finished_call_again(cluster, pair, tmp_path):
@@ -202,6 +202,10 @@ def test_dask_never_runs_a_finished_call_again(cluster, pair, tmp_path):
     with pytest.raises(WorkerLost):
         held.wait(5)
     assert path.read_text() == "called\n"
+
+
+def test_all_who_read_the_table_of_workers_share_one_look_at_it(cluster, pair):
+    assert cluster.workers("pair", 60.0) is cluster.workers("pair", 60.0)
 
 
 def test_the_scheduler_tells_of_workers_that_leave_and_join(cluster, pair):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -171,3 +172,42 @@ def test_a_call_gets_the_worker_that_it_would_rather_have_where_that_is_free(poo
     assert pool.queue.take((3,), go_on, "gone") == "pair-0"
     assert pool.queue.least_busy("pair-0") == "pair-0", "busy, and it has what the call needs"
     assert pool.queue.least_busy("gone") == "pair-1"
+
+
+class Counted(Mapping[str, str]):
+    """Workers that count how many of them were looked through."""
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"rollout-{number}" for number in range(count)]
+        self.visits = 0
+
+    def __getitem__(self, name: str) -> str:
+        return name
+
+    def __contains__(self, name: object) -> bool:
+        return name != ""  # the worker that a call would rather have, where it has no wish
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        for name in self.names:
+            self.visits += 1
+            yield name
+
+
+def test_a_call_does_not_look_through_all_workers() -> None:
+    workers = Counted(1024)
+    queue = SlotQueue(2, lambda: workers, lambda: workers, lambda: None)
+    dice, held = random.Random(0), list[str]()
+    for number in range(8192):
+        if held and (len(held) == 2048 or dice.random() < 0.4):
+            queue.free(held.pop(dice.randrange(len(held))))
+        else:
+            fewest = min(queue.calls[name] for name in workers.names)
+            name = queue.take((number,), lambda: False)
+            assert name is not None
+            assert queue.calls[name] == fewest + 1
+            assert not any(queue.calls[one] == fewest and one < name for one in workers.names)
+            held.append(name)
+    assert workers.visits <= 4 * len(workers), "once when they were new, and seldom after that"

@@ -38,6 +38,10 @@ def test_a_thousand_readers_ask_once_and_a_change_makes_them_ask_again() -> None
     for _ in range(1000):
         assert list(table.look().pools["rollout"]) == ["rollout-2", "rollout-10"]
     assert scheduler.asked == 1
+    assert list(table.look().addresses["rollout"].items()) == [
+        ("rollout-2", "tcp://rollout-2"),
+        ("rollout-10", "tcp://rollout-10"),
+    ]
     assert set(table.look().members) == {"cpu-0", "rollout-2", "rollout-10"}
     table.heard((0.0, {"action": "run-function"}))
     assert table.known() is not None

@@ -1,7 +1,10 @@
 """From a version to its samples and back, on a run whose every number is known."""
 
+import threading
+
 import pytest
 
+from storage.audit import lineage
 from storage.audit.lineage import RemovedSample, of_prompt, of_sample, of_version, prompt_of
 from storage.audit.sample_origins import SampleOrigin, Span
 from storage.runs.forks import begin_at
@@ -25,6 +28,18 @@ def test_from_a_version_to_its_samples(run: RunStore) -> None:
     assert [step.retried for step in found.steps] == [6, 0, 6]
     assert found.reward_code == {"c0de": [small_run.CODE]}
     assert [one.trained for one in found.samples] == [True] * 3 + [False] * 3
+
+
+def test_steps_are_read_several_at_a_time(run: RunStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run.make(run)
+    together, read = threading.Barrier(3), lineage.step_origin
+
+    def once_all_are_asked_for(*asked: object) -> lineage.StepOrigin:
+        together.wait(timeout=10)
+        return read(*asked)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lineage, "step_origin", once_all_are_asked_for)
+    assert [step.step for step in of_version(run, 3).steps] == [3, 2, 1]
 
 
 def test_from_a_sample_to_where_it_went(run: RunStore) -> None:

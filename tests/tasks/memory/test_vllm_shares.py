@@ -118,6 +118,10 @@ def test_vllm_beside_a_trainer_gets_what_that_leaves(tmp_path: Path) -> None:
     assert said.endswith(
         "Set cluster.roles.rollout to a pool of its own, or cluster.share_devices=true."
     )
+    small = ("cluster.pools.train.gpu_memory_gib=76", f"{SHARE}=0.1")  # of which 11 are left
+    said = refused(*words(tmp_path, "7b", *TRAINS, beside[0], *small))
+    assert "weights take 14.2 GiB" in said
+    assert "Set cluster.roles.rollout to a pool of its own" in said
 
 
 def test_an_opponents_engines_need_room_too(tmp_path: Path) -> None:

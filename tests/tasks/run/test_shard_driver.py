@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from prefect.futures import PrefectConcurrentFuture
 
 from configs.cluster.cluster import PoolConfig
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.recipe import load_recipe
 from engines.failures import CallCancelled
 from tasks.over_sampling import ranges_apart
+from tasks.run.run import _shards_of
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, shard_ranges, task_runs
 
 
@@ -39,9 +43,25 @@ def test_groups_that_are_awaited_are_in_task_runs_of_their_own(
 
 
 def test_task_runs_are_as_many_as_are_scored_at_once() -> None:
-    assert task_runs(PoolConfig(workers=1, slots=2)) == 8
-    assert task_runs(PoolConfig(workers=3, slots=4)) == 12
-    assert task_runs(PoolConfig(workers=16, slots=4)) == 24
+    assert task_runs(PoolConfig(workers=1, slots=2), 2) == 8
+    assert task_runs(PoolConfig(workers=3, slots=4), 2) == 12
+    assert task_runs(PoolConfig(workers=16, slots=4), 2) == 24
+
+
+def test_task_runs_of_a_step_are_bounded_whatever_its_stages() -> None:
+    grpo, remax = (
+        load_recipe(GRPOConfig, "tiny", ["cluster.pools.cpu={workers: 64, slots: 4}", *words])
+        for words in ([], ["algorithm.advantage={kind: remax}"])
+    )
+    teachers = "teachers={tutor: {model: {kind: random, seed: 7}}}"
+    distill = load_recipe(
+        DistillConfig, "tiny", ["cluster.pools.cpu={workers: 64, slots: 4}", teachers]
+    )
+    for config, stages in ((grpo, 2), (remax, 3), (distill, 3)):
+        assert config.sharded_stages == stages
+        driver = _shards_of(config)
+        assert stages * len(driver.ranges(4096)) == 48
+        assert len(driver.ranges(512, before=4096)) == 8, "a later round"
 
 
 def test_names_of_parts() -> None:
@@ -108,6 +128,30 @@ def test_the_wait_ends_with_enough_shards_of_those_asked_for(driver: ShardDriver
     driver.ended(3, 4)
     assert returned.wait(10)
     thread.join(10)
+
+
+class Numbers(frozenset[int]):
+    """Shards that count how often they are looked up."""
+
+    looked_up = 0
+
+    def __contains__(self, shard: object) -> bool:
+        Numbers.looked_up += 1
+        return super().__contains__(shard)
+
+
+def test_the_end_of_a_shard_is_looked_at_once(driver: ShardDriver) -> None:
+    awaited, count = Numbers(range(1, 5001)), 5000
+    waiting = threading.Thread(target=driver.wait_for, args=(3, count, awaited, tasks_of()))
+    waiting.start()
+    for shard in range(1, count + 1):
+        driver.ended(3, shard)
+        driver.ended(3, shard)  # as an attempt that was tried again says
+        if shard == count - 1:
+            assert waiting.is_alive()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert Numbers.looked_up == pytest.approx(2 * count, abs=2)
 
 
 def test_steps_that_are_committed_leave_nothing_behind(driver: ShardDriver) -> None:
