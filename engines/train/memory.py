@@ -61,7 +61,7 @@ def on_device(module: nn.Module, optimizer: Optimizer | None, device: torch.devi
     return [tensor for tensor in held if tensor.device.type == device.type]
 
 
-def _size(tensors: list[Tensor] | list[nn.Parameter], kind: str) -> int:
+def _size(tensors: Sequence[Tensor], kind: str) -> int:
     """Bytes of this rank's parts of those tensors that are on a kind of device."""
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in own if tensor.device.type == kind)
