@@ -89,6 +89,7 @@ KINDS = (
     "server",
     "rollout",
     "train",
+    "aggregator",
     "teacher",
     "cpu",
     "reward",

@@ -115,7 +115,9 @@ def _sequences(job: Job) -> tuple[list[list[int]], list[int]]:
 def _published(found: Found, job: Job, engine: FSDPEngine, way: str, version: int) -> WeightsRef:
     with timed(found.metrics, f"{way}_publish_seconds"):
         weights = engine.export_weights(version, FORM)
-    found.metrics[f"{way}_mbytes"] = round(weights.nbytes / 1e6, 3)
+    store = Store(job.store)  # which a version that is on its way to another store is not in
+    nbytes = sum(store.size(key) for key in store.list(weights.key))
+    found.metrics[f"{way}_mbytes"] = round((nbytes or weights.nbytes) / 1e6, 3)
     return weights
 
 

@@ -1,7 +1,7 @@
 """The settings of a DAPO run: those of GRPO, dynamic sampling, and the paper's defaults."""
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,8 @@ class DynamicSampling(Settings):
 
 class DAPOConfig(GRPOConfig):
     """Decoupled clip and dynamic sampling policy optimisation (arXiv:2503.14476)."""
+
+    unfit: ClassVar[tuple[str, ...]] = (*GRPOConfig.unfit, "remax")
 
     dynamic_sampling: DynamicSampling = Field(
         default_factory=DynamicSampling, description="Rounds of sampling until a batch is full."

@@ -10,7 +10,7 @@ from configs.cluster.cluster import PoolConfig, Role
 from configs.cluster.sharing import check_sharing
 from configs.grpo import GRPOConfig
 from configs.rewards import RewardsConfig
-from configs.teachers import TEACHER_NAME, TEACHER_POOL, TeacherConfig
+from configs.teachers import TEACHER_NAME, TEACHER_POOL, TeacherConfig, VllmTeaching
 
 
 class OffPolicyConfig(Settings):
@@ -75,13 +75,25 @@ class DistillConfig(GRPOConfig):
     @property
     def frozen_roles(self) -> list[Role]:
         """Roles of the train engine without an optimizer."""
-        own: list[Role] = ["teacher"] if self.own_teachers else []
+        own: list[Role] = ["teacher"] if self.own_teachers and not self.vllm_teachers else []
         return [*super().frozen_roles, *own]
+
+    @property
+    def engine_roles(self) -> list[Role]:
+        """Teachers in vLLM are with what samples, since vLLM looks how much memory is free."""
+        own: list[Role] = ["teacher"] if self.vllm_teachers else []
+        return [*own, *super().engine_roles]
 
     @property
     def own_teachers(self) -> list[str]:
         """Names of the teachers that live on workers of the run."""
         return [name for name, teacher in self.teachers.items() if teacher.service is None]
+
+    @property
+    def vllm_teachers(self) -> dict[str, VllmTeaching]:
+        """Those of them that run in vLLM, with its settings; all of them or none."""
+        engines = {name: self.teachers[name].engine for name in self.own_teachers}
+        return {name: one for name, one in engines.items() if isinstance(one, VllmTeaching)}
 
     @property
     def services(self) -> dict[str, TeacherConfig]:
@@ -100,6 +112,30 @@ class DistillConfig(GRPOConfig):
             self.__pydantic_fields_set__.add("cluster")
             if cluster.share_devices:  # with this pool
                 check_sharing(self.cluster, self.engine_roles, self.max_staleness)
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_can_teach(self) -> Self:
+        """vLLM gives the log-probs of given tokens at temperature 1 alone, and keeps its devices."""
+        in_vllm = self.vllm_teachers
+        for name in in_vllm:
+            where = f"teachers.{name}.engine.kind"
+            if self.rollout.temperature != 1:
+                raise ValueError(
+                    f"{where} = vllm scores at temperature 1 alone, and rollout.temperature = "
+                    f"{self.rollout.temperature:g}. Set {where} = fsdp, or rollout.temperature = 1."
+                )
+            if self.cluster.share_devices:
+                raise ValueError(
+                    f"cluster.share_devices = true, but a teacher with {where} = vllm does not give "
+                    f"its devices back. Set {where} = fsdp, or cluster.share_devices = false."
+                )
+        for name in self.own_teachers:
+            if in_vllm and name not in in_vllm:
+                raise ValueError(
+                    f"teachers.{name}.engine.kind = fsdp, but teachers.{next(iter(in_vllm))} on the "
+                    "same workers runs in vLLM. Set both to the same engine.kind."
+                )
         return self
 
     @model_validator(mode="after")

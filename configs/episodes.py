@@ -22,6 +22,19 @@ class ClassEnvironment(Settings):
     params: Params = Field(default_factory=dict, description="Keyword arguments of making one.")
 
 
+class ToolsEnvironment(Settings):
+    """Functions that the model may call, and nothing else: TRL's `tools`.
+
+    Reward functions score the episode, which has ended once a turn calls none.
+    """
+
+    kind: Literal["tools"] = "tools"
+    functions: tuple[FunctionPath, ...] = Field(
+        min_length=1,
+        description="The functions, each with type hints and a docstring; they may be async.",
+    )
+
+
 class GymnasiumEnvironment(Settings):
     """An environment of gymnasium, with a codec between its spaces and text."""
 
@@ -74,6 +87,7 @@ class AgentEnvironment(Settings):
 
 Environment = Annotated[
     ClassEnvironment
+    | ToolsEnvironment
     | GymnasiumEnvironment
     | TextArenaEnvironment
     | OpenEnvEnvironment
@@ -122,6 +136,11 @@ class EpisodesConfig(Settings):
         ge=1,
         description="Tokens of one turn; a longer turn ends the episode. None: no limit.",
     )
+    full_turn: Literal["ends", "counts"] = Field(
+        "ends",
+        description="A turn of max_turn_tokens tokens: ends the episode, as one that is too long; or "
+        "counts as a turn like others, as where each action has so many tokens and no end.",
+    )
     turn_timeout: float = Field(
         30.0, gt=0, description="Deadline of one answer of the environment, in seconds."
     )
@@ -154,6 +173,15 @@ class EpisodesConfig(Settings):
                 f"episodes.players = {self.players} takes an environment with turns of several "
                 f"players, and episodes.environment.kind = {kind} has one. Set "
                 "episodes.environment.kind to class or textarena, or episodes.players = 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_full_turn_has_a_length(self) -> Self:
+        if self.full_turn == "counts" and self.max_turn_tokens is None:
+            raise ValueError(
+                "episodes.full_turn = counts is about turns of max_turn_tokens tokens, and "
+                "episodes.max_turn_tokens = null is no number. Set it, or full_turn = ends."
             )
         return self
 

@@ -7,7 +7,7 @@ the same properties share a tab, where `kind` is a drop-down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 Schema = dict[str, Any]
@@ -32,6 +32,7 @@ WORDS = {
 
 MOST_TABS = 8
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern")
+BRANCHES = ("if", "then", "else")
 CHECKED = ("properties", "required", "additionalProperties")
 
 
@@ -57,7 +58,7 @@ def _property(schema: Schema, resolve: Resolve) -> Schema:
         inner = _property({**schema, **choice, "anyOf": ()}, resolve)
         if "anyOf" not in inner:
             return schema
-        otherwise = {k: inner.pop(k) for k in ("if", "then", "else")}
+        otherwise = {k: inner.pop(k) for k in BRANCHES}
         return {**inner, "anyOf": [*inner["anyOf"], nothing], "if": nothing, "else": otherwise}
     if not _is_choice(schema):
         return schema
@@ -98,6 +99,33 @@ def rules(choices: list[Schema]) -> Schema:
         then = {k: choice[k] for k in CHECKED if k in choice}
         found = {"if": when, "then": then, "else": found}
     return found
+
+
+def without(choice: Schema, kinds: Collection[str]) -> Schema:
+    """A choice with more kinds than tabs, as `with_tabs` leaves it, without some of them."""
+    every, left = _kinds_of(choice), _rules_without(choice, kinds)
+    kept = _kinds_of(left)
+    said = str(choice.get("description", "")).replace(", ".join(every), ", ".join(kept))
+    rest = {k: v for k, v in choice.items() if k not in BRANCHES}
+    if rest.get("default", {}).get("kind") in kinds:
+        del rest["default"]
+    return {**rest, **{k: left[k] for k in BRANCHES if k in left}, "description": said}
+
+
+def _kinds_of(choice: Schema) -> list[str]:
+    """Its kinds, in their order."""
+    while "if" in choice:
+        choice = choice["else"]
+    return list(choice["properties"]["kind"]["enum"])
+
+
+def _rules_without(found: Schema, kinds: Collection[str]) -> Schema:
+    """What `rules` makes, without the branches of some kinds."""
+    if "if" not in found:
+        kept = [kind for kind in _kinds_of(found) if kind not in kinds]
+        return {**found, "properties": {"kind": {"enum": kept}}}
+    rest = _rules_without(found["else"], kinds)
+    return rest if found["if"]["properties"]["kind"]["const"] in kinds else {**found, "else": rest}
 
 
 def _tab(members: list[Schema]) -> Schema:

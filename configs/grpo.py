@@ -1,19 +1,36 @@
 """The settings of a GRPO run: those of any run, and the rules that span several parts of them."""
 
-from typing import Self
+from typing import ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from configs.base import Settings
 from configs.cluster.cluster import Role
 from configs.cluster.sharing import check_sharing
 from configs.data import ReasoningGymSource
+from configs.elastic import check_elastic
 from configs.environment import cpu_multiplies_bfloat16
+from configs.form import without
 from configs.run import RunConfig
 
 
 class GRPOConfig(RunConfig):
     """Group relative policy optimisation (arXiv:2402.03300) and its relatives."""
+
+    # Kinds of algorithm.advantage that need what other flows make; the form does not offer them.
+    unfit: ClassVar[tuple[str, ...]] = ("gae", "tree", "tree_segment", "tree_sibling")
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        found = super().__get_pydantic_json_schema__(core_schema, handler)
+        algorithm = handler.resolve_ref_schema(found["properties"]["algorithm"])
+        choices = algorithm["properties"]
+        choices["advantage"] = without(choices["advantage"], cls.unfit)
+        return found
 
     @model_validator(mode="after")
     def _number_formats_suit_the_cpu(self) -> Self:
@@ -120,6 +137,12 @@ class GRPOConfig(RunConfig):
                 f"rewards.functions.{of_environment[0]}.kind = environment is the reward of an "
                 "episode's environment, and episodes = null has none. Set episodes.environment."
             )
+        if of_environment and self.episodes and self.episodes.environment.kind == "tools":
+            raise ValueError(
+                f"rewards.functions.{of_environment[0]}.kind = environment is the reward of an "
+                "episode's environment, and functions give none. Set episodes.environment.kind = "
+                "class, or rewards.functions to functions that score the answer."
+            )
         return self
 
     @model_validator(mode="after")
@@ -177,6 +200,12 @@ class GRPOConfig(RunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _elastic_workers_can_train_it(self) -> Self:
+        if self.train.engine == "elastic":
+            check_elastic(self)
+        return self
+
     def check_mini_batches(self, role: Role, group: str) -> None:
         """ValueError unless a step's samples fill the role's mini-batches; group: its settings."""
         parts = self.train_of(role).mini_batches
@@ -186,6 +215,8 @@ class GRPOConfig(RunConfig):
                 f"into {group}.mini_batches = {parts} equal parts. "
                 f"Set {group}.mini_batches to a divisor of {self.trained_per_step}."
             )
+        if self.train_of(role).engine == "elastic":  # any number of workers does
+            return
         pool = self.cluster.roles.pool_of(role)
         ranks, shared = self.cluster.pools[pool].workers, self.train_of(role).sequence_parallel
         if ranks % shared:

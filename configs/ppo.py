@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from configs.algorithm.advantages import ADVANTAGE_KINDS
 from configs.base import Settings
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
@@ -29,6 +30,7 @@ class PPOConfig(GRPOConfig):
     """Proximal policy optimisation (arXiv:1707.06347): advantages by GAE with a trained critic."""
 
     has_critic: ClassVar[bool] = True
+    unfit: ClassVar[tuple[str, ...]] = tuple({*ADVANTAGE_KINDS} - {"gae", "function"})
 
     critic: CriticTraining = Field(
         default_factory=CriticTraining, description="The critic's optimizer."
@@ -48,7 +50,7 @@ class PPOConfig(GRPOConfig):
     @model_validator(mode="after")
     def _estimator_has_its_inputs(self) -> Self:
         kind = self.algorithm.advantage.kind
-        if kind not in ("gae", "function"):
+        if kind in self.unfit:
             raise ValueError(
                 f"algorithm.advantage.kind = {kind} uses no critic, and this flow trains one. "
                 "Run it with python -m flows.grpo, or set algorithm.advantage.kind = gae."

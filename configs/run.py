@@ -182,6 +182,11 @@ class RunConfig(Settings):
         return self.rollout.deadline + sum(one.deadline for one in self.rewards.judges)
 
     @property
+    def keeps_frames(self) -> bool:
+        """Whether what episodes see is stored."""
+        return False
+
+    @property
     def needs_rewards(self) -> bool:
         """Whether a run has to have reward functions."""
         return True
@@ -221,6 +226,7 @@ class RunConfig(Settings):
     def used_pools(self) -> set[str]:
         """Pools on which some role of the run lives; others are not started."""
         roles: list[Role] = [*self.engine_roles, "reward"]
+        roles += ["aggregator"] if self.train.engine == "elastic" else []
         roles += [] if self.episodes is None else ["environment"]
         roles += ["reward_model"] if self.rewards.on_engines else []
         return {self.cluster.roles.pool_of(role) for role in roles}

@@ -111,6 +111,24 @@ class TrackingConfig(Settings):
     registered_model: str | None = Field(
         None, description="Name in the model registry; none takes the run family's name."
     )
+    prometheus_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="Port at which the live run tells Prometheus the metrics of its last step "
+        "(infra/grafana.json shows them); none: it does not.",
+    )
+    prometheus_host: str = Field(
+        "127.0.0.1",
+        description="Address at which it does; with another than loopback whoever reaches the "
+        "machine can read them.",
+    )
+    system_metrics: int = Field(
+        10,
+        ge=0,
+        description="Seconds between samples of the flow's machine (processors, memory, disk, "
+        "network, GPUs) on the run's page in MLflow. 0 takes none.",
+    )
     shown_samples: int = Field(
         3,
         ge=0,

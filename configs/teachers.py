@@ -1,7 +1,7 @@
 """The settings of a run's teachers, and those of a service that teaches several runs."""
 
 import re
-from typing import Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +11,7 @@ from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
 from configs.environment import cpu_multiplies_bfloat16, refuse_password
 from configs.model import Model
 from configs.retraining import CONTINUE_FROM
+from configs.rollout import RolloutConfig
 from configs.storage import StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
@@ -19,6 +20,40 @@ TEACHER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 KEY_VARIABLE = "REFRAIN_TEACHER_KEY"
 VARIABLE = r"^[A-Z_][A-Z0-9_]*$"
 PORT = 8200
+
+
+class FSDPTeaching(Settings):
+    """The train engine: scores by the numbers that the student is trained with."""
+
+    kind: Literal["fsdp"] = "fsdp"
+
+
+class VllmTeaching(Settings):
+    """vLLM, an engine on each worker of the pool; the number format is rollout.dtype."""
+
+    kind: Literal["vllm"] = "vllm"
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Devices over which one engine is split."
+    )
+    max_sequences: int = Field(64, ge=1, description="Samples that an engine scores at once.")
+    kv_cache_gib: float = Field(
+        2.0, gt=0, description="Memory of vLLM's key-value cache on CPU, in GiB."
+    )
+    gpu_memory_utilization: float = Field(
+        0.85, gt=0, le=1, description="Share of the GPU's memory that vLLM may take."
+    )
+
+    def engine_of(self, sampling: RolloutConfig, words: int) -> RolloutConfig:
+        """The settings of an engine: what is not set here is as in those that sample.
+
+        words: the most that are asked for of a token, which vLLM has to be told when it starts.
+        """
+        own = self.model_dump(exclude={"kind"})
+        arguments = {**sampling.engine_args, "max_logprobs": words}
+        return sampling.model_copy(update={**own, "engine": "vllm", "engine_args": arguments})
+
+
+Teaching = Annotated[FSDPTeaching | VllmTeaching, Field(discriminator="kind")]
 
 
 class TeacherConfig(Settings):
@@ -35,6 +70,9 @@ class TeacherConfig(Settings):
         None,
         description="In their place the address of a service that teaches several runs, "
         "http://HOST:PORT (python -m flows.teacher serve).",
+    )
+    engine: Teaching = Field(
+        FSDPTeaching(), description="What the model or version runs in; a service has its own."
     )
     key_variable: str = Field(
         KEY_VARIABLE,
@@ -69,6 +107,12 @@ class TeacherConfig(Settings):
             raise ValueError(
                 "teachers.NAME.digest is of a service's weights, and this teacher is none. Set "
                 "teachers.NAME.service, or digest = null."
+            )
+        if self.service is not None and self.engine.kind != "fsdp":
+            raise ValueError(
+                f"teachers.NAME.engine.kind = {self.engine.kind} is of a teacher on the run's own "
+                "workers, and this one is a service, which computes by FSDP. Set "
+                "teachers.NAME.engine.kind = fsdp, or a model or version in place of the service."
             )
         return self
 

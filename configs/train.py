@@ -8,8 +8,30 @@ from configs.base import Settings
 
 
 class TrainConfig(Settings):
-    """The train engine (FSDP2)."""
+    """The train engine."""
 
+    engine: Literal["fsdp", "elastic"] = Field(
+        "fsdp",
+        description="fsdp: the workers are ranks that hold the model together (FSDP2). elastic: each "
+        "holds the whole model, comes and goes as it likes, and leaves gradients in the store, which "
+        "an aggregator adds up.",
+    )
+    unit_tokens: int = Field(
+        65536,
+        ge=16,
+        description="elastic: tokens of a unit, the samples whose gradients a worker adds up and "
+        "leaves as one object, of the size of the model.",
+    )
+    unit_lease: float = Field(
+        600.0,
+        gt=0,
+        description="elastic: time after which a unit goes to another idle worker too, in seconds.",
+    )
+    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="elastic: number format of stored gradients (4 or 2 bytes a parameter); they are "
+        "added up in float32.",
+    )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate after warm-up; linear and cosine end at 0."
@@ -113,6 +135,24 @@ class TrainConfig(Settings):
     def shared_micro_batch_tokens(self) -> int:
         """Most tokens of a micro-batch, over the ranks that share it."""
         return self.micro_batch_tokens * self.sequence_parallel
+
+    @property
+    def planned_tokens(self) -> int:
+        """Most tokens of the parts into which an update is cut: micro-batches, or units."""
+        return self.unit_tokens if self.engine == "elastic" else self.shared_micro_batch_tokens
+
+    @model_validator(mode="after")
+    def _elastic_workers_share_nothing(self) -> "TrainConfig":
+        if self.engine != "elastic":
+            return self
+        alone = {"sequence_parallel": 1, "replicas": 1, "reduce_gradients": "micro_batch"}
+        for name, value in alone.items():
+            if (given := dict(self)[name]) != value:
+                raise ValueError(
+                    f"train.{name} = {given} is about ranks that share a model, and with "
+                    f"train.engine = elastic each worker has all of it. Set train.{name} = {value}."
+                )
+        return self
 
     @model_validator(mode="after")
     def _compiled_ranks_share_nothing(self) -> "TrainConfig":

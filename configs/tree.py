@@ -1,7 +1,7 @@
 """The settings of a run with tree rollouts: those of GRPO, and how a prompt's completions branch."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -120,6 +120,8 @@ class TreeSettings(Settings):
 
 class TreeConfig(GRPOConfig):
     """Tree rollouts (TreePO, arXiv:2508.17445): completions of a prompt share their beginnings."""
+
+    unfit: ClassVar[tuple[str, ...]] = ("gae", "remax")
 
     tree: TreeSettings = Field(
         default_factory=TreeSettings, description="Segments, and how paths branch."

@@ -77,6 +77,21 @@ def check_same_tokens(student: ModelTokens, teacher: ModelTokens, name: str) -> 
         )
 
 
+def tokens_of_student(student: Path, teacher: Path, name: str) -> int | None:
+    """How many token ids the student of a teacher knows, by the directories of their files.
+
+    Raises ValueError where their tokenizers are not the same, or not there.
+    """
+    own, theirs = model_tokens(student), model_tokens(teacher)
+    if own is None or theirs is None:
+        raise ValueError(
+            "A teacher or its student has no tokenizer.json, by which their tokens are compared. "
+            "Set teachers and model to checkpoints that have one."
+        )
+    check_same_tokens(own, theirs, name)
+    return own.rows
+
+
 def _difference(student: ModelTokens, teacher: ModelTokens) -> str:
     """The first token, by id, that is not the same on both sides."""
     pairs = (

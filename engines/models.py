@@ -176,7 +176,16 @@ def load_classifier(directory: Path, dtype: Dtype = "float32") -> PreTrainedMode
     return _loaded(AutoModelForSequenceClassification, directory, dtype)
 
 
-def _loaded(auto_class: Any, directory: Path, dtype: Dtype) -> PreTrainedModel:
+def load_vision_model(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
+    """As `load_for_training`, of a model of images, without any head; of CLIP its vision tower."""
+    from transformers import AutoConfig, AutoModel, CLIPVisionModel
+
+    clip = AutoConfig.from_pretrained(directory).model_type in ("clip", "clip_vision_model")
+    return _loaded(CLIPVisionModel if clip else AutoModel, directory, dtype, body=True)
+
+
+def _loaded(auto_class: Any, directory: Path, dtype: Dtype, body: bool = False) -> PreTrainedModel:
+    """body: without a head, so that neither a pooler is needed nor are tensors of heads refused."""
     from engines.model_files import unfit
 
     with quiet():
@@ -189,10 +198,12 @@ def _loaded(auto_class: Any, directory: Path, dtype: Dtype) -> PreTrainedModel:
         )
     model, info = loaded
     mismatched = [name for name, *_ in info["mismatched_keys"]]
+    missing = [name for name in info["missing_keys"] if not (body and "pooler" in name)]
+    unexpected = [] if body else info["unexpected_keys"]
     for names, what in (
-        (info["missing_keys"], "is not in its files"),
+        (missing, "is not in its files"),
         (mismatched, "has another shape in its files"),
-        (info["unexpected_keys"], "is in its files, but not in the model of config.json"),
+        (unexpected, "is in its files, but not in the model of config.json"),
     ):
         if names:
             raise ValueError(unfit(directory, min(names), what))

@@ -18,6 +18,7 @@ from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
 from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
+from storage.runs.gradients import remove_gradients
 from storage.runs.retention import sweep
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_samples, show_step
@@ -31,6 +32,7 @@ from tasks.results import (
     Synced,
     TrainBatch,
     Updated,
+    frames_of,
     nodes_of,
 )
 from tasks.reward import samples_of
@@ -48,7 +50,10 @@ def snapshot(run: Run, step: int, updated: Updated) -> Updated:
 
     The critic's comes first: what retention keeps goes by the actor's snapshots.
     """
-    with attempted(run, step, "snapshot"):
+    with (
+        attempted(run, step, "snapshot") as attempt,
+        run.engines.holding(attempt.assignment, *run.config.trained_roles),
+    ):
         for trainer in run.engines.trained:
             trainer.snapshot(updated.version)
     return updated
@@ -110,6 +115,8 @@ def commit(
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
         "nodes": nodes_of(scored),
+        "frames": frames_of(shard for one in scored for shard in one.sampled),
+        "clusters": scored[0].clusters,
         "batch": batch.ref,
         "baselines": batch.baselines,
         "carried": left_over.carried.prompts,
@@ -142,6 +149,7 @@ def commit(
     carry_out(run, run.gate, step, verdict, metrics)
     run.advance(record)
     run.progress.step_done(step, metrics)
+    run.live_metrics.committed(step, record.committed_at, metrics_of(record))
     run.background.add(lambda: show(run, record, scored, attempts))
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
@@ -158,7 +166,8 @@ def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:
         "train": config.train.model_dump(mode="json"),
         "seed": config.seed,
         "steps": config.steps,  # where a decaying schedule ends
-        "ranks": pool.workers,
+        # Of an elastic update the number of workers changes nothing.
+        "ranks": 1 if config.train.engine == "elastic" else pool.workers,
         "threads": pool.threads,
         "dtype": config.rollout.dtype,
     }
@@ -210,7 +219,10 @@ def tidy(run: Run) -> None:
     keep = run.config.store
     opponent = run.config.opponent
     against = {run.start} if opponent is not None and opponent.version == "start" else set[int]()
-    removed = sweep(
+    removed = []
+    if run.config.train.engine == "elastic":
+        removed += remove_gradients(run.files, run.head)
+    removed += sweep(
         run.files,
         keep_versions=keep.keep_versions,
         keep_steps=keep.keep_steps,

@@ -70,7 +70,8 @@ def play(
     digests = {one.digest: one for one in usable_weights(run, step, stage)}
     done = stage.finished(run, whole)
     if done is not None and str(done["weights"]) in digests:
-        return sampled(prompts, digests[str(done["weights"])], done)
+        known = sampled(prompts, digests[str(done["weights"])], done)
+        return dataclasses.replace(known, frames=frames_of(done))
     with run.episodes.held(len(prompts) * stage.sampling.n):
         asked, first = prompts, begun
         if played(run).players > 1:
@@ -79,7 +80,8 @@ def play(
         found, turns = played_out(run, step, asked, stage, shard, first)
     if isinstance(found, Sampled):
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
-        stage.finish(run, whole, {**record, "weights": found.weights.digest})
+        frames = None if found.frames is None else found.frames.to_json()
+        stage.finish(run, whole, {**record, "frames": frames, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
     kept = {key for ref in (needed, first, asked) if ref is not None for key in ref.objects}
     run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
@@ -131,6 +133,7 @@ def played_out(
     stats: ShardStats | None = None
     engine = other = environment = ""  # that had the last turn: they hold what the next one can use
     turns: dict[str, BatchRef] = {}
+    frames: list[BatchRef] = []
     policys, opponents = first_turns(run, begun)
     while policys or opponents or own is None:
         if policys or not opponents:
@@ -148,10 +151,12 @@ def played_out(
         assert begun is not None, "one of them had a turn"
         answered, key, environment = answer(run, step, stage, shard, begun, environment)
         begun = turns[key] = answered.ref
+        frames += [] if answered.frames is None else [answered.frames]
         opponents = answered.opponents
         policys = answered.unfinished // played(run).players - opponents
     assert begun is not None and stats is not None
-    return dataclasses.replace(own, ref=begun, stats=stats), turns
+    seen = BatchRef.concat(frames) if frames else None
+    return dataclasses.replace(own, ref=begun, stats=stats, frames=seen), turns
 
 
 def first_turns(run: Run, begun: BatchRef | None) -> tuple[int, int]:
@@ -189,11 +194,13 @@ def answer(
             out_key=out_key,
             stage=stage.name,
             source=stage.source,
+            frames=run.config.keeps_frames and stage.trains,
         )
     for (_, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
         get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
     record = {**asdict(result), "ref": result.ref.to_json()}
+    record["frames"] = None if result.frames is None else result.frames.to_json()
     return of_record(stage.finish(run, out_key, record)), out_key, attempt.assignment.worker
 
 
@@ -201,7 +208,13 @@ def of_record(record: dict[str, Any]) -> AnswerResult:
     """What `answer` has put into the store of two attempts: the one that finished first."""
     failures = tuple(SampleFailure(**one) for one in record["failures"])
     ref = BatchRef.from_json(record["ref"])
-    return AnswerResult(**{**record, "ref": ref, "failures": failures})
+    return AnswerResult(**{**record, "ref": ref, "failures": failures, "frames": frames_of(record)})
+
+
+def frames_of(record: dict[str, Any]) -> BatchRef | None:
+    """The frames that a record names; None where none are kept, as by an older Refrain."""
+    found = record.get("frames")
+    return None if found is None else BatchRef.from_json(found)
 
 
 def together(before: ShardStats | None, turn: ShardStats) -> ShardStats:

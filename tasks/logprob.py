@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefect import task
 
+from configs.cluster.cluster import Role
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
@@ -24,18 +25,22 @@ def logprob(run: Run, step: int, sampled: list[WholeShards] | BatchRef) -> Batch
     if not len(samples):
         return samples
     result = samples
-    sources = []
+    sources: list[tuple[str, Role, int, bool]] = []
     if run.needs_old:
         squared = run.algorithm.needs_squares
-        sources.append(("old_logprobs", run.engines.actor, step - 1, squared))
+        sources.append(("old_logprobs", "actor", step - 1, squared))
     if run.needs_ref and run.config.lora is not None:  # the actor's base, whatever its version
-        sources.append(("ref_logprobs", run.engines.actor, step - 1, False))
+        sources.append(("ref_logprobs", "actor", step - 1, False))
     elif run.needs_ref:
-        sources.append(("ref_logprobs", run.engines.ref, 0, False))
-    for column, trainer, version, squared in sources:
+        sources.append(("ref_logprobs", "ref", 0, False))
+    for column, role, version, squared in sources:
+        trainer = run.engines.ref if role == "ref" else run.engines.actor
         key = key_of(column, samples.to_json(), version, squared)
         out_key = run.files.stage_key(step, column, 1, key)
-        with attempted(run, step, "logprob"):
+        with (
+            attempted(run, step, "logprob") as attempt,
+            run.engines.holding(attempt.assignment, role),
+        ):
             made = trainer.logprobs(version, samples, column, out_key, squared)
         result = result.with_columns(made)
     return result

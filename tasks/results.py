@@ -89,6 +89,7 @@ class Sampled:
     stats: ShardStats
     key: str = ""  # under which the shard was finished
     nodes: BatchRef | None = None  # the segments of which trees of samples consist, each once
+    frames: BatchRef | None = None  # what episodes saw: a row for each turn, sample_id, turn, frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,11 +120,19 @@ class Scored:
     code: tuple[RewardCode, ...]  # the functions that scored
     seconds: float  # time in the reward functions
     metrics: dict[str, LoggedMetric]  # what they gave to log_metric, by its name
+    # Of the step's successful episodes, by which progress was measured; the same in all its shards.
+    clusters: BatchRef | None = None
 
 
 def nodes_of(scored: Iterable[Scored]) -> BatchRef | None:
     """The segments of all shards, in order; None where no trees were sampled."""
     refs = [shard.nodes for one in scored for shard in one.sampled if shard.nodes is not None]
+    return BatchRef.concat(refs) if refs else None
+
+
+def frames_of(shards: Iterable[Sampled]) -> BatchRef | None:
+    """The frames of all shards, in order; None where none are kept."""
+    refs = [shard.frames for shard in shards if shard.frames is not None]
     return BatchRef.concat(refs) if refs else None
 
 

@@ -57,7 +57,10 @@ def first_sync(run: Run, version: int, started: list[str]) -> Synced:
 def sync_opponents(run: Run, first: Synced) -> WeightsRef:
     """Bring the frozen version that plays against the policy to its engines, once."""
     weights = frozen_weights(run, first.weights)
-    with attempted(run, run.head, "weight_sync"):
+    with (
+        attempted(run, run.head, "weight_sync") as attempt,
+        run.engines.holding(attempt.assignment, "opponent"),
+    ):
         run.engines.opponents.sync(weights, probe=None)
     return weights
 

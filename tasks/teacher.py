@@ -9,7 +9,9 @@ import numpy as np
 from prefect import task
 from prefect.futures import PrefectFuture
 
+from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
+from engines.teachers.client import TeacherClient
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
@@ -56,7 +58,12 @@ def scored(
     trainer, top_k = run.engines.teachers[name], config.algorithm.distillation.top_k
     tokens = samples[[one for one in READ if one in samples.names]]
     key = key_of("teacher", name, top_k, tokens.to_json())
-    with attempted(run, step, "teacher", number):
+    served = isinstance(trainer, TeacherClient)  # on the devices of another process
+    roles: tuple[Role, ...] = () if served else ("teacher",)
+    with (
+        attempted(run, step, "teacher", number) as attempt,
+        run.engines.holding(attempt.assignment, *roles),
+    ):
         digest = trainer.digest(0, config.rollout.dtype)
         out_key = run.files.stage_key(step, "teacher", f"{number}-{name}", f"{key}-{digest}")
         made = trainer.teach(tokens, out_key, top_k)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 from prefect import task
 
 from configs.train import TrainConfig
 from engines.train.mfu import CostModel
+from engines.train.spec import UnitAttempt
+from engines.workers.pool import Assignment
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.parts import Part, discard, spread
+from tasks.reporting.attempts import Attempt
 from tasks.results import TrainBatch, Updated
 from tasks.run.engine_specs import TrainRole
 from tasks.run.retries import OPTIONS, attempted
@@ -29,9 +33,28 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
     stored batches, so that a retry never applies an update twice.
     """
     run.gate.check_turn(step)
-    with planned(run, step, "actor", batch, "update") as plan, attempted(run, step, "update"):
+    with (
+        planned(run, step, "actor", batch, "update") as plan,
+        attempted(run, step, "update") as attempt,
+        run.engines.holding(attempt.assignment, "actor"),
+    ):
         result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
+    run.attempts.setdefault(step, []).extend(map(partial(of_unit, step), result.units))
     return Updated(version=step, metrics=dict(result.metrics), made_on=result.made_on)
+
+
+def of_unit(step: int, tried: UnitAttempt) -> Attempt:
+    """Who computed a unit of an elastic update, or failed to."""
+    return Attempt(
+        step=step,
+        stage="unit",
+        shard=tried.unit,
+        number=tried.number,
+        started=tried.started,
+        ended=tried.ended,
+        error=tried.error,
+        assignment=Assignment(worker=tried.worker),
+    )
 
 
 @task(name="critic_update", task_run_name="critic_update", **OPTIONS)
@@ -42,7 +65,11 @@ def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
     """
     run.gate.check_turn(step)
     stage = "critic_update"
-    with planned(run, step, "critic", batch, stage) as plan, attempted(run, step, stage):
+    with (
+        planned(run, step, "critic", batch, stage) as plan,
+        attempted(run, step, stage) as attempt,
+        run.engines.holding(attempt.assignment, "critic"),
+    ):
         result = run.engines.critic.update(step, batch.ref, run.algorithm, plan)
     metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}
     return Updated(version=step, metrics=metrics)
@@ -80,7 +107,7 @@ def plan_of(
     """The call that cuts an update into micro-batches on so many ranks, balanced by `cost`."""
     limits: dict[str, int] = {
         "world": ranks // config.sequence_parallel,
-        "budget": config.shared_micro_batch_tokens,
+        "budget": config.planned_tokens,
         "mini_batches": config.mini_batches,
     }
     if config.tree_training:  # named only then: plans that an older run has stored are found again

@@ -21,5 +21,8 @@ def values(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
     samples = samples_of_shards(sampled).of_policy(run.store)
     key = key_of("values", samples.to_json(), step - 1)
     out_key = run.files.stage_key(step, "values", 1, key)
-    with attempted(run, step, "values"):
+    with (
+        attempted(run, step, "values") as attempt,
+        run.engines.holding(attempt.assignment, "critic"),
+    ):
         return samples.with_columns(run.engines.critic.values(step - 1, samples, out_key))

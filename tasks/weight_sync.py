@@ -41,7 +41,11 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
     def settle() -> tuple[WeightsRef, float]:
         return actor.settle(version, dtype, whole), time.monotonic()
 
-    with attempted(run, step, "weight_sync"), ThreadPoolExecutor(1) as aside:
+    with (
+        attempted(run, step, "weight_sync") as attempt,
+        run.engines.holding(attempt.assignment, "actor", "rollout"),
+        ThreadPoolExecutor(1) as aside,
+    ):
         shared = parents_weights(run) if version == run.start else None
         weights = shared or actor.export(version, dtype, whole)
         exported = time.monotonic()

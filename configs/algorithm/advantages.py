@@ -1,6 +1,6 @@
 """Advantage estimators; their functions are listed in engines/algorithms/advantages.py."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -245,3 +245,6 @@ Advantage = Annotated[
     | UserFunction,
     Field(discriminator="kind"),
 ]
+ADVANTAGE_KINDS: tuple[str, ...] = tuple(
+    one.model_fields["kind"].default for one in get_args(get_args(Advantage)[0])
+)

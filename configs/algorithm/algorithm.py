@@ -137,6 +137,11 @@ class AlgorithmConfig(Settings):
         return self.advantage.kind in ("tree", "tree_segment", "tree_sibling")
 
     @property
+    def chooses_tokens(self) -> bool:
+        """Whether the loss chooses tokens over a whole mini-batch."""
+        return self.entropy.top_share < 1 or self.loss.kind in ("clip_cov", "kl_cov", "m2po")
+
+    @property
     def needs_squares(self) -> bool:
         """Whether sum_pi_squared must be a column before the advantages."""
         return self.advantage.kind.endswith("optimal_token_baseline")

@@ -211,7 +211,31 @@ class TopPGroupsSelection(Method):
     share: float = Field(0.9, gt=0, le=1, description="Share of all deviation that is kept.")
 
 
+class SuccessRateSelection(Method):
+    """Groups of which nearly all fail or nearly all succeed are left out (arXiv:2511.15605)."""
+
+    kind: Literal["success_rate"] = "success_rate"
+    low: float = Field(0.1, ge=0, le=1, description="Least share of successes of a kept group.")
+    high: float = Field(0.9, ge=0, le=1, description="Largest share of successes of a kept group.")
+    success: float = Field(
+        1.0, description="Reward, before shaping, from which on a sample is a success."
+    )
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> "SuccessRateSelection":
+        if self.low > self.high:
+            raise ValueError(
+                f"success_rate.low = {self.low:g} is above success_rate.high = {self.high:g}, so no "
+                "group is kept. Set low below high."
+            )
+        return self
+
+
 SelectionStep = Annotated[
-    InformativeSelection | BestOfSelection | TopPGroupsSelection | UserFunction,
+    InformativeSelection
+    | BestOfSelection
+    | TopPGroupsSelection
+    | SuccessRateSelection
+    | UserFunction,
     Field(discriminator="kind"),
 ]

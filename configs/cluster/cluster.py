@@ -19,6 +19,7 @@ from configs.environment import refuse_secrets
 
 Role = Literal[
     "actor",
+    "aggregator",
     "ref",
     "critic",
     "teacher",
@@ -27,6 +28,7 @@ Role = Literal[
     "reward",
     "environment",
     "reward_model",
+    "encoder",
 ]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 Kind = Literal["local", "address", "slurm", "kubernetes", "ssh"]
@@ -40,7 +42,9 @@ GIVEN_TO_WORKERS = (
 class PoolConfig(Settings):
     """A set of identical workers."""
 
-    workers: int = Field(1, ge=1, description="Worker processes; for a train pool, FSDP ranks.")
+    workers: int = Field(
+        1, ge=1, description="Worker processes; for a train pool, FSDP ranks or elastic workers."
+    )
     gpus: int = Field(0, ge=0, description="GPUs of each worker.")
     threads: int = Field(
         1, ge=1, description="Compute threads of each worker's engine (OMP_NUM_THREADS)."
@@ -53,6 +57,12 @@ class PoolConfig(Settings):
         None,
         gt=0,
         description="Memory of each GPU, in GiB, for the memory plan; none: as nvidia-smi says here.",
+    )
+    price_per_hour: float | None = Field(
+        None,
+        ge=0,
+        description="Price of one device of the pool for an hour, in cluster.currency: of a GPU, or "
+        "of a worker where the pool has none; none: no cost in money.",
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the workers; no credentials."
@@ -76,6 +86,11 @@ class RolesConfig(Settings):
     """Which pool each role lives on; cluster.share_devices is about two roles on one pool."""
 
     actor: str = Field("train", description="Pool of the policy that is trained.")
+    aggregator: str | None = Field(
+        None,
+        description="Pool on one of whose workers gradients are added up, where train.engine = "
+        "elastic; none: that of the actor. One of its own stays while those come and go.",
+    )
     ref: str = Field("train", description="Pool of the frozen reference policy.")
     critic: str | None = Field(None, description="Pool of the critic; none: that of the actor.")
     teacher: str | None = Field(
@@ -97,12 +112,16 @@ class RolesConfig(Settings):
         "rewards. Each worker holds all.",
     )
 
+    encoder: str | None = Field(
+        None, description="Pool of the encoder of what episodes see; none: that of rewards."
+    )
+
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
         if role == "opponent":
             return self.opponent or self.rollout
-        beside_rewards = role in ("environment", "reward_model")
+        beside_rewards = role in ("environment", "reward_model", "encoder")
         return pools[role] or (self.reward if beside_rewards else self.actor)
 
 
@@ -141,10 +160,17 @@ class ClusterConfig(Settings):
         description="Pools by name.",
     )
     roles: RolesConfig = Field(default=RolesConfig(), description="The pool of each role.")
+    currency: str = Field("USD", description="Currency of every cluster.pools.NAME.price_per_hour.")
     share_devices: bool = Field(
         False,
         description="Engines whose roles live on one pool have its devices in turn: before another "
         "one works, the last one gives its memory back. false: all hold theirs at once.",
+    )
+    dashboard: str | None = Field(
+        None,
+        pattern=r"^[^:/]+:[0-9]{1,5}$",
+        description="HOST:PORT of Dask's own dashboard on the flow's machine, such as "
+        "127.0.0.1:8787; none: off. It knows no passwords (kind = local, slurm or ssh).",
     )
     start_timeout: float = Field(
         300.0,
@@ -175,6 +201,11 @@ class ClusterConfig(Settings):
             raise ValueError(f"cluster.kind = {self.kind} needs {needed}")
         if self.kind == "slurm":
             self._whole_jobs()
+        if self.dashboard is not None and self.kind in ("address", "kubernetes"):
+            raise ValueError(
+                f"cluster.dashboard = {self.dashboard} is of a scheduler that this run starts, and "
+                f"with cluster.kind = {self.kind} it starts none. Leave it out."
+            )
         for role, pool in self.roles:
             if pool is not None and pool not in self.pools:
                 raise ValueError(

@@ -182,7 +182,8 @@ def selection_of(algorithm: AlgorithmConfig) -> tuple[Rule, ...]:
             name=step.kind,
             function=_chosen(step, step.kind, SELECTIONS),
             params=step.arguments(),
-            before_shaping=step.kind == "informative" and step.rewards == "given",
+            before_shaping=step.kind == "success_rate"
+            or (step.kind == "informative" and step.rewards == "given"),
         )
         for step in algorithm.selection
     )

@@ -70,10 +70,30 @@ def top_p_groups(rewards: Tensor, groups: Tensor, *, share: float) -> Tensor:
     return chosen[group.member]
 
 
+def success_rate(
+    rewards: Tensor, groups: Tensor, *, low: float, high: float, success: float
+) -> Tensor:
+    """Leave out groups whose share of successes is below `low` or above `high`.
+
+    SRPO, arXiv:2511.15605; siiRL's `embodied_sampling`.
+
+    Args:
+        rewards: [N].
+        groups: int64 [N].
+        low: share in [0, 1].
+        high: share in [0, 1].
+        success: a sample with this reward or more is one.
+    """
+    group = Groups.of(groups)
+    share = group.mean((rewards >= success).double())
+    return ((share >= low) & (share <= high))[group.member]
+
+
 SELECTIONS: Mapping[str, Callable[..., Tensor]] = {
     "informative": informative_groups,
     "best_of": best_of,
     "top_p_groups": top_p_groups,
+    "success_rate": success_rate,
 }
 
 

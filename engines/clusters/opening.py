@@ -125,6 +125,7 @@ def _start_local(
             for placed in place_local(config.pools)
         ),
         certificates=certificates,
+        dashboard=config.dashboard,
         preload=tuple(preload),
     )
     node = NodeProcess(plan, config.start_timeout)

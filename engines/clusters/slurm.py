@@ -48,6 +48,7 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
             workers=(),
             host=listening_address(config.host),
             certificates=certificates,
+            dashboard=config.dashboard,
             at_end=tuple(("scancel", "--name", f"{prefix}-{pool}") for pool in config.pools),
         ),
         config.start_timeout,

@@ -46,6 +46,7 @@ def start(config: ClusterConfig, env: Environments, certificates: Certificates |
             workers=(),
             host=listening_address(config.host),
             certificates=certificates,
+            dashboard=config.dashboard,
         ),
         config.start_timeout,
     )

@@ -41,6 +41,21 @@ def policy_tokens(store: Store, samples: BatchRef) -> NDArray[np.int64]:
     return np.diff(total[offsets])
 
 
+def drawn_tokens(store: Store, samples: BatchRef) -> NDArray[np.bool_]:
+    """Which response tokens an engine drew, by the spans of the policy versions that wrote them [T].
+
+    Spans (0, 0, 2) and (0, 4, 5) of one sample of five tokens: 1 1 0 0 1.
+    """
+    spans, of_sample = jagged(store, samples, "weight_spans")
+    _, begins = jagged(store, samples, "response_mask")
+    begin = np.repeat(begins[:-1], np.diff(of_sample) // 3)
+    edges = np.zeros(int(begins[-1]) + 1, np.int64)
+    np.add.at(edges, begin + spans[1::3], 1)
+    np.add.at(edges, begin + spans[2::3], -1)
+    drawn: NDArray[np.bool_] = np.cumsum(edges[:-1]) > 0
+    return drawn
+
+
 def dense(store: Store, samples: BatchRef, column: str) -> NDArray[Any]:
     """As `numbers`, in numpy."""
     return samples.fetch_numpy(store, column)[0]

@@ -8,7 +8,6 @@ turn that was answered once is never stepped again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from dataclasses import replace
@@ -31,7 +30,8 @@ from engines.data.chat_template import (
     state_number,
 )
 from engines.data.conversation import Conversation, Delta
-from engines.data.episode_rows import Episode, episode_columns, read_episodes
+from engines.data.episode_rows import Episode, episode_columns, read_episodes, seed_of
+from engines.data.frames import Form, alike, fitting, form_of, stacked, unused_tokens, write_frames
 from engines.data.players import dealt, players_prompts
 from engines.data.results import (
     DONE,
@@ -63,6 +63,7 @@ class EnvironmentSpec(RowsSpec):
     """From what the engine is built; max_new_tokens are those of a whole conversation."""
 
     episodes: EpisodesConfig = Field(description="The environment, and the limits of an episode.")
+    frames: bool = Field(False, description="Whether frames are kept of what there is to see.")
 
 
 class EnvironmentEngine(Engine):
@@ -77,7 +78,7 @@ class EnvironmentEngine(Engine):
         self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
-        self._environments = Environments(spec.episodes)
+        self._environments = Environments(spec.episodes, frames=spec.frames)
         self._code = self._environments.start()
         self._answers_as: Role = "tool" if self._code.tools else "user"
         tools = [dict(tool) for tool in self._code.tools]
@@ -99,6 +100,8 @@ class EnvironmentEngine(Engine):
         other = "" if source is None else opened_source.digest
         seeds = [seed_of(self._spec.episodes.seed, row, other) for row in rows]
         opened = [self._known(one) for one in self._environments.opening(found, seeds)]
+        if self._spec.frames:
+            opened = alike(opened)
         good = [number for number, one in enumerate(opened) if one.failed is None]
         if not good:
             raise EnvironmentFailed(f"No environment could be reset: {opened[0].failed}")
@@ -122,6 +125,8 @@ class EnvironmentEngine(Engine):
             "state_id": np.asarray([state_number(one) for one in digests], dtype=np.int64),
             **({"players": players} if players else {}),
         }
+        if self._spec.frames:
+            columns["opening_frame"] = stacked([opened[number].frame for number in kept])
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
 
     def deal(
@@ -191,12 +196,18 @@ class EnvironmentEngine(Engine):
         return self._with_tools[tools]
 
     def answer(
-        self, samples: BatchRef, out_key: str, stage: str = "", source: Source | None = None
+        self,
+        samples: BatchRef,
+        out_key: str,
+        stage: str = "",
+        source: Source | None = None,
+        frames: bool = False,
     ) -> AnswerResult:
         """Step the environments of the episodes whose turn is over, and write what they said.
 
         samples: as the rollout engine wrote them. stage: what they are for; sample numbers are those
-        of a stage. source: of their rows, where it is not the data set. An environment that fails
+        of a stage. source: of their rows, where it is not the data set. frames: whether those of the
+        answers are written. An environment that fails
         makes its sample FAILED; one that ends, or a limit, ends the episode, for all its players.
         """
         opened = self._source if source is None else open_source(source)
@@ -204,10 +215,9 @@ class EnvironmentEngine(Engine):
         asked = [one for one in episodes if one.waits]
         self._read(asked)
         began = time.monotonic()
-        self._step([one for one in asked if one.finish != "length"])
-        for one in asked:
-            if one.finish == "length":
-                one.end(self._limit(one), SampleStatus.TRUNCATED)
+        self._step([one for one in asked if not self._is_over(one)], form_of(samples))
+        for one in [each for each in asked if not each.ended and self._is_over(each)]:
+            one.end(self._limit(one), SampleStatus.TRUNCATED)
         self._finish([one for one in asked if one.ended and not one.error])
         seconds = time.monotonic() - began
         failures = tuple(
@@ -216,10 +226,11 @@ class EnvironmentEngine(Engine):
             for row in one.rows
             if row.error
         )
-        written = write_batch(self._store, out_key, episode_columns(episodes))
+        written = write_batch(self._store, out_key, episode_columns(episodes, self._code.in_part))
         kept = [name for name in samples.names if name not in written.names]
         return AnswerResult(
             ref=samples[kept].with_columns(written),
+            frames=write_frames(self._store, out_key, asked) if frames else None,
             unfinished=sum(not one.ended for one in episodes),
             opponents=sum(one.finish == OPPONENTS_TURN for one in episodes),
             turns=len(asked),
@@ -258,7 +269,7 @@ class EnvironmentEngine(Engine):
             if spans:  # of none at all a tokenizer makes one empty text
                 one.texts = list(self._tokenizer.batch_decode(spans, skip_special_tokens=True))
 
-    def _step(self, episodes: list[Episode]) -> None:
+    def _step(self, episodes: list[Episode], form: Form | None) -> None:
         """Have the environments answer the last turn; a call that is none is answered here."""
         asked = []
         for one in episodes:
@@ -269,7 +280,7 @@ class EnvironmentEngine(Engine):
                 asked.append(one)
         turns = [self._turn(one) for one in asked]
         for one, answered in zip(asked, self._environments.act(turns), strict=True):
-            outcome = self._known(answered)
+            outcome = fitting(self._known(answered), form)
             one.took(outcome.seconds)
             if outcome.failed is not None:
                 one.end(FAILED, SampleStatus.FAILED, outcome.failed)
@@ -320,22 +331,8 @@ class EnvironmentEngine(Engine):
 
     def _tokens(self, episode: Episode) -> list[Tokens | None]:
         """The tokens of each turn of the policy; None for environments that are not told them."""
-        turns = episode.turns
-        if not self._code.chats:
-            return [None] * len(turns)
-        found: list[Tokens | None] = []
-        read = 0
-        for start, stop in turns:
-            given = episode.tokens[read:start]
-            found.append(
-                {
-                    "given": given if found else [*episode.prompt, *given],
-                    "written": episode.tokens[start:stop],
-                    "logprobs": episode.logprobs[start:stop],
-                }
-            )
-            read = stop
-        return found
+        told = self._code.chats or self._code.tokens
+        return list(episode.told) if told else [None] * len(episode.turns)
 
     def _called(self, text: str) -> tuple[ToolCall, ...] | Malformed | None:
         """The tools that a turn calls; None where the environment has none, and takes the text."""
@@ -349,10 +346,16 @@ class EnvironmentEngine(Engine):
     def _take(self, episode: Episode, outcome: Outcome) -> None:
         """What an environment answered becomes part of the episode."""
         episode.answered(digest_of(outcome.observation), outcome.reward)
+        episode.frame = outcome.frame
         for row, reward in zip(episode.rows, outcome.rewards, strict=False):
             row.earns(reward)
         if outcome.done:
             episode.end(DONE, SampleStatus.OK)
+            if outcome.used is not None:
+                start, stop = episode.turns[-1]
+                turn = episode.tokens[start:stop]
+                words = None if self._code.tokens else self._tokenizer
+                episode.unused = unused_tokens(words, turn, outcome.used)
             return
         text, role = outcome.observation, self._answers_as
         if episode.others:
@@ -373,7 +376,8 @@ class EnvironmentEngine(Engine):
             delta = Delta(given, [Author.ENVIRONMENT] * len(given))
         elif episode.texts:
             last = episode.tokens[-1]
-            delta = self._conversation.delta(text, ended=True, last=last, role=role)
+            ended = episode.finish != "length"
+            delta = self._conversation.delta(text, ended=ended, last=last, role=role)
         else:
             delta = self._conversation.first(episode.row, text)
         if len(episode.tokens) + len(delta.ids) >= self._spec.max_new_tokens:
@@ -384,15 +388,11 @@ class EnvironmentEngine(Engine):
         episode.authors += bytes(delta.authors)
         episode.waits_for(episode)
 
+    def _is_over(self, episode: Episode) -> bool:
+        """Whether the policy's turn reached a limit of tokens that ends the episode."""
+        full = self._spec.episodes.full_turn == "counts" and self._limit(episode) == TURN_TOKENS
+        return episode.finish == "length" and not full
+
     def _limit(self, episode: Episode) -> str:
         """Which limit of tokens ended the policy's turn."""
         return TOKENS if len(episode.tokens) >= self._spec.max_new_tokens else TURN_TOKENS
-
-
-def seed_of(seed: int, row: int, source: str = "") -> int:
-    """Seed of a row's environments, in [0, 2**31): libraries take no larger ones.
-
-    source: digest of the rows' source, where it is not the data set.
-    """
-    digest = hashlib.blake2b(f"{seed}/{row}{source}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 33

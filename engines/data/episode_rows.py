@@ -5,16 +5,25 @@ An episode of several players is a row for each of them, which know each other.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from engines.data.chat_template import state_number
-from storage.batches.columns import OPPONENTS_TURN, UNFINISHED, WAITING, Author, SampleStatus
+from engines.environments.protocol import Frame, Tokens
+from storage.batches.columns import (
+    OPPONENTS_TURN,
+    UNFINISHED,
+    WAITING,
+    Author,
+    SampleStatus,
+    policy_mask,
+)
 from storage.batches.refs import BatchRef
 from storage.objects.json_values import Row
 from storage.objects.store import Store
@@ -50,6 +59,8 @@ class Episode:
     state: int = 0  # number of what its player was told first
     order: list[int] = field(default_factory=list)  # number in the episode of each answered turn
     texts: list[str] = field(default_factory=list)  # of the policy's turns
+    frame: Frame | None = None  # of the answer to its last turn, where frames are kept
+    unused: int = 0  # tokens at its end, after the action that ended it
     others: list[Episode] = field(default_factory=list, repr=False)  # rows of the other players
 
     @property
@@ -67,6 +78,19 @@ class Episode:
                 found.append((place, stop))
             place = stop
         return found
+
+    @property
+    def told(self) -> Iterator[Tokens]:
+        """The tokens of each turn of the policy, and what it had read since the one before."""
+        read = 0
+        for start, stop in self.turns:
+            given = self.tokens[read:start]
+            yield {
+                "given": [*self.prompt, *given] if read == 0 else given,
+                "written": self.tokens[start:stop],
+                "logprobs": self.logprobs[start:stop],
+            }
+            read = stop
 
     @property
     def waits(self) -> bool:
@@ -150,6 +174,8 @@ def read_episodes(
             "ended": list(samples.fetch_list(store, "episode")),
             "error": list(samples.fetch_list(store, "episode_error")),
         }
+    if "unused_tokens" in samples.names:
+        columns["unused"] = dense("unused_tokens")
     owners = numbers
     columns["order"] = [list(range(len(one))) for one in columns["observations"]]
     if "player" in samples.names:
@@ -193,21 +219,25 @@ def first_players(groups: list[int], players: list[int], samples: list[int]) -> 
     ]
 
 
-def episode_columns(episodes: Sequence[Episode]) -> dict[str, object]:
-    """The episodes as columns."""
-    of_players: dict[str, object] = {}
+def episode_columns(episodes: Sequence[Episode], in_part: bool = False) -> dict[str, object]:
+    """The episodes as columns; `in_part`: whether it is kept how much of a turn was acted on."""
+    besides: dict[str, object] = {}
     if any(one.others for one in episodes):
-        of_players = {
+        besides = {
             "turn_order": [np.array(one.order, np.int64) for one in episodes],
             "episode_id": np.array([one.rows[0].sample for one in episodes], np.int64),
         }
+    if in_part:
+        besides["unused_tokens"] = np.array([one.unused for one in episodes], np.int64)
     authors = [np.frombuffer(bytes(one.authors), np.uint8) for one in episodes]
     numbers = [_turn_numbers(each) for each in authors]
     return {
         "response_ids": [np.array(one.tokens, np.int32) for one in episodes],
         "rollout_logprobs": [np.array(one.logprobs, np.float32) for one in episodes],
         "author": authors,
-        "response_mask": [(each == Author.POLICY).astype(np.uint8) for each in authors],
+        "response_mask": [
+            policy_mask(each, one.unused) for one, each in zip(episodes, authors, strict=True)
+        ],
         "turn_ids": numbers,
         "turn_states": [_states(one, turn) for one, turn in zip(episodes, numbers, strict=True)],
         "finish_reason": [one.finish for one in episodes],
@@ -217,7 +247,7 @@ def episode_columns(episodes: Sequence[Episode]) -> dict[str, object]:
         "env_seconds": np.array([one.seconds for one in episodes], np.float64),
         "episode": [one.ended for one in episodes],
         "episode_error": [one.error for one in episodes],
-        **of_players,
+        **besides,
     }
 
 
@@ -251,3 +281,12 @@ def _states_shown(episode: Episode, turns: np.ndarray) -> np.ndarray:
     ]
     last = len(states) - 1
     return np.array([states[min(t, last)] if states else episode.state for t in turns], np.int64)
+
+
+def seed_of(seed: int, row: int, source: str = "") -> int:
+    """Seed of a row's environments, in [0, 2**31): libraries take no larger ones.
+
+    source: digest of the rows' source, where it is not the data set.
+    """
+    digest = hashlib.blake2b(f"{seed}/{row}{source}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 33

@@ -262,3 +262,5 @@ class AnswerResult:
     failures: tuple[SampleFailure, ...]
     seconds: float  # that all answers together took
     opponents: int = 0  # episodes in which an opponent's turn is next
+    # A row for each answer that has one: sample_id, turn (from 0), frame. None: there are none.
+    frames: BatchRef | None = None

@@ -77,6 +77,8 @@ def episode_metrics(
     tokens: NDArray[np.int64],
     seconds: NDArray[np.float64],
     ended: Sequence[str],
+    drawn: NDArray[np.bool_],
+    mask: NDArray[np.bool_],
 ) -> dict[str, float]:
     """What a step's episodes were like, failed ones among them.
 
@@ -84,9 +86,17 @@ def episode_metrics(
         turns: [N], of the model, that the environment answered.
         tokens: [N], of the whole conversation after its prompt.
         seconds: [N], in the environment.
-        ended: [N], why each ended (engines/environments/contract.py).
+        ended: [N], why each ended (engines/data/results.py).
+        drawn: [T], response tokens that an engine drew.
+        mask: [T], those that can train.
+
+    Returns:
+        episode/*. episode/drift is the share, of the tokens that are drawn or can train, that are
+        not both. It is 0 as long as what the policy wrote stands as it was drawn.
     """
+    either = int((drawn | mask).sum())
     return {
+        "episode/drift": float((drawn != mask).sum() / max(either, 1)),
         "episode/turns_mean": float(turns.mean()),
         "episode/turns_max": float(turns.max()),
         "episode/tokens_mean": float(tokens.mean()),

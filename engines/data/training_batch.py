@@ -18,7 +18,14 @@ from engines.algorithms.jagged import Rows
 from engines.algorithms.reward_shaping import repetition_penalty
 from engines.algorithms.sample_selection import Selected, select
 from engines.data.advantage_columns import Chosen
-from engines.data.column_reading import components, dense, jagged, numbers, policy_tokens
+from engines.data.column_reading import (
+    components,
+    dense,
+    drawn_tokens,
+    jagged,
+    numbers,
+    policy_tokens,
+)
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import episode_metrics, sample_metrics
 from engines.data.staleness import staleness_metrics
@@ -383,5 +390,7 @@ def metrics_of(
             tokens=samples.lengths(store, "response_ids"),
             seconds=dense(store, samples, "env_seconds"),
             ended=[str(one) for one in samples.fetch_list(store, "episode")],
+            drawn=drawn_tokens(store, samples),
+            mask=jagged(store, samples, "response_mask")[0].astype(bool),
         )
     return found

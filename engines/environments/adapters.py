@@ -1,7 +1,7 @@
-"""A user's class as an environment, and the choice among the kinds of environments.
+"""A user's class or functions as an environment, and the choice among the kinds of environments.
 
-The class keeps the contract of TRL's `environment_factory`. Runs in the process of the
-environments: only the standard library is imported.
+The class keeps the contract of TRL's `environment_factory`, functions that of its `tools`. Runs in
+the process of the environments: only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def load(start: Start) -> Loaded:
     """The environment that is asked for; ValueError in one sentence, or what its own code raises."""
     if start.kind == "class":
         return load_class(start)
+    if start.kind == "tools":
+        return load_tools(start)
     if start.kind == "agent":
         return load_agent(start, user_code(start.path))
     codec = user_code(start.path) if start.path else None
@@ -62,7 +64,7 @@ def load_class(start: Start) -> Loaded:
         environment = factory(**start.params)
         if start.players > 1:
             return PlayersAdapter(environment, start.players)
-        return ClassAdapter(environment)
+        return ClassAdapter(environment, start.frames)
 
     adapter = make()
     adapter.close()
@@ -75,19 +77,66 @@ def load_class(start: Start) -> Loaded:
     return Loaded(make=make, ready=ready)
 
 
-class ClassAdapter:
-    """One object of a user's class: with tools, or with step(text) and then without."""
+def load_tools(start: Start) -> Loaded:
+    """A user's functions as tools, by their names."""
+    names = [path.rpartition(":")[2].rpartition(".")[2] for path in start.functions]
+    found = [user_code(path) for path in start.functions]
+    tools = dict(zip(names, found, strict=True))
+    if len(tools) < len(found):
+        raise ValueError(f"two of the tools {', '.join(names)} have one name. Rename a function")
+    places = [path.rpartition(":")[0] for path in start.functions]
+    packages = [place.partition(".")[0] for place in places if not is_file(place)]
+    ready = Ready(
+        digest=digest_of(found),
+        packages=installed(packages),
+        tools=[schema(name, tool) for name, tool in tools.items()],
+    )
+    return Loaded(make=lambda: ToolsAdapter(tools), ready=ready)
 
-    def __init__(self, environment: Any) -> None:
+
+class ToolsAdapter:
+    """Functions as tools; an episode has nothing else to it, and no reward of its own."""
+
+    def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
+        self.tools = tools
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Given:
+        return Given(observation=None)
+
+    def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
+        results = tuple(called(self.tools, call, _finished) for call in calls or ())
+        return Given(observation=None, done=not calls, results=results)
+
+    def finish(self) -> Given:
+        return Given(observation=None)
+
+    def close(self) -> None:
+        """Functions hold nothing."""
+
+
+class ClassAdapter:
+    """One object of a user's class: with tools, or with step(text) and then without.
+
+    frames: whether its frame() goes with what it answers.
+    """
+
+    def __init__(self, environment: Any, frames: bool = False) -> None:
         self.environment = environment
         _check_methods(environment)
+        self._frames = frames
+        if frames and not callable(getattr(environment, "frame", None)):
+            raise ValueError(
+                f"{type(environment).__name__} has no method frame(), which returns an array of "
+                "what there is to see"
+            )
         self._takes_text = hasattr(environment, "step")
         if self._takes_text and not _takes(environment.step, 1):
             raise ValueError(
                 f"step of {type(environment).__name__} does not take (text) alone. For "
                 "step(text, player) set episodes.players to the number of players"
             )
-        self.tools = {} if self._takes_text else tools_of(environment)
+        besides = "frame" if frames else ""
+        self.tools = {} if self._takes_text else tools_of(environment, besides)
         if not self._takes_text and not self.tools:
             raise ValueError(
                 f"{type(environment).__name__} has neither tools, which are public methods, nor a "
@@ -96,7 +145,7 @@ class ClassAdapter:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
         said = _reset(self.environment, row, {"seed": seed})
-        return Given(observation=said, done=self._done())
+        return Given(observation=said, done=self._done(), frame=self._frame())
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
         if self._takes_text:
@@ -106,7 +155,13 @@ class ClassAdapter:
             results = tuple(called(self.tools, call, _finished) for call in calls or ())
             observation, reward, done = None, None, not calls
         done = done or self._done()
-        return Given(observation=observation, reward=reward, done=done, results=results)
+        return Given(
+            observation=observation,
+            reward=reward,
+            done=done,
+            results=results,
+            frame=self._frame(),
+        )
 
     def finish(self) -> Given:
         if not hasattr(self.environment, "get_reward"):
@@ -115,6 +170,9 @@ class ClassAdapter:
 
     def close(self) -> None:
         _close(self.environment)
+
+    def _frame(self) -> Any:
+        return _finished(self.environment.frame()) if self._frames else None
 
     def _done(self) -> bool:
         done = getattr(self.environment, "done", False)

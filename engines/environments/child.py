@@ -182,7 +182,8 @@ class Sessions:
             if isinstance(call, Finish):
                 return adapter.finish()
             if call.tokens is not None:
-                assert isinstance(adapter, agents.AgentAdapter), "others are not told tokens"
+                takers = (agents.AgentAdapter, library_adapters.GymnasiumAdapter)
+                assert isinstance(adapter, takers), "others are not told tokens"
                 adapter.see(call.tokens)
             return adapter.act(call.text, call.calls)
 

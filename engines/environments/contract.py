@@ -14,11 +14,12 @@ from numbers import Real
 from types import ModuleType
 from typing import Any, Protocol
 
-from engines.environments.protocol import Outcome, Ready, Told, ToolCall
+from engines.environments.protocol import Frame, Outcome, Ready, Told, ToolCall
 from engines.processes.user_code import shortened, source_digests
 
 OBSERVATION_BYTES = 65536  # of UTF-8: the longest observation
 LARGEST_REWARD = 3e38  # what a float32 holds
+FRAME_BYTES = 16 * 2**20  # the largest frame
 
 
 class NotAllowed(Exception):
@@ -38,6 +39,8 @@ class Given:
     rewards: tuple[Any, ...] = ()  # of each of several players
     done: bool = False
     results: tuple[Any, ...] = ()  # of each tool call, text
+    frame: Any = None  # an array of numpy, or what makes one; None: none is kept
+    used: int | None = None  # as in Outcome
 
 
 class Adapter(Protocol):
@@ -94,7 +97,28 @@ def checked(given: Given) -> Outcome:
         rewards=tuple(map(_reward, given.rewards)),
         done=given.done,
         results=results,
+        frame=None if given.frame is None else frame_of(given.frame),
+        used=given.used,
     )
+
+
+def frame_of(given: Any) -> Frame:
+    """An image or a state as it is sent: numbers of 8 bits as they are, others as float32."""
+    numpy = library("numpy")
+    array = numpy.asarray(given)
+    if array.dtype != numpy.uint8:
+        if array.dtype.kind not in "biuf":
+            raise NotAllowed(
+                f"the environment gave {_shown(given)} as a frame, no array of numbers"
+            )
+        array = array.astype(numpy.float32)
+        if not numpy.isfinite(array).all():
+            raise NotAllowed("the environment gave a frame with a number that no float32 holds")
+    if not 0 < array.nbytes <= FRAME_BYTES:
+        raise NotAllowed(
+            f"the environment gave a frame of {array.nbytes} bytes; 1 to {FRAME_BYTES} are allowed"
+        )
+    return {"dtype": str(array.dtype), "shape": array.shape, "data": array.tobytes()}
 
 
 def told(player: Any, texts: Iterable[Any], players: int) -> str:

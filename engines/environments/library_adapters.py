@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engines.environments.contract import Given, Loaded, digest_of, library, of_players, told
-from engines.environments.protocol import Ready, Start, ToolCall
+from engines.environments.protocol import Ready, Start, Tokens, ToolCall
 from engines.processes.user_code import installed
 
 # What gymnasium's text games call their actions, which their spaces do not say, by the class's name.
@@ -31,22 +31,24 @@ def load_gymnasium(start: Start, codec: Callable[..., Any] | None) -> Loaded:
     def make() -> GymnasiumAdapter:
         environment = gymnasium.make(start.id, **start.params)
         if codec is not None:
-            return GymnasiumAdapter(environment, codec())
+            return GymnasiumAdapter(environment, codec(), start.frames)
         if not isinstance(environment.action_space, gymnasium.spaces.Discrete):
             raise ValueError(
                 f"its actions are {environment.action_space}, which take a codec. Set "
                 "episodes.environment.codec"
             )
-        return GymnasiumAdapter(environment, DiscreteCodec(environment))
+        return GymnasiumAdapter(environment, DiscreteCodec(environment), start.frames)
 
     first = make()
-    plain = type(first.environment.unwrapped)
+    plain, in_part, tokens = type(first.environment.unwrapped), first.several, first.by_tokens
     first.close()
     package = plain.__module__.partition(".")[0]
     ready = Ready(
         digest=digest_of([plain, *([codec] if codec else [])]),
         packages=installed(dict.fromkeys(("gymnasium", "numpy", package))),
         tools=[],
+        in_part=in_part,
+        tokens=tokens,
     )
     return Loaded(make=make, ready=ready)
 
@@ -69,26 +71,56 @@ def load_textarena(start: Start, codec: Callable[..., Any] | None) -> Loaded:
 
 
 class GymnasiumAdapter:
-    """One environment of gymnasium, whose turns a codec makes actions of."""
+    """One environment of gymnasium, whose turns a codec makes actions of.
 
-    def __init__(self, environment: Any, codec: Any) -> None:
+    A codec's action(text) is the turn's one action. One with actions(text) makes several of a turn:
+    pairs of an action, and how many characters of the text there are up to its end; one with
+    actions_of_tokens(ids) does it by the turn's token ids, and counts those. What comes after the
+    action that ends the episode was not acted on. With frames, a frame is the codec's
+    frame(observation, info), if it has one; else the picture, where the environment was made with
+    render_mode 'rgb_array'; else the observation.
+    """
+
+    def __init__(self, environment: Any, codec: Any, frames: bool = False) -> None:
         self.environment = environment
         self._codec = codec
+        self._frames = frames
+        self.by_tokens = callable(getattr(codec, "actions_of_tokens", None))
+        self.several = self.by_tokens or callable(getattr(codec, "actions", None))
+        self._ids: list[int] = []  # of the turn that comes next, where it goes by those
+
+    def see(self, tokens: Tokens) -> None:
+        """The tokens of the turn that comes next."""
+        self._ids = list(tokens["written"])
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
         observation, info = self.environment.reset(seed=seed)
-        return Given(observation=self._codec.describe(observation, info))
+        return Given(
+            observation=self._codec.describe(observation, info),
+            frame=self._frame(observation, info),
+        )
 
     def act(self, text: str, calls: Sequence[ToolCall] | None) -> Given:
         try:
-            action = self._codec.action(text)
+            actions = self._actions(text)
         except ValueError as error:
             return Given(observation=f"That is no action: {error}")
-        observation, reward, terminated, truncated, info = self.environment.step(action)
+        if not actions:
+            return Given(observation="That is no action.")
+        rewards, done, used = [], False, None
+        for action, stop in actions:
+            observation, reward, terminated, truncated, info = self.environment.step(action)
+            rewards.append(reward)
+            done = bool(terminated or truncated)
+            if done:
+                used = stop
+                break
         return Given(
             observation=self._codec.describe(observation, info),
-            reward=reward,
-            done=bool(terminated or truncated),
+            reward=sum(rewards) if self.several else rewards[0],
+            done=done,
+            frame=self._frame(observation, info),
+            used=used,
         )
 
     def finish(self) -> Given:
@@ -96,6 +128,22 @@ class GymnasiumAdapter:
 
     def close(self) -> None:
         self.environment.close()
+
+    def _actions(self, text: str) -> list[tuple[Any, int | None]]:
+        if self.by_tokens:
+            return list(self._codec.actions_of_tokens(self._ids))
+        if self.several:
+            return list(self._codec.actions(text))
+        return [(self._codec.action(text), None)]
+
+    def _frame(self, observation: Any, info: Mapping[str, Any]) -> Any:
+        if not self._frames:
+            return None
+        if callable(of := getattr(self._codec, "frame", None)):
+            return of(observation, info)
+        if self.environment.render_mode == "rgb_array":
+            return self.environment.render()
+        return observation
 
 
 class DiscreteCodec:

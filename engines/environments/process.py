@@ -10,6 +10,7 @@ from configs.episodes import (
     EpisodesConfig,
     GymnasiumEnvironment,
     OpenEnvEnvironment,
+    ToolsEnvironment,
 )
 from engines.environments.protocol import Call, Ready, Reply, Start, unpacked
 from engines.processes.child_messages import packed
@@ -21,8 +22,8 @@ GIB = 2**30
 class EnvironmentProcess(ChildProcess[Ready, Call, Reply]):
     """A process that loads one environment, and holds sessions of it."""
 
-    def __init__(self, config: EpisodesConfig) -> None:
-        start = start_message(config)
+    def __init__(self, config: EpisodesConfig, frames: bool = False) -> None:
+        start = start_message(config, frames)
         program = Program(
             main="engines.environments.child:main",
             python=config.python,
@@ -33,12 +34,18 @@ class EnvironmentProcess(ChildProcess[Ready, Call, Reply]):
         super().__init__(f"environment {start.name}", program, packed(start), unpacked)
 
 
-def start_message(config: EpisodesConfig) -> Start:
-    """What such a process is told to load."""
+def start_message(config: EpisodesConfig, frames: bool = False) -> Start:
+    """What such a process is told to load; `frames`: whether they go with its answers."""
     environment = config.environment
     path, id = "", ""
-    params: dict[str, Any] = dict(environment.params)
+    params: dict[str, Any] = {}
+    functions: tuple[str, ...] = ()
+    if not isinstance(environment, ToolsEnvironment):
+        params = dict(environment.params)
     match environment:
+        case ToolsEnvironment():
+            functions = environment.functions
+            name = ", ".join(functions)
         case ClassEnvironment() | AgentEnvironment():
             name = path = environment.path
         case GymnasiumEnvironment():
@@ -57,4 +64,6 @@ def start_message(config: EpisodesConfig) -> Start:
         params=params,
         memory=int(config.memory_gib * GIB),
         players=config.players,
+        frames=frames,
+        functions=functions,
     )

@@ -19,6 +19,8 @@ ToolCall: TypeAlias = "Mapping[str, Any]"  # {"name": str, "arguments": dict}
 # Of a turn: "given", token ids that the model read since its last turn (the prompt at first),
 # "written", those of the turn, and "logprobs" of them.
 Tokens: TypeAlias = "Mapping[str, Any]"
+# An image or a state: "dtype" (uint8 or float32), "shape", and "data", its bytes row by row.
+Frame: TypeAlias = "Mapping[str, Any]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +28,14 @@ class Start:
     """The first message: which environment to hold sessions of."""
 
     name: str  # what messages call the environment
-    kind: str  # class, gymnasium, textarena, openenv or agent
+    kind: str  # class, tools, gymnasium, textarena, openenv or agent
     path: str  # import path: of the class, or of a codec; empty for none
     id: str  # name in the library's registry, or a server's URL; empty for a class
     params: Mapping[str, Any]  # keyword arguments of making one
     memory: int  # bytes that the process may have
     players: int = 1  # of an episode
+    frames: bool = False  # whether a frame goes with each answer
+    functions: Sequence[str] = ()  # import paths of functions that are tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class Ready:
     # Whether its observations are JSON: {"messages": chat messages, "tools": JSON schemas}, or
     # {"ids": token ids}. Then it is told the tokens of each turn.
     chats: bool = False
+    in_part: bool = False  # whether it says how much of the last turn it acted on
+    tokens: bool = False  # whether it is told the tokens of each turn, without `chats`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,10 @@ class Outcome:
     # That it took, an episode that was played again with it.
     seconds: float = field(default=0.0, compare=False)
     out_of_memory: bool = False  # whether it failed because the process has all its memory
+    frame: Frame | None = field(default=None, compare=False)  # of what there is to see now
+    # Characters of the turn (tokens, where it is told those) up to the action that ended the
+    # episode; None: all of them counted.
+    used: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,9 +105,11 @@ class Environments:
     """The environments of one worker, in `config.processes` processes. Close it, or use it as a
     context. Safe to share by threads: the turns of one process queue up."""
 
-    def __init__(self, config: EpisodesConfig, sessions: int = SESSIONS) -> None:
-        """`sessions`: how many each process holds at most."""
-        self._players = [_Player(config, sessions) for _ in range(config.processes)]
+    def __init__(
+        self, config: EpisodesConfig, sessions: int = SESSIONS, frames: bool = False
+    ) -> None:
+        """`sessions`: how many each process holds at most. `frames`: whether answers have them."""
+        self._players = [_Player(config, sessions, frames) for _ in range(config.processes)]
 
     def start(self) -> Ready:
         """Load the environment in every process now, all at once.
@@ -177,8 +179,8 @@ class _Player:
     The dictionaries of episodes are changed in that thread only.
     """
 
-    def __init__(self, config: EpisodesConfig, sessions: int) -> None:
-        self.process = EnvironmentProcess(config)
+    def __init__(self, config: EpisodesConfig, sessions: int, frames: bool) -> None:
+        self.process = EnvironmentProcess(config, frames)
         self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="environments")
         self._config = config
         self._sessions = sessions

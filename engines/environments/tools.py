@@ -1,4 +1,4 @@
-"""The public methods of an environment as tools: JSON schemas, and calls of them.
+"""The public methods of an environment, or functions, as tools: JSON schemas, and calls of them.
 
 A schema has the form that chat templates take: {"type": "function", "function": {"name",
 "description", "parameters"}}, made of a method's type hints and of its docstring, whose section
@@ -29,8 +29,8 @@ _ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 Tools = Mapping[str, Callable[..., Any]]
 
 
-def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Name -> bound method, of the methods that are tools.
+def tools_of(environment: Any, besides: str = "") -> dict[str, Callable[..., Any]]:
+    """Name -> bound method, of the methods that are tools; `besides`: one that is none.
 
     The class is asked, so that no property is computed.
     """
@@ -39,7 +39,7 @@ def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
         name: getattr(environment, name)
         for name in dir(kind)
         if not name.startswith("_")
-        and name not in NO_TOOLS
+        and name not in (*NO_TOOLS, besides)
         and isinstance(inspect.getattr_static(kind, name), (types.FunctionType, classmethod))
     }
 
@@ -49,8 +49,8 @@ def schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     text = inspect.getdoc(tool)
     if not text:
         raise ValueError(
-            f"the method {name} is public, so a tool, and has no docstring. Write what it does, or "
-            f"call it _{name}"
+            f"{name} has no docstring, and is a tool, as every public method is. Write what it "
+            f"does, or, of a method, call it _{name}"
         )
     description, arguments = _docstring(text)
     hints = typing.get_type_hints(tool)

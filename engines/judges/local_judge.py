@@ -40,14 +40,13 @@ from engines.rollout.contract import (
     engine_class,
 )
 from engines.rollout.engine import RolloutEngine
+from engines.rollout.frozen_weights import published
 from engines.workers.engine import Memory
 from storage.batches.columns import UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef, find_manifest
-from storage.runs.weights_writing import publish, same
 
 # What an answer does not depend on.
 _HOW_RUN = {"max_sequences", "kv_cache_gib", "gpu_memory_utilization", "deadline"}
@@ -275,7 +274,15 @@ class LocalJudge:
 
     def _built(self) -> RolloutEngine:
         reward, spec = self._reward, self._spec
-        weights = self._published()
+        weights = published(
+            self._store,
+            spec.run,
+            "judged/models",
+            self._directory,
+            self.code.module,
+            reward.dtype,
+            f"the judge {reward.label}",
+        )
         report(f"loading the judge {reward.label}")
         rollout = RolloutSpec(
             name=reward.label,
@@ -289,18 +296,6 @@ class LocalJudge:
         engine: RolloutEngine = imported_class(engine_class(reward.rollout))(rollout)
         engine.sync(weights)
         return engine
-
-    def _published(self) -> WeightsRef:
-        """The judge's weights as a version in the store."""
-        name = self.code.module.rpartition(":")[2]
-        key = f"{self._spec.run}/judged/models/{name}-{self._reward.dtype}"
-        existing = find_manifest(self._store, key)
-        if existing is not None:
-            return same(existing, key, existing.digest)
-        report(f"reading the judge {self._reward.label}")
-        model = models.load_for_training(self._directory, self._reward.dtype)
-        files = models.companion_files(self._directory)
-        return publish(self._store, self._spec.run, 0, model.state_dict().items(), files, key=key)
 
 
 class JudgingEngine(RewardModelEngine):

@@ -75,6 +75,7 @@ class NodePlan(BaseModel):
     host: str | None = LOOPBACK  # address to listen at; none: the one that reaches the scheduler
     scheduler: str | None = None  # address of a scheduler elsewhere; none: start one
     certificates: Certificates | None = None  # for TLS
+    dashboard: str | None = None  # HOST:PORT of the scheduler's own dashboard; none: off
     # Commands that end what runs elsewhere for the cluster.
     at_end: tuple[tuple[str, ...], ...] = ()
     # Modules of engines that workers are forked with, where they may.
@@ -190,8 +191,8 @@ class Node:
             scheduler = await Scheduler(
                 host=host,
                 port=0,
-                dashboard=False,
-                dashboard_address=f"{LOOPBACK}:0",
+                dashboard=self.plan.dashboard is not None,
+                dashboard_address=self.plan.dashboard or f"{LOOPBACK}:0",
                 **connection,
             )
             address = scheduler.address

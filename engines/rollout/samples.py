@@ -13,12 +13,14 @@ import numpy as np
 from engines.rollout.contract import RolloutRequest, RolloutResult, ShardStats
 from storage.batches.columns import (
     EPISODE,
+    IN_PART,
     OF_PLAYERS,
     OPPONENTS_TURN,
     SEGMENT,
     UNFINISHED,
     Author,
     SampleStatus,
+    policy_mask,
 )
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -27,7 +29,7 @@ from storage.objects.store import Store
 # Columns that a sample shares with its prompt; they are referred to, not written again.
 PROMPT_COLUMNS = (
     *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
-    *("player", "frozen"),
+    *("player", "frozen", "opening_frame"),
 )
 POLICY = bytes([Author.POLICY])
 
@@ -259,15 +261,20 @@ def write_samples(
             attempts[stands] = request.begun.fetch_numpy(store, "attempt")[0][stands]
     authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
     kept: list[str] = []
+    unused = np.zeros(rows, np.int64)  # of episodes that have ended
     if request.begun is not None:
-        kept = [name for name in (*EPISODE, *OF_PLAYERS) if name in request.begun.names]
+        kept = [name for name in (*EPISODE, *OF_PLAYERS, *IN_PART) if name in request.begun.names]
+        if "unused_tokens" in kept:
+            unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)
     written = write_batch(
         store,
         request.out_key,
         {
             **({"author": authors} if kept else {}),
             **token_columns(completions),
-            "response_mask": [(each == Author.POLICY).astype(np.uint8) for each in authors],
+            "response_mask": [
+                policy_mask(each, end) for each, end in zip(authors, unused.tolist(), strict=True)
+            ],
             "sample_id": np.array(
                 [prompts.sample_id(i // n, i % n, n) for i in range(rows)], np.int64
             ),

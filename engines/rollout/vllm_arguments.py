@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engines.rollout.contract import RolloutSpec, Sampling
 from engines.rollout.samples import NOTHING, Completion
@@ -98,14 +101,24 @@ def sampling_params(
     )
 
 
-def scoring_params() -> SamplingParams:
-    """A request that wants only the log-probs of its prompt, at temperature 1."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredTokens:
+    """Of each of R tokens that were given, at temperature 1 and unfiltered."""
+
+    logprobs: NDArray[np.float32]  # [R] nats
+    ids: NDArray[np.int32]  # [R, k] the k likeliest words, the likeliest first
+    words: NDArray[np.float32]  # [R, k] nats
+
+
+def scoring_params(top_k: int = 0) -> SamplingParams:
+    """A request that wants only the log-probs of its prompt, and of top_k words at each place."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=1,
-        prompt_logprobs=0,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -142,10 +155,15 @@ def _drawn_logprobs(drawn: CompletionOutput, tokens: Sequence[int]) -> list[floa
     return [place[token].logprob for place, token in zip(places, tokens, strict=True) if place]
 
 
-def scores(output: RequestOutput, start: int) -> list[float]:
-    """Log-probs of a request's prompt tokens from `start` on."""
+def scores(output: RequestOutput, start: int) -> ScoredTokens:
+    """Of a request's prompt tokens from `start` on, at least 1."""
+    from vllm.logprobs import FlatLogprobs
+
     tokens, places = output.prompt_token_ids, output.prompt_logprobs
     assert tokens is not None, "requests are made of tokens"
-    assert places is not None, "prompt log-probs were asked for"
-    pairs = list(zip(places, tokens, strict=True))[start:]
-    return [place[token].logprob for place, token in pairs if place]
+    assert isinstance(places, FlatLogprobs), "prompt log-probs were asked for, and flat"
+    # Of each place but the first, which nothing predicts: the token's own, then the words'.
+    shape = (len(tokens) - 1, -1)
+    ids = np.array(places.token_ids, np.int32).reshape(shape)[start - 1 :]
+    logprobs = np.array(places.logprobs, np.float32).reshape(shape)[start - 1 :]
+    return ScoredTokens(logprobs=logprobs[:, 0], ids=ids[:, 1:], words=logprobs[:, 1:])

@@ -24,6 +24,7 @@ from engines.rollout.contract import (
 )
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.samples import Completion, PromptTokens
+from engines.rollout.vllm_arguments import ScoredTokens
 from engines.rollout.vllm_process import VllmProcess
 from engines.rollout.weight_reader import Held, LoadReport
 from engines.workers.messages import Moved
@@ -102,8 +103,19 @@ class VllmEngine(RolloutEngine):
 
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
+        found = self.likeliest(token_ids, prompt_lengths)
+        return [one.logprobs.tolist() for one in found]
+
+    def likeliest(
+        self, token_ids: list[list[int]], prompt_lengths: list[int], top_k: int = 0
+    ) -> list[ScoredTokens]:
+        """The same, and the `top_k` likeliest words in each place.
+
+        More than 20 words need engine_args.max_logprobs. Prefixes that others have are computed anew:
+        vLLM keeps no logits beside the keys and values of its cache.
+        """
         self._check_awake()
-        return self._process.run(self._score(token_ids, prompt_lengths))
+        return self._process.run(self._score(token_ids, prompt_lengths, top_k))
 
     def pause(self) -> None:
         """Stop decoding; shards in flight keep their place. Waits for a running sync."""
@@ -273,9 +285,11 @@ class VllmEngine(RolloutEngine):
                 return output
         raise AssertionError("vLLM ended a request without its last output")
 
-    async def _score(self, token_ids: list[list[int]], starts: list[int]) -> list[list[float]]:
+    async def _score(
+        self, token_ids: list[list[int]], starts: list[int], top_k: int
+    ) -> list[ScoredTokens]:
         await self._admitted.wait()
-        params = vllm_arguments.scoring_params()
+        params = vllm_arguments.scoring_params(top_k)
         answers = await asyncio.gather(
             *(
                 self._answer({"prompt_token_ids": tokens}, params, self._new_request())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import os
 import resource
 import selectors
@@ -22,12 +23,22 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from engines.sandboxes.protocol import WORK, received, send
-from engines.sandboxes.system_calls import filter_system_calls, forbid_new_rights, hide_memory
+from engines.sandboxes.system_calls import (
+    filter_system_calls,
+    forbid_new_rights,
+    hide_memory,
+    is_hidden,
+)
 
 LOOK = 0.02  # seconds between looks at the memory of all processes
 PIECE = 2**16
+PIPE = 4096  # bytes that a pipe takes at once
 PAGE = os.sysconf("SC_PAGE_SIZE")
 OPEN_FILES = 256
+EXPOSED = (
+    "in this sandbox programs could look into their supervisor, and so make up what they came to: "
+    "its runtime does not heed PR_SET_DUMPABLE, as some versions of gVisor. Use another runtime"
+)
 NOT_STARTED = 127  # exit code where there is no such program, as of a shell
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -54,6 +65,9 @@ def main(setup: dict[str, Any]) -> NoReturn:
         send(1, {"failed": "the supervisor is not process 1 of a process namespace of its own"})
         os._exit(1)
     hide_memory()
+    if not is_hidden(setup["user"]):
+        send(1, {"failed": EXPOSED})
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 does not die of
     orders, answers = os.dup(0), os.dup(1)  # closed at exec: no program gets them
     null = os.open("/dev/null", os.O_RDWR)
@@ -136,12 +150,12 @@ class _Supervisor:
 
     def _execute(self, argv: list[str], stdin: bytes, timeout: float) -> dict[str, Any]:
         started = time.monotonic()
-        inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
+        inputs, outputs, errors, faults = os.pipe(), os.pipe(), os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
-            self._become(argv, inputs[0], outputs[1], errors[1])
-        for ours in (inputs[0], outputs[1], errors[1]):
-            os.close(ours)
+            self._become(argv, inputs[0], outputs[1], errors[1], faults[1])
+        for theirs in (inputs[0], outputs[1], errors[1], faults[1]):
+            os.close(theirs)
         limit = self._limits["output_kib"] * 1024
         kept = {outputs[0]: _Output(limit), errors[0]: _Output(limit)}
         try:
@@ -152,8 +166,11 @@ class _Supervisor:
                     output.add(piece)
         finally:
             _end_all(pid)
-            for descriptor in kept:
+            fault = _read_now(faults[0])
+            for descriptor in (*kept, faults[0]):
                 os.close(descriptor)
+        if fault:
+            raise RuntimeError(f"the program could not be confined: {fault.decode()}")
         code = os.waitstatus_to_exitcode(status)
         if cause is None and code == -signal.SIGXCPU:
             cause = "timed_out"
@@ -175,13 +192,14 @@ class _Supervisor:
         """Feed a program and take its output until it ends: None, or the cause to end it."""
         rest = memoryview(data)
         os.set_blocking(stdin, False)
-        ended = os.pidfd_open(pid)
+        ended = _ending_of(pid)
         with selectors.DefaultSelector() as selector:
             for descriptor in kept:
                 os.set_blocking(descriptor, False)
                 selector.register(descriptor, selectors.EVENT_READ)
             selector.register(stdin, selectors.EVENT_WRITE)
-            selector.register(ended, selectors.EVENT_READ)
+            if ended is not None:
+                selector.register(ended, selectors.EVENT_READ)
             selector.register(self._orders, selectors.EVENT_READ)
             next_look = time.monotonic()
             try:
@@ -191,6 +209,8 @@ class _Supervisor:
                         return "timed_out"
                     if now >= next_look:
                         next_look = now + LOOK
+                        if ended is None and _has_ended(pid):
+                            return None
                         if _memory(self._memory) > self._memory:
                             return "out_of_memory"
                     ready = selector.select(min(next_look, deadline) - now)
@@ -212,37 +232,52 @@ class _Supervisor:
                         if not piece:
                             selector.unregister(descriptor)
             finally:
-                os.close(ended)
+                if ended is not None:
+                    os.close(ended)
                 if stdin >= 0:
                     os.close(stdin)
 
-    def _become(self, argv: list[str], stdin: int, stdout: int, stderr: int) -> NoReturn:
-        """Turn this process, just forked, into the program."""
+    def _become(
+        self, argv: list[str], stdin: int, stdout: int, stderr: int, faults: int
+    ) -> NoReturn:
+        """Turn this process, just forked, into the program.
+
+        What the machine could not do is told through `faults`, which is closed at exec: without it
+        the exit would count as the program's own.
+        """
         try:
-            os.setsid()
-            for number, descriptor in enumerate((stdin, stdout, stderr)):
-                os.dup2(descriptor, number, inheritable=True)
-            _offer_to_the_kernel()
-            for limit, value in self._rlimits().items():
-                hard = resource.getrlimit(limit)[1]
-                most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-                resource.setrlimit(limit, (most, most))
-            # The first signal at the limit says why, the second, a second later, cannot be caught.
-            cpu = self._limits["cpu_seconds"]
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-            if self._user is not None:
-                os.setgroups([])
-                os.setresgid(self._user, self._user, self._user)
-                os.setresuid(self._user, self._user, self._user)
-            forbid_new_rights()
-            filter_system_calls()
-            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
-                signal.signal(ignored, signal.SIG_DFL)
+            self._confine(stdin, stdout, stderr)
+        except BaseException:
+            os.write(faults, traceback.format_exc()[-PIPE:].encode())
+            os._exit(NOT_STARTED)
+        try:
             os.execvpe(argv[0], argv, ENVIRONMENT)
         except OSError as error:
             os.write(2, f"{argv[0]} was not started: {error}\n".encode())
         finally:
             os._exit(NOT_STARTED)
+
+    def _confine(self, stdin: int, stdout: int, stderr: int) -> None:
+        """Give this process the limits of a program."""
+        os.setsid()
+        for number, descriptor in enumerate((stdin, stdout, stderr)):
+            os.dup2(descriptor, number, inheritable=True)
+        _offer_to_the_kernel()
+        for limit, value in self._rlimits().items():
+            hard = resource.getrlimit(limit)[1]
+            most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(limit, (most, most))
+        # The first signal at the limit says why, the second, a second later, cannot be caught.
+        cpu = self._limits["cpu_seconds"]
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+        if self._user is not None:
+            os.setgroups([])
+            os.setresgid(self._user, self._user, self._user)
+            os.setresuid(self._user, self._user, self._user)
+        forbid_new_rights()
+        filter_system_calls()
+        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+            signal.signal(ignored, signal.SIG_DFL)
 
     def _rlimits(self) -> dict[int, int]:
         return {
@@ -253,8 +288,21 @@ class _Supervisor:
             resource.RLIMIT_NOFILE: OPEN_FILES,
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_MEMLOCK: 0,
-            resource.RLIMIT_MSGQUEUE: 0,
         }
+
+
+def _ending_of(pid: int) -> int | None:
+    """What can be read once a child has ended; None where there is no such thing, as in gVisor."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return None
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _offer_to_the_kernel() -> None:

@@ -173,6 +173,28 @@ def hide_memory() -> None:
     prctl(PR_SET_DUMPABLE, 0)
 
 
+def is_hidden(user: int | None) -> bool:
+    """Whether a child, of that user or of this process's own, cannot look into this one; it is tried.
+
+    True for root that stays root, who may.
+    """
+    if user is None and os.geteuid() == 0:
+        return True
+    pid = os.fork()
+    if pid == 0:
+        seen = 0
+        try:
+            if user is not None:
+                os.setresuid(user, user, user)
+            with open(f"/proc/{os.getppid()}/environ", "rb"):
+                seen = 1
+        except OSError:
+            seen = 0
+        finally:
+            os._exit(seen)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def filter_system_calls() -> None:
     """Refuse, from now on and in all that this process starts, what a program has no use for.
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engines.model_tokens import check_same_tokens, model_tokens
-from engines.models import build_empty, prepared
+from engines.models import build_empty
 from engines.train.activations import checkpoint_layers
 from engines.train.compiled import check_compiling, compile_layers
 from engines.train.critic import Critic
@@ -46,24 +45,6 @@ def build(spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype) 
         for parameter in policy.parameters():
             parameter.data = parameter.data.to(compute)
     return policy
-
-
-def tokens_of_student(spec: TrainSpec, directory: Path) -> int | None:
-    """How many token ids the student of a teacher knows; None where the spec names no student.
-
-    directory: of the teacher's files. Raises ValueError where their tokenizers are not the same.
-    """
-    if spec.student is None:
-        return None
-    student = model_tokens(prepared(spec.student, Path(spec.model_cache)))
-    teacher = model_tokens(directory)
-    if student is None or teacher is None:
-        raise ValueError(
-            "A teacher or its student has no tokenizer.json, by which their tokens are compared. "
-            "Set teachers and model to checkpoints that have one."
-        )
-    check_same_tokens(student, teacher, spec.name)
-    return student.rows
 
 
 def materialize(

@@ -168,30 +168,35 @@ class FSDPEngine(ShardedModel):
         plan: as engines/train/stored_plan.py has stored it for this batch and gang; None: each rank
         makes it.
         """
-        meeting = self._joined()
+        result = self._begun(step, algorithm, temperature).run(batch, max_new_tokens, step, plan)
+        self.version = step
+        return result
+
+    def _begun(self, step: int, algorithm: AlgorithmConfig, temperature: float) -> Updater:
+        """What makes the update of a step; from now on the weights are no version's."""
+        self._joined()
         if self._optimizer is None:
             raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
         torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
         self.version = None
+        return self._updater(algorithm, temperature)
+
+    def _updater(self, algorithm: AlgorithmConfig, temperature: float) -> Updater:
+        """What makes one update on this rank."""
         model = self._loaded()
         assert isinstance(model, FSDPModule)
         rank = TrainRank(
             store=self._store,
-            meeting=meeting,
+            meeting=self._joined(),
             sequence=self._shared(),
             optimizer=self._optimizer,
             sharded=model,
             config=self._spec.train,
             cost=self._cost,
         )
-        updater: Updater
         if isinstance(model, Critic):
-            updater = CriticUpdater(rank, model, algorithm.critic)
-        else:
-            updater = PolicyUpdater(rank, self._forward(temperature), objective_of(algorithm))
-        result = updater.run(batch, max_new_tokens, step, plan)
-        self.version = step
-        return result
+            return CriticUpdater(rank, model, algorithm.critic)
+        return PolicyUpdater(rank, self._forward(temperature), objective_of(algorithm))
 
     def cost(self) -> CostModel:
         """What plans are balanced by: the model's floating-point operations."""

@@ -158,6 +158,34 @@ def plan_rank(
     )
 
 
+def plan_worker(plan: MemoryPlan) -> MemoryPlan:
+    """Of a lone rank's plan what is left for a worker of elastic training: it has no optimizer."""
+    moments = plan.held.get("optimizer", 0)
+    return MemoryPlan(
+        held={what: size for what, size in plan.held.items() if what != "optimizer"},
+        passing=plan.passing,
+        stages={what: size - moments for what, size in plan.stages.items() if what != "optimizer"},
+        host={what: size for what, size in plan.host.items() if what != "optimizer"},
+    )
+
+
+def plan_aggregator(shape: ModelShape, train: TrainConfig, on_gpu: bool) -> MemoryPlan:
+    """What the aggregator of elastic training holds, and takes to add gradients up.
+
+    Of the largest weight, the embedding: the sum, what is added to it, and its bytes as they come.
+    """
+    moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * shape.parameters
+    off = on_gpu and train.optimizer_device == "host"
+    held = {"weights": FLOAT * shape.parameters, "optimizer": 0 if off else moments}
+    passing = {"sums": 3 * FLOAT * shape.vocabulary * shape.hidden}
+    return MemoryPlan(
+        held=held,
+        passing=passing,
+        stages={"sum": sum(held.values()) + sum(passing.values())},
+        host={"optimizer": moments} if off else {},
+    )
+
+
 def _stages(
     shape: ModelShape, batch: Batch, held: int, passing: dict[str, int], c: int
 ) -> dict[str, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -42,16 +44,48 @@ class Optimizer:
         `finite`: whether every rank's losses were; the norm of the gradients is looked at here.
         """
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self._config.max_grad_norm)
+        report = self._report(norm, finite)
+        if not report.skipped:
+            self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return report
+
+    @torch.no_grad()
+    def step_by_tensor(
+        self,
+        first: Callable[[str], Tensor | None],
+        again: Callable[[str], Tensor],
+        finite: bool = True,
+    ) -> StepReport:
+        """`step`, to the bit on a CPU, where only one parameter's gradient is held at a time.
+
+        first: gives this rank's part of a parameter's gradient by name, None where it has none. It
+        is asked for all of them, for the norm, before anything is changed. again: gives it once more,
+        to be used up.
+        """
+        norms = {}
+        for name, parameter in self.parameters.items():
+            if (own := first(name)) is not None:
+                norms[name] = torch.linalg.vector_norm(_as(parameter, own))
+        total = torch.linalg.vector_norm(torch.stack(list(norms.values())))
+        report = self._report(total, finite)
+        for name in () if report.skipped else norms:
+            parameter = self.parameters[name]
+            parameter.grad = _as(parameter, again(name))
+            nn.utils.clip_grads_with_norm_([parameter], self._config.max_grad_norm, total)
+            self._adamw.step()  # of those that have a gradient
+            parameter.grad = None
+        return report
+
+    def _report(self, norm: Tensor, finite: bool) -> StepReport:
+        """Count one step, set its learning rate, and say whether it is made."""
         size = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         rate = learning_rate(self._config, self.steps, self._total)
         skipped = not (finite and math.isfinite(size))
-        if not skipped:
-            for group in self._adamw.param_groups:
-                group["lr"] = rate
-            self._adamw.step()
-            self.applied += 1
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self.applied += 0 if skipped else 1
         self.steps += 1
-        self._adamw.zero_grad(set_to_none=True)
         return StepReport(grad_norm=size, learning_rate=rate, skipped=skipped)
 
     def moments(self) -> dict[str, Tensor]:
@@ -67,6 +101,20 @@ class Optimizer:
         self.steps, self.applied = steps, applied
         for parameter in self.parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(applied))
+
+
+def _as(parameter: Tensor, own: Tensor) -> Tensor:
+    """This rank's part of a gradient in the form of its (sharded) parameter."""
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def learning_rate(config: TrainConfig, step: int, total: int | None) -> float:

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from engines.model_tokens import tokens_of_student
 from engines.models import prepared
 from engines.progress import report
-from engines.train.building import build, materialize, tokens_of_student
+from engines.train.building import build, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic
 from engines.train.fsdp import fill
@@ -59,7 +60,10 @@ class ShardedModel(Ranked):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._directory = prepared(spec.model, Path(spec.model_cache))
         self._checkpoint = open_checkpoint(self._directory)
-        self._readable = tokens_of_student(self._spec, self._directory)
+        self._readable: int | None = None
+        if spec.student is not None:
+            student = prepared(spec.student, Path(spec.model_cache))
+            self._readable = tokens_of_student(student, self._directory, spec.name)
         self._policy: Policy | Critic | None = None
         self._parameters: tuple[nn.Parameter, ...] = ()  # this rank's parts
         self._optimizer: Optimizer | None = None
@@ -91,13 +95,18 @@ class ShardedModel(Ranked):
         )
         self._policy, self._parameters = policy.train(), tuple(policy.parameters())
         self._begin_versions(policy)
-        if not self._spec.frozen:
-            self._optimizer = Optimizer(policy, self._spec.train, self._spec.total_steps)
+        self._optimizer = self._new_optimizer(policy)
         self.version = 0
         seconds = {**self._meeting.seconds, "model": time.monotonic() - began}
         return JoinReport(
             rank=rank, device=str(self._device), parameters=parameters, seconds=seconds
         )
+
+    def _new_optimizer(self, policy: Policy | Critic) -> Optimizer | None:
+        """The optimizer of what is trained here, with its state all zeros."""
+        if self._spec.frozen:
+            return None
+        return Optimizer(policy, self._spec.train, self._spec.total_steps)
 
     def leave(self) -> None:
         """Leave the process group and forget the weights."""

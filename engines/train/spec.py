@@ -106,12 +106,25 @@ class MadeOn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnitAttempt:
+    """One try of a unit of an elastic update by a worker."""
+
+    unit: int  # counted from 1 over the step's optimizer steps
+    number: int  # 1 is its first try
+    worker: str  # name
+    started: float  # seconds since the epoch
+    ended: float
+    error: str = ""  # empty for success
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateResult:
     """What an update did; the same on every rank."""
 
     step: int  # RL step, the version of the weights now held
     metrics: Mapping[str, float]  # train/loss, train/grad_norm, train/tokens_per_second, …
     made_on: MadeOn  # this rank's device
+    units: tuple[UnitAttempt, ...] = ()  # who computed an elastic one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,10 +42,23 @@ class TrainRank:
     store: Store
     meeting: Meeting
     sequence: SequenceGroup
-    optimizer: Optimizer
+    optimizer: Optimizer | None  # None: it computes gradients for another one
     sharded: FSDPModule  # what is trained
     config: TrainConfig
     cost: CostModel
+
+
+class Work(Protocol):
+    """What was computed, as a tally counts it."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def whole(self) -> int: ...
+    @property
+    def responses(self) -> int: ...
+    @property
+    def flops(self) -> float: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,6 +97,14 @@ class Tally:
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
         self.marks.clear()
         return self.seconds
+
+    def add(self, sums: MetricSums, work: Work) -> None:
+        """Add what was computed elsewhere."""
+        self.sums += sums
+        self.tokens += work.tokens
+        self.whole += work.whole
+        self.responses += work.responses
+        self.flops += work.flops
 
     def count(self, micro: MicroBatch, cost: CostModel) -> None:
         """Add the work on a micro-batch, forward and backward."""
@@ -123,12 +145,9 @@ class Updater(ABC):
         began = time.perf_counter()
         config, device = self._config, self._meeting.device
         if not len(batch):  # optimizer and schedule stay as they are
-            metrics = {"train/optimizer_steps": 0.0, "train/skipped_steps": 0.0}
-            return UpdateResult(step=step, metrics=metrics, made_on=made_on(config, device))
+            return self.result(step, 0.0)
         columns = self._columns(batch)
-        with self._tally.phase("plan"):
-            plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
-        steps = [mini for _ in range(config.epochs) for mini in plan]
+        steps = self.optimizer_steps(batch, stored)
         parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
         with (
             in_fixed_order(config.deterministic),
@@ -136,18 +155,53 @@ class Updater(ABC):
         ):
             for mini in steps:
                 self._optimizer_step(batch, mini, columns, max_new_tokens, micros)
-        phases = self._tally.timed()  # before the clock is read: it waits for the device
-        return UpdateResult(
-            step=step,
-            metrics=self._metrics(time.perf_counter() - began, phases),
-            made_on=made_on(config, device),
-        )
+        self._tally.timed()  # before the clock is read: it waits for the device
+        return self.result(step, time.perf_counter() - began)
+
+    def result(self, step: int, seconds: float) -> UpdateResult:
+        """What the update did, in so many seconds, after its last optimizer step."""
+        if self._tally.reports:
+            metrics = self._metrics(seconds, self._tally.timed())
+        else:
+            metrics = {"train/optimizer_steps": 0.0, "train/skipped_steps": 0.0}
+        device = self._meeting.device
+        return UpdateResult(step=step, metrics=metrics, made_on=made_on(self._config, device))
+
+    def optimizer_steps(self, batch: BatchRef, stored: BatchRef | None = None) -> list[MiniBatch]:
+        """The mini-batches of the update, one for each optimizer step; arguments as of `run`."""
+        with self._tally.phase("plan"):
+            plan = self._plan(batch) if stored is None else read_plan(self._store, stored)
+        return [mini for _ in range(self._config.epochs) for mini in plan]
+
+    def gradient(
+        self, batch: BatchRef, parts: Sequence[Sequence[int]], normaliser: Normaliser
+    ) -> tuple[Tally, bool]:
+        """Add the gradients of some micro-batches up in the parameters, without an optimizer step.
+
+        Returns what was added up besides, and whether every loss was finite. Arguments: `parts` are
+        the rows of each; of the rest see `run`. A loss that chooses tokens over the whole mini-batch
+        has no such parts.
+        """
+        columns, config = self._columns(batch), self._config
+        with (
+            in_fixed_order(config.deterministic),
+            read_ahead(
+                *(self._store, batch, parts, columns, self._meeting.device, config.tree_training)
+            ) as micros,
+        ):
+            finite = self._accumulate(len(parts), normaliser, None, micros)
+        return self._tally, bool(torch.stack(finite).all())
+
+    @property
+    def tally(self) -> Tally:
+        """What has been added up so far."""
+        return self._tally
 
     def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
         return plan_update(
             read_lengths(self._store, batch, self._config.tree_training),
             world=self._sequence.replicas,
-            budget=self._config.shared_micro_batch_tokens,
+            budget=self._config.planned_tokens,
             mini_batches=self._config.mini_batches,
             cost=self._cost,
         )
@@ -176,15 +230,28 @@ class Updater(ABC):
     ) -> None:
         tally, mine = self._tally, mini.ranks[self._sequence.replica]
         with tally.phase("plan"):
-            normaliser = self._normaliser(batch, mini, max_new_tokens)
+            normaliser = self.normaliser(batch, mini, max_new_tokens)
         selected = self._select(batch, mini, columns)
-        finite = []
-        for number in range(len(mine)):
+        finite = self._accumulate(len(mine), normaliser, selected, micros)
+        with tally.phase("optimizer"):
+            assert self._optimizer is not None
+            tally.reports.append(self._optimizer.step(self._agreed(finite)))
+
+    def _accumulate(
+        self,
+        count: int,
+        normaliser: Normaliser,
+        selected: Sequence[Tensor] | None,
+        micros: Iterator[MicroBatch],
+    ) -> list[Tensor]:
+        """Add up the gradients of the next `count` micro-batches; whether each loss was finite."""
+        tally, finite = self._tally, []
+        for number in range(count):
             with tally.phase("read"):  # what of it was not done while the last one was computed
                 micro = next(micros)
             chosen = None if selected is None else selected[number]
             if self._config.reduce_gradients == "optimizer_step":
-                self._sharded.set_requires_gradient_sync(number == len(mine) - 1)
+                self._sharded.set_requires_gradient_sync(number == count - 1)
             with tally.phase("forward"), kept_on_host(self._config.activation_offload):
                 loss, sums = self._loss(micro, normaliser, chosen)
             with tally.phase("backward"):
@@ -192,10 +259,9 @@ class Updater(ABC):
             finite.append(torch.isfinite(loss.detach()))
             tally.sums += sums
             tally.count(micro, self._cost)
-        with tally.phase("optimizer"):
-            tally.reports.append(self._optimizer.step(self._agreed(finite)))
+        return finite
 
-    def _normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:
+    def normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:
         """Counts over the mini-batch of all ranks, by which the loss is divided."""
         mine = [row for micro in mini.ranks[self._sequence.replica] for row in micro]
         counts = torch.tensor(read_mask_counts(self._store, batch, mine), dtype=torch.float64)

@@ -74,6 +74,15 @@ class Versions:
         assert self._last is not None
         return self._last.settle()
 
+    def leave(self, version: int, dtype: torch.dtype, key: str) -> WeightsRef:
+        """Write the weights held, cast to `dtype`, to the store, into a folder of their own.
+
+        For who computes with them and publishes nothing: tokenizer and settings are not beside them.
+        """
+        store, run = self._files.store, self._files.run
+        weights, group = self._weights, self._group
+        return publish_together(store, run, version, weights, {}, dtype, group, key=key).settle()
+
     def close(self) -> None:
         """Give up what is on its way to the store."""
         if self._behind is not None:

@@ -56,7 +56,7 @@ class PendingCall:
         counts from its last progress.
         """
         pool = cluster.pool_of(address)
-        self.cluster = cluster
+        self.cluster, self.pool = cluster, pool or ""
         self.address = address
         self.worker = cluster.name_of(address)
         self.label = label
@@ -157,7 +157,7 @@ class PendingCall:
         except CancelledError:
             raise self.cluster.why_lost(f"the Dask scheduler dropped {self.label}") from None
         if isinstance(found, CallResult):
-            self.cluster.used_store(found.process, found.usage)
+            self.cluster.told(self.pool, found)
         return found
 
     def _fetch(self) -> Any:

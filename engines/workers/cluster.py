@@ -34,6 +34,8 @@ from engines.workers.membership import (
     kill_worker,
     list_workers,
 )
+from engines.workers.messages import CallResult
+from engines.workers.spent import Spent
 from storage.objects.usage import Usage
 
 ASK_TIMEOUT = 30.0  # seconds that the scheduler or a nanny may take to answer
@@ -86,6 +88,7 @@ class Cluster:
         self.watch = CallWatch(self._look)
         client.subscribe_topic(TellsOfWorkers.topic, self.table.heard)
         self.usage: dict[str, Usage] = {}  # of the store by worker process, as its last call told
+        self.spent: dict[tuple[str, str], Spent] = {}  # by pool and worker process, likewise
         self.devices = DeviceTurns(config.share_devices)
         self._turns = {pool: threading.Lock() for pool in config.pools}
         self._closed = False
@@ -179,10 +182,13 @@ class Cluster:
         """Name of the worker that has or had an address."""
         return self.table.name_of(address)
 
-    def used_store(self, process: str, usage: Usage) -> None:
-        """Take a worker process's count of what it has asked of the store since it began."""
+    def told(self, pool: str, ended: CallResult) -> None:
+        """Take what a pool's worker process says with a call: what it has used since it began."""
+        process, usage, spent = ended.process, ended.usage, ended.spent
         if usage.requests >= self.usage.get(process, usage).requests:  # calls end in any order
             self.usage[process] = usage
+        if spent.cpu_seconds >= self.spent.get((pool, process), spent).cpu_seconds:
+            self.spent[pool, process] = spent
 
     def log_hint(self, name: str) -> str:
         """Where a worker's output is, and its last line; empty where we do not know."""

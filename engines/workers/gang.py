@@ -62,9 +62,11 @@ class Gang:
         deadline: float,
         *,
         start_timeout: float,
+        world: int | None = None,
     ) -> None:
         """`deadline`: seconds that a call may take; `start_timeout`: seconds that building may take,
-        and the meeting with the load of the model.
+        and the meeting with the load of the model. `world`: ranks, if not one on each of the pool's
+        workers.
         """
         self.cluster = cluster
         self.pool = pool
@@ -73,7 +75,7 @@ class Gang:
         self.deadline = deadline
         self.start_timeout = start_timeout
         self.generation = 0
-        self.world = cluster.config.pools[pool].workers
+        self.world = cluster.config.pools[pool].workers if world is None else world
         self._ranks: tuple[Rank, ...] = ()
         self._asleep = False  # whether the ranks have given their devices' memory back
 

@@ -48,6 +48,7 @@ from engines.workers.messages import (
 )
 from engines.workers.out_of_memory import memory_watched
 from engines.workers.placement import find_free_port, this_node
+from engines.workers.spent import METER
 from storage.objects.usage import COUNTER
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
@@ -330,7 +331,8 @@ def _recorded(run: Callable[[], Any]) -> CallResult:
     except (Exception, SystemExit) as error:
         failure = capture(error)
     process = f"{socket.gethostname()}:{os.getpid()}"
-    return CallResult(value=value, failure=failure, process=process, usage=COUNTER.total())
+    usage, spent = COUNTER.total(), METER.spent()
+    return CallResult(value=value, failure=failure, process=process, usage=usage, spent=spent)
 
 
 def build(role: str, spec: EngineSpec, token: str) -> CallResult:

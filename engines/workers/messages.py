@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.failures import Failure
 from engines.workers.placement import NodeResources
+from engines.workers.spent import Spent
 from storage.objects.usage import Usage
 
 
@@ -71,6 +72,7 @@ class CallResult:
     usage: Usage = field(
         default_factory=Usage
     )  # what that process has asked of the store since it began
+    spent: Spent = field(default_factory=Spent)  # what it has used of processors and GPUs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

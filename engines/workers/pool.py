@@ -10,12 +10,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers.calls import build, stop, submit
 from engines.workers.cluster import Cluster, raise_if_set
+from engines.workers.device_time import DeviceTime, Held
 from engines.workers.engine import EngineSpec
 from engines.workers.membership import SCAN_AGE
 from engines.workers.messages import CallId
@@ -29,6 +30,8 @@ class Assignment:
     worker: str = (
         ""  # name, such as rollout-0; before the call, of the one that it would rather have
     )
+    time: DeviceTime = field(default_factory=DeviceTime)  # that shares the workers' seconds
+    held: Held = field(default_factory=Held)  # what the calls had of them
 
 
 class EnginePool:
@@ -159,13 +162,14 @@ class EnginePool:
         self, name: str, assignment: Assignment | None = None
     ) -> Iterator[tuple[str, str]]:
         """Hold a slot of a worker, and have its engine ready, for the body."""
-        if assignment is not None:
-            assignment.worker = name
+        assignment = Assignment() if assignment is None else assignment
+        assignment.worker = name
         try:
-            address = self.live().get(name)
-            if address is None:
-                raise WorkerLost(name, "it left before the call began")
-            self.ready(name, address)
-            yield name, address
+            with assignment.time.held(self.pool, [name], assignment.held):
+                address = self.live().get(name)
+                if address is None:
+                    raise WorkerLost(name, "it left before the call began")
+                self.ready(name, address)
+                yield name, address
         finally:
             self._slots.free(name)

@@ -59,7 +59,12 @@ RECORDS = (
 )
 # Several counts read the same columns, which of a store over HTTP are kept meanwhile.
 CACHE_BYTES = 32 * 2**20
-FOLDERS = ("children", "rescored", "judged")  # whose objects are kept for as long as the run
+FOLDERS = (
+    "children",
+    "rescored",
+    "judged",
+    "taught",
+)  # whose objects are kept for as long as the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from storage.runs.run_store import RunStore
 TOLD = (  # columns, besides those of each reward function
     "sample_id", "group_id", "prompt_row", "worker", "attempt", "weight_spans", "weights_digest",
     "finish_reason", "status", "reward", "reward_code", "player", "episode_id",
-    "frozen", "teacher", "teacher_digest",
+    "frozen", "teacher", "teacher_digest", "episode", "episode_error", "turn_rewards",
 )  # fmt: skip
 
 
@@ -57,6 +57,9 @@ class SampleOrigin:
     player: int | None = None  # of an episode of several players
     episode: int | None = None  # likewise: the sample_id of player 0, which the others name too
     opponent: str = ""  # RUN@VERSION that played it, where that was a frozen version
+    episode_end: str = ""  # what ended its episode: done, turns, turn_tokens, tokens or failed
+    episode_error: str = ""  # of an episode that failed: why
+    turn_rewards: tuple[float | None, ...] = ()  # of its environment, by turn; None: it gave none
     teacher: str | None = None  # that scored its tokens, in a distillation
     teacher_digest: str | None = None  # of the weights that the teacher held
 
@@ -101,6 +104,7 @@ def samples_of(
                 advantage=advantages.get(int(sample)),
                 **_seat(columns, row),
                 opponent=opponent if columns.numbers("frozen")[row] > 0 else "",
+                **_episode(columns, row),
                 teacher=columns.text("teacher")[row] or None,
                 teacher_digest=columns.text("teacher_digest")[row] or None,
             )
@@ -121,6 +125,9 @@ class Columns:
         self._lists: dict[str, list[Any]] = {}
         self.lengths: list[int] = ref.lengths(run.store, "response_ids").tolist()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._read
+
     def numbers(self, name: str) -> list[float]:
         """[N] numbers of a dense column."""
         if name not in self._read:
@@ -137,17 +144,30 @@ class Columns:
             self._lists[name] = self._read[name].rows()
         return self._lists[name]
 
-    def lists(self, name: str) -> list[list[int]]:
-        """[N] lists of a jagged column."""
-        values, offsets = self._read[name].numpy()
-        assert offsets is not None
-        return [values[a:b].tolist() for a, b in pairwise(offsets)]
+    def lists(self, name: str) -> list[list[Any]]:
+        """[N] lists of numbers of a jagged column."""
+        if name not in self._lists:
+            values, offsets = self._read[name].numpy()
+            assert offsets is not None
+            self._lists[name] = [values[a:b].tolist() for a, b in pairwise(offsets)]
+        return self._lists[name]
 
 
 def _seat(columns: Columns, row: int) -> dict[str, int]:
     """Player and episode of a sample, of those that have them."""
     player, episode = (int(columns.numbers(name)[row]) for name in ("player", "episode_id"))
     return {"player": player, "episode": episode} if player >= 0 else {}
+
+
+def _episode(columns: Columns, row: int) -> dict[str, Any]:
+    """How the episode of a sample ended, and what its turns earned."""
+    if "episode" not in columns:
+        return {}
+    return {
+        "episode_end": columns.text("episode")[row],
+        "episode_error": columns.text("episode_error")[row],
+        "turn_rewards": tuple(map(_finite, columns.lists("turn_rewards")[row])),
+    }
 
 
 def _spans(flat: list[int]) -> Iterator[Span]:

@@ -42,6 +42,18 @@ class Transcript:
     parts: tuple[tuple[str, str], ...] = ()  # of an episode: who wrote what, in order
 
 
+def ending(origin: SampleOrigin) -> str:
+    """How a sample came to its end, in words: of an episode what ended it, what its turns earned, and
+    of one that failed why."""
+    if not origin.episode_end:
+        return origin.finish_reason
+    said = f"episode ended: {origin.episode_end}"
+    if origin.episode_error:
+        return f"{said}, {origin.episode_error}"
+    turns = ["-" if one is None else f"{one:.4g}" for one in origin.turn_rewards]
+    return f"{said}, rewards by turn {' '.join(turns)}" if set(turns) - {"-"} else said
+
+
 class NoTokenizer(ValueError):
     """No version of the run that is still in the store has a tokenizer.json."""
 

@@ -9,6 +9,9 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 # dense: every row has the same shape. jagged: rows differ in length along their first dimension.
 # str and json: one string or JSON value per row, stored as UTF-8.
 Kind = Literal["dense", "jagged", "str", "json"]
@@ -78,6 +81,14 @@ COLUMNS: dict[str, Declared] = {
     "env_seconds": Declared("dense", "F64", "seconds in the episode's environment, [N]"),
     "episode": Declared("str", "U8", "why the episode ended; empty while it goes on"),
     "episode_error": Declared("str", "U8", "why the episode failed; empty where it did not"),
+    "unused_tokens": Declared(
+        "dense", "I64", "tokens at the end, after the action that ended the episode, [N]"
+    ),
+    "embedding": Declared(
+        "dense", "F32", "the encoder's of the episode's frames, [N, D]; NaN: none"
+    ),
+    "encoder": Declared("str", "U8", "digest of the encoder that made the embedding"),
+    "embedding_error": Declared("str", "U8", "why there is no embedding; empty where there is one"),
     "reward": Declared("dense", "F32", "score of the completion, [N]"),
     "reward_code": Declared("str", "U8", "digest of the functions that scored; see the commit"),
     "token_rewards": Declared("jagged", "F32", "reward of each response token"),
@@ -129,11 +140,22 @@ WIDER = {"I32": "I64"}
 
 # What is kept of an episode from turn to turn, beside its tokens.
 EPISODE = ("observations", "turn_rewards", "env_seconds", "episode", "episode_error")
+IN_PART = ("unused_tokens",)  # likewise, where a turn may be acted on in part
 OF_PLAYERS = ("turn_order", "episode_id")  # likewise, where there are several players
 
 # Columns that are named after reward functions, and what the names begin with.
 SCORE = "score/"  # score/<function>: F32 [N], what the function gave; NaN where nothing
 EXTRA = "extra/"  # extra/<function>/<column>: json, what it gave to log_extra; null where nothing
+
+
+def policy_mask(authors: NDArray[np.uint8], unused: int = 0) -> NDArray[np.uint8]:
+    """1 for each token [T] that trains: the policy's, but for the `unused` ones at the end.
+
+    Authors 1 1 2 1 1, of which the last was not acted on: 1 1 0 1 0.
+    """
+    mask = (authors == Author.POLICY).astype(np.uint8)
+    mask[len(mask) - unused :] = 0
+    return mask
 
 
 def kind_of(name: str) -> Kind | None:

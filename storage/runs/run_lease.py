@@ -54,6 +54,11 @@ class Holder(BaseModel):
         """Whether the run may be taken over: released, run out, or known to be dead."""
         return now > self.expires + GRACE * self.ttl or self._dead()
 
+    @property
+    def last_seen(self) -> float | None:
+        """When it last renewed the lease, in seconds since 1970; None once released."""
+        return self.expires - self.ttl if self.expires else None
+
     def _dead(self) -> bool:
         if self.host != _host():
             return False
@@ -77,6 +82,7 @@ class RunLease:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lost: str | None = None
+        self.died: Holder | None = None  # the holder before, where it did not release the lease
 
     @classmethod
     def acquire(
@@ -108,7 +114,9 @@ class RunLease:
                 run.store.replace(run.lease_key, data, None if current is None else current[1])
             except Conflict:
                 continue  # another process was faster: look who
-            return cls(run, mine, data, clock)
+            lease = cls(run, mine, data, clock)
+            lease.died = current[0] if current is not None and current[0].expires else None
+            return lease
 
     @property
     def epoch(self) -> int:

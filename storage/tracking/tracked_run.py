@@ -36,6 +36,7 @@ class TrackedRun:
     flow_run_url: str | None = None  # of its page on Prefect's dashboard
     forked_from: str | None = None  # run in the same store that this one continues from
     forked_at: int | None = None  # its step
+    git_commit: str | None = None  # of the working folder
 
 
 def flatten(settings: Mapping[str, JsonValue], prefix: str = "") -> dict[str, str]:
@@ -61,6 +62,8 @@ def tags_of(tracked: TrackedRun) -> dict[str, str]:
         "prefect.flow_run_id": tracked.flow_run_id,
         "prefect.flow_run_url": tracked.flow_run_url,
         "mlflow.source.name": "refrain",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": tracked.git_commit,
     }
     if tracked.flow_run_url is not None:
         tags["mlflow.note.content"] = f"[Prefect flow run]({tracked.flow_run_url})"

@@ -10,8 +10,6 @@ import fcntl
 import json
 import logging
 import os
-import posixpath
-import re
 import tempfile
 import urllib.error
 import urllib.request
@@ -27,6 +25,7 @@ import yaml
 from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
 from storage.tracking.database_template import new_database
+from storage.tracking.mlflow_entities import logged_model, shown_metrics, watched_machine
 from storage.tracking.tracked_run import (
     RUN_TAG,
     STORE_TAG,
@@ -39,13 +38,17 @@ from storage.tracking.tracked_run import (
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 _SQLITE = "sqlite:///"
 _PARAMS_PER_CALL = 100  # MLflow's limit
-_NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
 _DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
 
 LAST_STEP_TAG = "refrain.last_step"
+# The kind is a tag of the experiment; the pages of 3.17 go by the address instead.
+KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
+UI_ADDRESS = "http://127.0.0.1:5000"  # of `mlflow ui`, unless it is told another
+CURVES = "/model-metrics?workflowType=machine_learning"  # of a run's address
 
 
 class TrackingError(RuntimeError):
@@ -84,6 +87,7 @@ class Tracker:
         self._run: Run | None = None
         self._model_name = config.registered_model
         self._last_step: int | None = None
+        self._machine: SystemMetricsMonitor | None = None
 
     def start(self, tracked: TrackedRun) -> None:
         """Begin the run's page, or go on with it when this run has one."""
@@ -107,6 +111,10 @@ class Tracker:
                     self._client.set_tag(self.run_id, key, value)
             self._log_settings(tracked.settings)
             self._log_data(tracked.data)
+        if self._config.system_metrics and self._machine is None:
+            resumed = self._last_step is not None
+            every = self._config.system_metrics
+            self._machine = watched_machine(self.run_id, self._uri, every, resumed)
 
     @property
     def run_id(self) -> str:
@@ -118,11 +126,12 @@ class Tracker:
     def link(self) -> str:
         """Where a person sees the run: a page of the server, or the command that shows it."""
         assert self._run is not None, "start() comes first"
+        page = f"/#/experiments/{self._run.info.experiment_id}/runs/{self.run_id}{CURVES}"
         if self._uri.startswith("http"):
-            experiment = self._run.info.experiment_id
-            return f"{self._uri.rstrip('/')}/#/experiments/{experiment}/runs/{self.run_id}"
-        shown = f"mlflow ui --backend-store-uri {self._uri}  (run {self._run.info.run_name}"
-        return f"{shown})" if _has_pages() else f"{shown}; needs pip install 'refrain-rl[ui]')"
+            return self._uri.rstrip("/") + page
+        needs = "" if _has_pages() else "pip install 'refrain-rl[ui]', "
+        command = f"mlflow ui --backend-store-uri {self._uri}"
+        return f"{needs}{command}, then {UI_ADDRESS}{page}"
 
     @property
     def last_step(self) -> int | None:
@@ -147,7 +156,7 @@ class Tracker:
 
         moment = int(at * 1000)
         values = [
-            Metric(_shown(name), float(value), moment, step) for name, value in metrics.items()
+            Metric(name, value, moment, step) for name, value in shown_metrics(metrics).items()
         ]
         with _as_tracking_errors(self._uri):
             newest = {LAST_STEP_TAG: str(step), **(lineage or {})}
@@ -206,7 +215,11 @@ class Tracker:
             remote = self._database is None
             source = f"refrain-{uri}" if remote and uri.startswith("file:") else uri
             tags = {**(lineage or {}), **tags}
-            made = client.create_model_version(name, source, self.run_id, tags=tags)
+            assert self._run is not None
+            model_id = logged_model(client, self._run, version, step, tags)
+            made = client.create_model_version(
+                name, source, self.run_id, tags=tags, model_id=model_id
+            )
             return str(made.version)
 
     def registered(self) -> dict[int, str]:
@@ -230,6 +243,9 @@ class Tracker:
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED") -> None:
         """End the run's page. A later start() of the same run goes on with it."""
+        if self._machine is not None:
+            self._machine.finish()
+            self._machine = None
         with _as_tracking_errors(self._uri):
             self._started.set_terminated(self.run_id, status)
 
@@ -284,7 +300,9 @@ class Tracker:
             place = (self._database.parent / "mlartifacts" / name).as_uri()
         if (known := client.get_experiment_by_name(name)) is None:
             try:
-                return client.create_experiment(name, artifact_location=place)
+                return client.create_experiment(
+                    name, artifact_location=place, tags={KIND_TAG: KIND}
+                )
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
@@ -294,6 +312,8 @@ class Tracker:
                 f"The MLflow experiment {name} has been deleted. Restore it, or set "
                 "tracking.experiment to another name."
             )
+        if KIND_TAG not in known.tags:  # made by an older Refrain
+            client.set_experiment_tag(known.experiment_id, KIND_TAG, KIND)
         return known.experiment_id
 
     def _find(self, experiment: str, run: str, store_uri: str) -> Run | None:
@@ -331,14 +351,6 @@ class Tracker:
         )
         tags = [InputTag("mlflow.data.context", "training")]
         self._started.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
-
-
-def _shown(name: str) -> str:
-    """A metric's name as MLflow takes it: `_` for other signs; users' functions name metrics too."""
-    allowed = re.sub(r"[^/\w.\- :]", "_", name)[:_NAME_CHARACTERS]
-    if posixpath.normpath(allowed) != allowed or allowed.startswith((".", "/")):  # read as a path
-        return re.sub(r"[./]", "_", allowed)
-    return allowed
 
 
 @contextmanager

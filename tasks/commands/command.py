@@ -51,11 +51,13 @@ def parser(
     cluster: bool = False,
     after_run: tuple[str, str, str, Callable[[str], Any]] | None = None,
     at_step: bool = False,
+    several: bool = False,
 ) -> argparse.ArgumentParser:
     """The words that every such command takes; the command adds its own options.
 
     `cluster`: whether it starts workers. `after_run`: name, metavar, help and type of a word that
     follows the run's name. `at_step`: RUN@STEP names a step, which is then `arguments.step`.
+    `several`: further runs may be named; they are then `arguments.others`.
     """
     settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
     found = argparse.ArgumentParser(
@@ -73,10 +75,10 @@ def parser(
     found.add_argument(
         "words",
         nargs="*",
-        metavar="key=value",
+        metavar="RUN2 | key=value" if several else "key=value",
         help=f"settings of where it is: {settings} (default: the store that runs use)",
     )
-    found.set_defaults(starts_workers=cluster, at_step=at_step, step=None)
+    found.set_defaults(starts_workers=cluster, at_step=at_step, step=None, several=several)
     found.add_argument("--json", action="store_true", help="print one JSON object")
     return found
 
@@ -123,6 +125,9 @@ def _request(arguments: argparse.Namespace) -> Request:
         cluster = []  # refused below, as settings that mean nothing here
     if arguments.at_step:
         arguments.run, arguments.step = split_step(arguments.run)
+    if arguments.several:
+        arguments.others = [word for word in arguments.words if "=" not in word]
+        arguments.words = [word for word in arguments.words if "=" in word]
     store = store_of([word for word in arguments.words if word not in cluster])
     files = find_run(Store(store.uri, store.options), arguments.run)
     return Request(files=files, store=store, cluster=cluster, arguments=arguments)

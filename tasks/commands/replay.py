@@ -12,15 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from configs.algorithm.distillation import recorded_algorithm
-from configs.cluster.cluster import ClusterConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import change
 from engines.clusters.opening import open_cluster
+from engines.elastic.opening import trainer_on
 from engines.train.spec import MadeOn, WeightsComparison
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
-from engines.workers.gang import Gang
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit, read_outline
 from storage.runs.forks import check_state
@@ -104,9 +102,14 @@ def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
     """Start the train workers alone, rebuild the version before, and apply the step's batch."""
     for name in ("distributed", "fsspec", "botocore"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    pool = config.cluster.roles.actor
-    _say(f"starting {config.cluster.pools[pool].workers} train worker(s)")
-    with open_cluster(_only(config.cluster, pool), preload=ENGINE_MODULES) as cluster:
+    roles = config.cluster.roles
+    pools = {roles.actor: config.cluster.pools[roles.actor]}
+    if config.train.engine == "elastic":
+        aggregator = roles.pool_of("aggregator")
+        pools[aggregator] = config.cluster.pools[aggregator]
+    _say(f"starting {sum(pool.workers for pool in pools.values())} train worker(s)")
+    only = config.cluster.model_copy(update={"pools": pools})
+    with open_cluster(only, preload=ENGINE_MODULES) as cluster:
         trainer = _trainer(cluster, files, config, commit.step)
         algorithm = recorded_algorithm(commit.algorithm)
         result = trainer.update(commit.step, commit.refs["batch"], algorithm)
@@ -135,33 +138,21 @@ def replay(files: RunStore, commit: Commit, config: GRPOConfig) -> Replayed:
 def _demand(files: RunStore, steps: range, config: GRPOConfig, now: MadeOn) -> Demand:
     """What is demanded after these steps, which were all made again: bits, if of each of them."""
     pool = config.cluster.pools[config.cluster.roles.actor]
+    ranks = 1 if config.train.engine == "elastic" else pool.workers
     found = [
-        demand_of(read_outline(files, step).update, now, pool.workers, pool.threads)
-        for step in steps
+        demand_of(read_outline(files, step).update, now, ranks, pool.threads) for step in steps
     ]
     return next((one for one in found if not one.bits), found[-1])
 
 
-def _only(cluster: ClusterConfig, pool: str) -> ClusterConfig:
-    return cluster.model_copy(update={"pools": {pool: cluster.pools[pool]}})
-
-
 def _trainer(cluster: Cluster, files: RunStore, config: GRPOConfig, last: int) -> Trainer:
-    spec = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", train_spec(config, files, "actor"))
-    gang = Gang(
+    return trainer_on(
         cluster,
-        config.cluster.roles.actor,
-        ROLE,
-        spec,
-        config.train.deadline,
-        start_timeout=config.cluster.start_timeout,
-    )
-    return Trainer(
-        gang,
+        config,
         files,
+        train_spec(config, files, "actor"),
+        ROLE,
         epoch=1,
-        temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
         on_replay=lambda step, _: _say(f"applying the batch of step {step} on the way to {last}"),
         caller=f"{files.run}-replay-{uuid.uuid4().hex[:8]}",
     )

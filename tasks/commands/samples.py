@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.audit.transcripts import WROTE, Transcript, few, judged, printable, transcripts
+from storage.audit.transcripts import (
+    WROTE,
+    Transcript,
+    ending,
+    few,
+    judged,
+    printable,
+    transcripts,
+)
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.origins import start_of
@@ -115,7 +123,7 @@ def told(found: Transcript, characters: int) -> list[RenderableType]:
     scores = ", ".join(f"{name} {value}" for name, value in origin.scores.items())
     trained = "did not train" if origin.advantage is None else f"advantage {origin.advantage:+.3f}"
     facts = (
-        f"{reward} ({scores}), {trained}; {origin.tokens} tokens, {origin.finish_reason}; "
+        f"{reward} ({scores}), {trained}; {origin.tokens} tokens, {ending(origin)}; "
         f"{spans(origin)}; {origin.worker}, attempt {origin.attempt}"
     )
     said = found.parts or (("policy", found.response),)

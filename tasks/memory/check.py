@@ -17,6 +17,7 @@ from tasks.memory.holders import (
     plan_of,
     reward_model_bytes,
     rollout_bytes,
+    teacher_bytes,
     train_roles,
     vllms,
 )
@@ -46,6 +47,9 @@ def check_memory(config: GRPOConfig) -> list[str]:
         if role not in apart
     ]
     lines += [_of_vllm(config, one) for one in on_gpus]
+    lines += [
+        f"{name}, each engine: {_listed(each)}" for name, each in teacher_bytes(config, shape)
+    ]
     if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
         lines.append(f"reward_model, each worker: {_listed(taken)}")
     for place in found:
@@ -57,7 +61,10 @@ def check_memory(config: GRPOConfig) -> list[str]:
 def _of_role(config: GRPOConfig, shape: ModelShape, role: Role, name: str) -> str:
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
     plan = plan_of(config, shape, role)
-    ranks = f"each of {pool.workers} ranks" if pool.workers > 1 else "its rank"
+    several = pool.workers > 1 and role != "aggregator"
+    ranks = f"each of {pool.workers} ranks" if several else "its rank"
+    if role == "actor" and config.train.engine == "elastic":
+        ranks = "each worker"
     stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
     host = f"; on the host {_listed(plan.host)}" if plan.host else ""
     return (

@@ -15,19 +15,26 @@ from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
+from configs.teachers import TeacherConfig
 from engines.model_facts import ModelShape, model_facts
 from engines.rollout.memory_plan import BYTES, UNPLANNED, VllmShare, engine_bytes, vllm_share
-from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank
+from engines.train.memory_plan import (
+    MemoryPlan,
+    largest_batch,
+    plan_aggregator,
+    plan_rank,
+    plan_worker,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vllm:
     """A vLLM on each worker of a pool with GPUs."""
 
-    whose: str  # rollout, opponent, or a judge's label
+    whose: str  # rollout, opponent, teacher NAME, or a judge's label
     pool: str
     settings: RolloutConfig
-    named: str  # where these settings are: rollout, rewards.functions[]
+    named: str  # where these settings are: rollout, teachers.NAME.engine, rewards.functions[]
     shape: ModelShape | None  # of its model; None: not known here
     longest: int  # tokens of a sample, or of a judge's question and answer
 
@@ -53,31 +60,36 @@ def train_roles(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[Role, s
     for role in (*config.trained_roles, *config.frozen_roles):
         if role != "teacher":
             yield role, role, shape
-    for name, teacher in (config.teachers if isinstance(config, DistillConfig) else {}).items():
-        if teacher.service is not None:
-            continue
-        own = shape if teacher.model is None else _shape_of(teacher.model)
-        if own is not None:
-            yield "teacher", f"teacher {name}", own
+    if config.train.engine == "elastic":  # any worker of its pool may be it
+        yield "aggregator", "aggregator", shape
+    if isinstance(config, DistillConfig) and not config.vllm_teachers:
+        for name in config.own_teachers:
+            if (own := _shape_of_teacher(config.teachers[name], shape)) is not None:
+                yield "teacher", f"teacher {name}", own
 
 
 def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
     """What each rank of a role takes."""
     train = config.train_of(role)
     pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
+    if role == "aggregator":
+        return plan_aggregator(shape, train, pool.gpus > 0)
+    alone = role == "actor" and train.engine == "elastic"
+    ranks = 1 if alone else pool.workers
     batch = largest_batch(
         train.micro_batch_tokens,
         config.data.max_prompt_tokens,
         config.rollout.max_new_tokens,
         -(-config.trained_per_step // train.mini_batches),
         config.group_size,
-        pool.workers,
+        ranks,
         train.sequence_parallel,
         train.tree_training,
     )
     lora = config.lora if role == "actor" else None
     gpu = pool.gpus > 0
-    return plan_rank(shape, train, batch, role=role, ranks=pool.workers, on_gpu=gpu, lora=lora)
+    plan = plan_rank(shape, train, batch, role=role, ranks=ranks, on_gpu=gpu, lora=lora)
+    return plan_worker(plan) if alone else plan
 
 
 def longest_sample(config: GRPOConfig) -> int:
@@ -95,7 +107,7 @@ def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout")
 
 
 def vllms(config: GRPOConfig, shape: ModelShape) -> Iterator[Vllm]:
-    """Every vLLM on GPUs: of what samples, and of judges."""
+    """Every vLLM on GPUs: of what samples, of teachers, and of judges."""
     pool_of, pools = config.cluster.roles.pool_of, config.cluster.pools
     for role in config.sampling_roles if config.rollout.engine == "vllm" else ():
         if pools[pool_of(role)].gpus:
@@ -107,6 +119,17 @@ def vllms(config: GRPOConfig, shape: ModelShape) -> Iterator[Vllm]:
                 shape=shape,
                 longest=longest_sample(config),
             )
+    teaching = config.vllm_teachers if isinstance(config, DistillConfig) else {}
+    for name, engine in teaching.items() if teaching and pools[pool_of("teacher")].gpus else ():
+        assert isinstance(config, DistillConfig)
+        yield Vllm(
+            whose=f"teacher {name}",
+            pool=pool_of("teacher"),
+            settings=engine.engine_of(config.rollout, 0),
+            named=f"teachers.{name}.engine",
+            shape=_shape_of_teacher(config.teachers[name], shape),
+            longest=longest_sample(config),
+        )
     pool = pool_of("reward_model")
     for judge in config.rewards.judges if pools[pool].gpus else ():
         if judge.engine == "vllm":
@@ -133,6 +156,19 @@ def judge_bytes(config: GRPOConfig) -> dict[str, int]:
     return found
 
 
+def teacher_bytes(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, dict[str, int]]]:
+    """What each teacher in vLLM holds, by its name, but on GPUs; those whose sizes are known here."""
+    if not isinstance(config, DistillConfig) or not config.vllm_teachers:
+        return
+    if config.cluster.pools[config.cluster.roles.pool_of("teacher")].gpus:
+        return
+    for name, engine in config.vllm_teachers.items():
+        own = _shape_of_teacher(config.teachers[name], shape)
+        if own is not None:
+            settings, most = engine.engine_of(config.rollout, 0), engine.max_sequences
+            yield f"teacher {name}", engine_bytes(settings, own, most, longest_sample(config))
+
+
 def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     """What the reward models hold, and a batch of the largest needs; {} where no files are here.
 
@@ -151,6 +187,10 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     if not weights:
         return {}
     return {"reward models' weights": weights, "reward models' batch": max(batches)}
+
+
+def _shape_of_teacher(teacher: TeacherConfig, shape: ModelShape) -> ModelShape | None:
+    return shape if teacher.model is None else _shape_of(teacher.model)
 
 
 def _shape_of(model: Model) -> ModelShape | None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from configs.grpo import GRPOConfig
 from engines.model_facts import ModelShape
 from engines.rollout.memory_plan import GIB
 from engines.train.memory_plan import resident_bytes
+from engines.workers.machine_memory import gpu_memory, host_memory
 from tasks.memory.holders import (
     judge_bytes,
     plan_of,
     reward_model_bytes,
     rollout_bytes,
+    teacher_bytes,
     train_roles,
     vllms,
-)
-
-CGROUPS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 
 
@@ -110,6 +104,9 @@ def _of_worker(
         if name == roles.pool_of(role) and not (pool.gpus and config.rollout.engine == "vllm"):
             taken = rollout_bytes(config, shape, role)
             sampling |= {f"{role}'s {what}": size for what, size in taken.items()}
+    if name == roles.pool_of("teacher"):
+        for teacher, taken in teacher_bytes(config, shape):
+            sampling |= {f"{teacher}'s {what}": size for what, size in taken.items()}
     device = {**held, **passing}
     if config.rewards.on_engines and name == roles.pool_of("reward_model"):
         device.update(reward_model_bytes(config))
@@ -147,35 +144,3 @@ def gpu_limit(config: GRPOConfig, name: str) -> tuple[int | None, str]:
     if given is not None:
         return int(given * GIB), f"cluster.pools.{name}.gpu_memory_gib"
     return (gpu_memory() if config.cluster.kind == "local" else None), "nvidia-smi"
-
-
-def host_memory(
-    meminfo: Path = Path("/proc/meminfo"), cgroups: tuple[Path, ...] = CGROUPS
-) -> tuple[int | None, str]:
-    """Bytes that processes here may use: the machine's, or its container's where that is less."""
-    total: int | None = None
-    if meminfo.exists():
-        line = next(
-            line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")
-        )
-        total = int(line.split()[1]) * 1024
-    for file in cgroups:
-        text = file.read_text().strip() if file.exists() else "max"
-        if text.isdigit() and (total is None or int(text) < total):
-            return int(text), str(file)
-    return total, "its memory"
-
-
-def gpu_memory() -> int | None:
-    """Bytes of the smallest GPU here; None where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    listing = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    sizes = [int(line) * 2**20 for line in listing.stdout.split() if line.isdigit()]
-    return min(sizes, default=None)

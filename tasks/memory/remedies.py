@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from pydantic import ValidationError
 
+from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
 from engines.model_facts import ModelShape
@@ -41,6 +42,10 @@ def too_large(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
             f"{said} Set kv_cache_gib of the judge (rewards.functions[]), on a GPU "
             "gpu_memory_utilization, lower."
         )
+    for teacher in config.vllm_teachers if isinstance(config, DistillConfig) else ():
+        if place.largest.startswith(f"teacher {teacher}'s "):
+            where = f"teachers.{teacher}.engine"
+            return f"{said} Set {where}.kv_cache_gib, on a GPU gpu_memory_utilization, lower."
     if place.largest == "reward models' weights":
         return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
     pool_of = config.cluster.roles.pool_of

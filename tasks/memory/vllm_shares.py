@@ -34,7 +34,7 @@ def no_room(config: GRPOConfig, shape: ModelShape) -> str | None:
 
 def _utilization(vllm: Vllm) -> str:
     """Where its share is set."""
-    of = "" if vllm.named == "rollout" else f" of {vllm.whose}"
+    of = f" of {vllm.whose}" if vllm.named == "rewards.functions[]" else ""
     return f"{vllm.named}.gpu_memory_utilization{of}"
 
 
@@ -48,7 +48,8 @@ def _larger_share(config: GRPOConfig, shape: ModelShape, vllm: Vllm, gpu: int) -
     if (least := _least(vllm, gpu)) <= most:
         return f"Set {_utilization(vllm)} to {least:g} or more."
     if vllm.named != "rollout":
-        return "Set cluster.roles.reward_model to a pool of larger GPUs, or take a smaller model."
+        role = "teacher" if vllm.named.startswith("teachers.") else "reward_model"
+        return f"Set cluster.roles.{role} to a pool of larger GPUs, or take a smaller model."
     of = config.cluster.roles.pool_of
     if any(of(role) == vllm.pool for role in (*config.trained_roles, *config.frozen_roles)):
         role = "opponent" if vllm.whose == "opponent" else "rollout"

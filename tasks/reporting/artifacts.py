@@ -20,6 +20,7 @@ from storage.audit.transcripts import (
     WROTE,
     NoTokenizer,
     Transcript,
+    ending,
     few,
     judged,
     printable,
@@ -28,6 +29,7 @@ from storage.audit.transcripts import (
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import history
 from storage.tracking.timeline import Work, timeline_png
+from tasks.reporting.cost_note import cost_lines
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
@@ -99,7 +101,8 @@ def sample_lines(one: Transcript) -> list[str]:
     by = "" if origin.player is None else f", player {origin.player}"
     by += f", played by the opponent {escaped(origin.opponent)}" if origin.opponent else ""
     lines = [
-        f"**Sample {origin.sample}**, group {origin.group}, {reward}, {origin.tokens} tokens{by}",
+        f"**Sample {origin.sample}**, group {origin.group}, {reward}, {origin.tokens} tokens{by}; "
+        f"{escaped(ending(origin))}",
         "",
     ]
     parts = one.parts or (("policy", one.response),)
@@ -176,6 +179,8 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
         "",
         *stage_table(commit, attempts),
     ]
+    cost = cost_lines(commit.metrics, run.config.cluster.currency)
+    lines += ["", "#### What it cost", "", *cost] if cost else []
     lines += reward_code(commit)
     if run.origin is not None:
         lines += ["", f"The run goes on from {escaped(run.origin)}."]

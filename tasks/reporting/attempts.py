@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engines.workers.pool import Assignment
+from storage.objects.json_values import JsonValue
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class Attempt:
     error: str = ""  # empty for success
     assignment: Assignment = field(default_factory=Assignment)
 
-    def record(self) -> dict[str, str | int | float | None]:
+    def record(self) -> dict[str, JsonValue]:
         """A plain dict, for a commit."""
         return {
             "stage": self.stage,
@@ -30,4 +31,5 @@ class Attempt:
             "started": self.started,
             "seconds": self.ended - self.started,
             "error": self.error,
+            "worker_seconds": {**self.assignment.held.seconds},
         }

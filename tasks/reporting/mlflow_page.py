@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import read_commit
 from storage.runs.curves import History, read_history, shown
 from storage.runs.origins import start_of
+from storage.runs.working_tree import working_tree
+from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
 from storage.tracking.plots import progress_png
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
@@ -172,6 +175,7 @@ class RunTracker:
             flow_run_url=flow_run_url(),
             forked_from=None if run.origin is None else run.origin.run,
             forked_at=None if run.origin is None else run.origin.step,
+            git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
         )
 
 
@@ -183,7 +187,12 @@ def metrics_of(commit: Commit) -> Metrics:
 def version_tags(commit: Commit) -> dict[str, str]:
     """What a policy version was made of, as MLflow's tags."""
     batch = commit.refs["batch"]
+    cost = {
+        "refrain.device_hours": commit.metrics.get(DEVICE_HOURS_SO_FAR),
+        "refrain.money": commit.metrics.get(MONEY_SO_FAR),
+    }
     return {
+        **{name: f"{value:.6g}" for name, value in cost.items() if value is not None},
         "refrain.sampled_with": commit.version_in.digest,
         "refrain.samples_trained": str(len(batch)),
         "refrain.batch": ", ".join(sorted(batch.objects))[:LONGEST_TAG],

@@ -10,6 +10,7 @@ import threading
 from typing import Protocol
 
 from configs.grpo import GRPOConfig
+from engines.workers.device_time import DeviceTime
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.prompts.source import PromptSource
@@ -31,6 +32,7 @@ class RunView(Protocol):
     origin: Origin | None
     epoch: int
     attempts: dict[int, list[Attempt]]
+    device_time: DeviceTime
     cancelled: threading.Event
     terminal: Terminal
     progress: Progress

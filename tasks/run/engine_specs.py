@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from configs.distill import DistillConfig
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
+from configs.srpo import SRPOConfig
+from configs.teachers import VllmTeaching
 from engines.data.data_engine import DataSpec
 from engines.data.environment_engine import EnvironmentSpec
 from engines.data.reward_model_engine import RewardModelSpec
+from engines.encoders.embedding import EncoderSpec
 from engines.rollout.contract import RolloutSpec
+from engines.teachers.pool import SPARE_WORDS, VllmTeacherSpec
 from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 from storage.runs.adapters import trained_base
@@ -33,6 +38,26 @@ def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> Rol
         node_cache_bytes=config.store.node_cache_bytes,
         sleeps=config.cluster.share_devices,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+    )
+
+
+def vllm_teacher_spec(
+    config: DistillConfig, files: RunStore, teacher: Teacher, engine: VllmTeaching
+) -> VllmTeacherSpec:
+    """From what a teacher in vLLM is built."""
+    words = config.algorithm.distillation.top_k + SPARE_WORDS
+    own = rollout_spec(config, files.store, teacher.name)
+    return VllmTeacherSpec(
+        engine=own.model_copy(
+            update={
+                "model": teacher.model,
+                "rollout": engine.engine_of(config.rollout, words),
+                "max_model_len": own.max_model_len + 1,  # vLLM draws a token beyond those scored
+            }
+        ),
+        weights=teacher.weights,
+        student=config.model,
+        run=files.run,
     )
 
 
@@ -75,7 +100,19 @@ def environment_spec(config: GRPOConfig, episodes: EpisodesConfig, store: Store)
         model_cache=str(MODELS.absolute()),
         data=config.data,
         episodes=episodes,
+        frames=config.keeps_frames,
         max_new_tokens=config.rollout.max_new_tokens,
+        store_uri=store.uri,
+        store_options=config.store.options,
+        cache_bytes=store.cache_bytes,
+    )
+
+
+def encoder_spec(config: SRPOConfig, store: Store) -> EncoderSpec:
+    """From what a run's encoder is built."""
+    return EncoderSpec(
+        encoder=config.encoder,
+        model_cache=str(MODELS.absolute()),
         store_uri=store.uri,
         store_options=config.store.options,
         cache_bytes=store.cache_bytes,

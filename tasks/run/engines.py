@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
+from configs.srpo import SRPOConfig
 from engines.processes.certificates import Certificates
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
+from engines.teachers.pool import TeacherPool
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
-from engines.workers.pool import EnginePool
+from engines.workers.pool import Assignment, EnginePool
+from engines.workers.spent import SpentOfPool, SpentSince
 from storage.objects.usage import COUNTER, Usage
 from storage.runs import snapshots
 from storage.runs.origins import parent_of
@@ -62,10 +67,12 @@ class Engines:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="engines")
         self._handles: Future[Handles] | None = None
         self._started: dict[str, Future[None]] = {}
-        self._usage = StoreUsage()
+        self._usage, self._spent = StoreUsage(), SpentSince()
+        self.launched = 0.0  # when workers were asked for, in seconds since 1970
         self.roles: list[str] = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
         self.roles += ["reward_model"] if run.config.rewards.on_engines else []
+        self.roles += ["encoder"] if isinstance(run.config, SRPOConfig) else []
         self._services = [one for one in teachers_of(run.config).values() if one.service]
         self.roles += ["teacher_service"] if self._services else []
 
@@ -76,6 +83,7 @@ class Engines:
         So do the opponent's engines, which may be beside others on their devices.
         """
         self._run.terminal.doing("starting workers")
+        self.launched = time.time()
         self._handles = self._threads.submit(open_engines, self._run)
         cluster = self._run.config.cluster
         before: dict[str, Future[None]] = {}  # by pool, the start of the role before
@@ -120,6 +128,7 @@ class Engines:
             "reward": handles.scorers.start,
             "environment": lambda: self.environments.start(),
             "reward_model": lambda: self.reward_models.start(),
+            "encoder": lambda: self.encoders.start(),
             "actor": lambda: self._start_trained("actor", handles.actor),
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
@@ -161,6 +170,21 @@ class Engines:
     def store_usage(self) -> Metrics:
         """Requests and bytes that the flow and the workers asked of the store since the last look."""
         return self._usage.since_last(self.cluster.usage)
+
+    def spent(self) -> dict[str, SpentOfPool]:
+        """What each pool's processes and GPUs have used since the last look."""
+        return self._spent.since_last(self.cluster.spent)
+
+    @contextlib.contextmanager
+    def holding(self, assignment: Assignment, *roles: Role) -> Iterator[None]:
+        """During the body an attempt has all workers of the roles' pools, as calls of gangs do."""
+        cluster = self._run.config.cluster
+        with contextlib.ExitStack() as stack:
+            for pool in {cluster.roles.pool_of(role) for role in roles}:
+                known = self.cluster.known_workers(pool)
+                names = known or [f"{pool}-{n}" for n in range(cluster.pools[pool].workers)]
+                stack.enter_context(assignment.time.held(pool, names, assignment.held))
+            yield
 
     def asked(self) -> Metrics:
         """What services have done for the run since the last look; of a teacher each."""
@@ -230,6 +254,13 @@ class Engines:
         return found
 
     @property
+    def encoders(self) -> EnginePool:
+        """The workers that hold the encoder of what episodes see."""
+        found = self._made().encoders
+        assert found is not None, "the flow measures no progress"
+        return found
+
+    @property
     def prompters(self) -> EnginePool:
         """The workers that make prompts of rows."""
         return self.scorers if self._run.config.episodes is None else self.environments
@@ -254,7 +285,7 @@ class Engines:
         return found
 
     @property
-    def teachers(self) -> Mapping[str, Trainer | TeacherClient]:
+    def teachers(self) -> Mapping[str, Trainer | TeacherPool | TeacherClient]:
         """The teachers of a distillation by name, which are frozen."""
         return {**self._made().teachers, **self._made().services}
 

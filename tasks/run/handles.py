@@ -7,28 +7,33 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from configs.cluster.cluster import Role
+from configs.distill import DistillConfig
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
-from configs.teachers import TeacherConfig
+from configs.srpo import SRPOConfig
+from configs.teachers import TeacherConfig, VllmTeaching
 from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
+from engines.elastic.opening import trainer_on
 from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
+from engines.teachers.pool import TeacherPool
 from engines.train.planner import PlannerSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
-from engines.workers.gang import Gang
 from engines.workers.pool import EnginePool
 from storage.runs.run_store import RunStore
 from tasks.run.engine_specs import (
     TrainRole,
     data_spec,
+    encoder_spec,
     environment_spec,
     reward_model_spec,
     rollout_spec,
     train_spec,
+    vllm_teacher_spec,
 )
 from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
 
@@ -55,7 +60,7 @@ class Handles:
     actor: Trainer
     ref: Trainer | None
     critic: Trainer | None
-    teachers: Mapping[str, Trainer]  # by name, on the run's own workers
+    teachers: Mapping[str, Trainer | TeacherPool]  # by name, on the run's own workers
     services: Mapping[str, TeacherClient]  # teachers by name that are elsewhere
     rollouts: RolloutPool
     opponents: RolloutPool | None
@@ -63,6 +68,7 @@ class Handles:
     planners: EnginePool
     environments: EnginePool | None
     reward_models: EnginePool | None
+    encoders: EnginePool | None  # of what episodes see
 
 
 def open_engines(run: RunView) -> Handles:
@@ -76,6 +82,11 @@ def open_engines(run: RunView) -> Handles:
     for judge in config.rewards.judges:
         pool = config.cluster.roles.pool_of("reward_model")
         environment[pool] = environment.get(pool, {}) | worker_environment(judge.rollout)
+    for teacher in teachers_of(config).values():
+        if isinstance(teacher.engine, VllmTeaching):
+            pool = config.cluster.roles.pool_of("teacher")
+            own = worker_environment(teacher.engine.engine_of(config.rollout, 0))
+            environment[pool] = environment.get(pool, {}) | own
     settings = config.cluster.model_copy(update={"pools": pools})
     cluster = open_cluster(settings, environment, cancel=run.cancelled, preload=ENGINE_MODULES)
     return Handles(
@@ -90,14 +101,7 @@ def open_engines(run: RunView) -> Handles:
             trainer_of(run, cluster, "critic", run.files, config) if config.has_critic else None
         ),
         teachers={
-            name: trainer_of(
-                run,
-                cluster,
-                "teacher",
-                run.files,
-                config,
-                resolved(run.store, config, name),
-            )
+            name: _teacher(run, cluster, name, teacher)
             for name, teacher in teachers_of(config).items()
             if teacher.service is None
         },
@@ -114,6 +118,7 @@ def open_engines(run: RunView) -> Handles:
             None if config.episodes is None else _environments(run, cluster, config.episodes)
         ),
         reward_models=_reward_models(run, cluster) if config.rewards.on_engines else None,
+        encoders=_encoders(run, cluster, config) if isinstance(config, SRPOConfig) else None,
     )
 
 
@@ -130,23 +135,35 @@ def trainer_of(
     teacher: which one, of that role.
     """
     spec = train_spec(config, files, role, run.store.cache_bytes, teacher)
-    gang = Gang(
+    return trainer_on(
         cluster,
-        config.cluster.roles.pool_of(role),
-        role if teacher is None else f"{role}-{teacher.name}",
-        EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec),
-        config.train_of(role).deadline,
-        start_timeout=config.cluster.start_timeout,
-    )
-    return Trainer(
-        gang,
+        config,
         replace(files, role=role),
+        spec,
+        role if teacher is None else f"{role}-{teacher.name}",
         epoch=run.epoch,
         cancel=run.cancelled,
-        temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
         on_replay=run.progress.replaying,
         caller=run.name,
+    )
+
+
+def _teacher(
+    run: RunView, cluster: Cluster, name: str, teacher: TeacherConfig
+) -> Trainer | TeacherPool:
+    """A teacher on the run's own workers."""
+    config, found = run.config, resolved(run.store, run.config, name)
+    if not isinstance(teacher.engine, VllmTeaching):
+        return trainer_of(run, cluster, "teacher", run.files, config, found)
+    assert isinstance(config, DistillConfig), "only a distillation has teachers"
+    return TeacherPool(
+        cluster,
+        config.cluster.roles.pool_of("teacher"),
+        vllm_teacher_spec(config, run.files, found, teacher.engine),
+        epoch=run.epoch,
+        deadline=config.rollout.deadline,
+        start_timeout=config.cluster.start_timeout,
+        cancel=run.cancelled,
     )
 
 
@@ -187,10 +204,13 @@ def _rollouts(run: RunView, cluster: Cluster, role: Literal["rollout", "opponent
 def _scorers(run: RunView, cluster: Cluster) -> EnginePool:
     config = run.config
     spec = data_spec(config, run.files)
-    trees = "engines.trees.growing:TreeEngine"
-    plain = "engines.data.data_engine:DataEngine"
-    engine = EngineSpec.of(trees if isinstance(config, TreeConfig) else plain, spec)
-    return _pool(run, cluster, "reward", "reward", engine, config.scoring_deadline)
+    engine = "engines.data.data_engine:DataEngine"
+    if isinstance(config, TreeConfig):
+        engine = "engines.trees.growing:TreeEngine"
+    elif isinstance(config, SRPOConfig):
+        engine = "engines.encoders.progress:ProgressEngine"
+    deadline = config.scoring_deadline
+    return _pool(run, cluster, "reward", "reward", EngineSpec.of(engine, spec), deadline)
 
 
 def _planners(run: RunView, cluster: Cluster) -> EnginePool:
@@ -213,6 +233,12 @@ def _reward_models(run: RunView, cluster: Cluster) -> EnginePool:
     engine = EngineSpec.of(judging if spec.judges else plain, spec)
     deadline = run.config.model_scoring_deadline
     return _pool(run, cluster, "reward_model", "reward_model", engine, deadline)
+
+
+def _encoders(run: RunView, cluster: Cluster, config: SRPOConfig) -> EnginePool:
+    spec = encoder_spec(config, run.store)
+    engine = EngineSpec.of("engines.encoders.embedding:EncoderEngine", spec)
+    return _pool(run, cluster, "encoder", "encoder", engine)
 
 
 def _pool(

@@ -16,6 +16,7 @@ from storage.runs.seen_rows import write_rows
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_picture, show_run, show_steps, show_timeline
 from tasks.reporting.flow_run import flow_run_id, flow_run_url
+from tasks.reporting.mlflow_page import metrics_of
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
@@ -73,6 +74,10 @@ def shown(run: Run) -> Iterator[None]:
         events.emit(events.RUN_STARTED, run.name, steps=run.config.steps)
         stack.callback(lambda: events.emit(events.RUN_ENDED, run.name, step=run.head))
         show_run(run)
+        stack.enter_context(run.live_metrics.served(run.config.tracking))
+        if run.last is not None:
+            last = run.last
+            run.live_metrics.committed(last.step, last.committed_at, metrics_of(last))
         stack.enter_context(run.progress.looking(run.engines.drawn_tokens))
         yield
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engines.rewards.failing_samples import pooled
+from storage.tracking.cost import Call, Pool, Used, step_cost, window_of
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ STAGES = (
     "baseline",
     "reward_model",
     "reward",
+    "embedding",
+    "progress",
     "teacher",
     "logprob",
     "values",
@@ -67,7 +71,39 @@ def step_metrics(
         **run.engines.turns(),
         **run.engines.asked(),
     }
-    return metrics
+    return metrics | cost_of(run, step, sum(len(shard.ref) for shard in scored))
+
+
+def cost_of(run: Run, step: int, samples: int) -> Metrics:
+    """The metrics cost/… of a step that is committed now; samples: those that it scored."""
+    config, last, died = run.config, run.last, run.lease.died
+    pools = {
+        name: Pool(
+            workers=(pool := config.cluster.pools[name]).workers,
+            gpus=pool.gpus,
+            price_per_hour=pool.price_per_hour,
+        )
+        for name in sorted(config.used_pools)
+    }
+    used = {
+        name: Used(cpu_seconds=spent.cpu_seconds, joules=spent.joules)
+        for name, spent in run.engines.spent().items()
+        if name in pools
+    }
+    own = None if last is None or run.head == run.start else last.committed_at
+    return step_cost(
+        [Call.of(attempt.record()) for attempt in run.attempts_of(step)],
+        window_of(
+            run.engines.launched,
+            own,
+            time.time(),
+            None if died is None else (died.started, died.last_seen),
+        ),
+        pools,
+        used,
+        {} if last is None else last.metrics,
+        samples,
+    )
 
 
 def stage_seconds(attempts: list[Attempt]) -> dict[str, float]:

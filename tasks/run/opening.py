@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from storage.runs.orphans import clear
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_before, write_seen
+from storage.runs.working_tree import FIELD as GIT
+from storage.runs.working_tree import working_tree
 from tasks.results import Carried
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
@@ -196,6 +199,9 @@ def begin(opened: OpenedRun, position: Position) -> None:
         "code": installed("refrain-rl") or "a checkout that is not installed",
         "flow": opened.flow,
     }
+    tree = working_tree(Path.cwd())
+    if tree is not None:
+        record[GIT] = tree.model_dump(mode="json")
     if origin is not None:
         record[FIELD] = origin.model_dump(mode="json")
     if opened.opponent is not None:

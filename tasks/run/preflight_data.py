@@ -8,9 +8,12 @@ from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
 from configs.rewards import MathReward, ReasoningGymReward, UnitTestsReward
+from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PLAYER, PROBE_ROWS
-from engines.data.environment_engine import seed_of
+from engines.data.episode_rows import seed_of
+from engines.data.frames import alike
+from engines.encoders.encoder import check_images
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
 from engines.rewards.checks import check_rewards
@@ -29,7 +32,11 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     source = open_source(config.data.source)
     data = check_rows(config.model, config.data, source)
     if config.episodes is not None:
-        data += f"; environment: {check_environment(config.episodes, source)}"
+        images = isinstance(config, SRPOConfig) and config.encoder.kind == "transformers"
+        found = check_environment(config.episodes, source, config.keeps_frames, images)
+        data += f"; environment: {found}"
+    if isinstance(config, SRPOConfig) and config.progress.task_column is not None:
+        source.check_columns([config.progress.task_column])
     given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
     if config.episodes is not None and config.episodes.players > 1:
         given = (*given, PLAYER)
@@ -71,12 +78,19 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
     return f"{found}; template {data.template} fits the first {len(prompts)}"
 
 
-def check_environment(episodes: EpisodesConfig, source: PromptSource) -> str:
-    """Whether the environment loads here, and can be reset for the first row. ValueError."""
+def check_environment(
+    episodes: EpisodesConfig, source: PromptSource, frames: bool = False, images: bool = False
+) -> str:
+    """Whether the environment loads here, and can be reset for the first row. ValueError.
+
+    frames: whether it has to give something to see. images: whether that has to be an image.
+    """
     one = episodes.model_copy(update={"processes": 1})
-    with Environments(one) as environments:
+    with Environments(one, frames=frames) as environments:
         ready = environments.start()
         (first,) = environments.opening(source.rows([0]), [seed_of(episodes.seed, 0)])
+    if frames:
+        (first,) = alike([first])
     if first.failed is not None:
         raise ValueError(
             "episodes.environment cannot be reset for the first row: "
@@ -84,7 +98,13 @@ def check_environment(episodes: EpisodesConfig, source: PromptSource) -> str:
         )
     names = ", ".join(str(tool["function"]["name"]) for tool in ready.tools)
     takes = "asks by itself" if ready.chats else "takes text"
-    return f"loads; {f'tools {names}' if names else takes}"
+    seen = ""
+    if first.frame is not None:
+        if images:
+            check_images(first.frame["dtype"], first.frame["shape"])
+        shape = " x ".join(map(str, first.frame["shape"]))
+        seen = f"; frames of {shape}, {first.frame['dtype']}"
+    return f"loads; {f'tools {names}' if names else takes}{seen}"
 
 
 def _text(prompt: Prompt) -> str:

@@ -43,7 +43,12 @@ MAY_CHANGE = (
     "rewards.functions.*.url",  # of a judge, which may have moved; commits say so
     *(f"rewards.functions.*.{name}" for name in HOW_ASKED),
     *(f"teachers.*.{name}" for name in ("service", "key_variable", "patience")),
+    *(
+        f"teachers.*.engine.{name}"
+        for name in ("max_sequences", "kv_cache_gib", "gpu_memory_utilization")
+    ),
     "train.deadline",
+    "train.unit_lease",
     # Where the same numbers lie, and how often they are computed.
     "train.gradient_checkpointing",
     "train.activation_offload",

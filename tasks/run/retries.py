@@ -17,6 +17,7 @@ from prefect.states import State
 from prefect.tasks import exponential_backoff
 
 from engines.failures import InfrastructureError
+from engines.workers.pool import Assignment
 from storage.objects.errors import StoreUnavailable
 from tasks.reporting import events
 from tasks.reporting.attempts import Attempt
@@ -65,7 +66,14 @@ def attempted(run: RunView, step: int, stage: str, shard: int | None = None) -> 
     """Record an attempt in the run, and in the task's log: worker, attempt, duration, cause."""
     context = TaskRunContext.get()
     number = 1 if context is None else context.task_run.run_count
-    attempt = Attempt(step=step, stage=stage, shard=shard, number=number, started=time.time())
+    attempt = Attempt(
+        step=step,
+        stage=stage,
+        shard=shard,
+        number=number,
+        started=time.time(),
+        assignment=Assignment(time=run.device_time),
+    )
     run.progress.attempt(step, stage, shard)
     logger = get_run_logger()
     try:

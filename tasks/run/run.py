@@ -15,6 +15,7 @@ from configs.algorithm.distillation import recorded_algorithm
 from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
 from engines.rollout.contract import Sampling
+from engines.workers.device_time import DeviceTime
 from engines.workers.messages import CallId
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
@@ -22,6 +23,7 @@ from storage.runs.run_lease import RunLease
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
+from tasks.reporting.prometheus import LiveMetrics
 from tasks.results import Carried, LeftOver
 from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
@@ -42,10 +44,10 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "carried", "config", "drawn", "engines",
-        "episodes", "epoch", "files", "flow", "fresh", "gate", "lease", "left_over", "name", "origin",
-        "position", "progress", "shards", "source", "start", "stopped", "store", "terminal",
-        "tracker",
+        "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time",
+        "drawn", "engines", "episodes", "epoch", "files", "flow", "fresh", "gate", "lease",
+        "left_over", "live_metrics", "name", "origin", "position", "progress", "shards", "source",
+        "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,7 @@ class Run:
         self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
+        self.device_time = DeviceTime()  # which attempts hold which workers
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
         self.shards = _shards_of(opened.config)
@@ -78,6 +81,7 @@ class Run:
         self.episodes = AtOnce(None if played is None else played.at_once, self.cancelled)
         self.background = Background()
         self.tracker = RunTracker(self)
+        self.live_metrics = LiveMetrics(self.name, opened.config.steps)
         self.engines = Engines(self)
         self._probe: tuple[list[list[int]], list[int]] | None = None
 

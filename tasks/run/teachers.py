@@ -175,10 +175,12 @@ def _check_sizes(config: DistillConfig, name: str, facts: ModelFacts) -> None:
 
 def _check_length(config: DistillConfig, name: str, positions: int | None) -> None:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if positions is not None and longest > positions:
+    drawn = 1 if name in config.vllm_teachers else 0  # beyond those scored, whatever it is asked
+    if positions is not None and longest + drawn > positions:
+        more = ", with one more that vLLM draws" if drawn else ""
         raise ValueError(
             f"The longest sample has data.max_prompt_tokens + rollout.max_new_tokens = {longest} "
-            f"tokens, and the teacher {name} reads {positions}. Set one of them lower."
+            f"tokens, and the teacher {name} reads {positions}{more}. Set one of them lower."
         )
 
 

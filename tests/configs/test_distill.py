@@ -17,6 +17,7 @@ from configs.settings_help import fields
 from configs.teachers import TeacherServiceConfig
 
 TEACHER = ("teachers.tutor.model.kind=random", "teachers.tutor.model.seed=1")
+IN_VLLM = "teachers.tutor.engine.kind=vllm"
 WORDS = "algorithm.distillation.loss.kind=forward_kl_topk"
 
 
@@ -51,6 +52,19 @@ def test_a_service_takes_no_workers_of_the_run() -> None:
     both = loaded(*TEACHER, *words)
     assert (both.own_teachers, list(both.services)) == (["tutor"], ["other"])
     assert "teacher" in both.used_pools
+
+
+def test_a_teacher_in_vllm_starts_before_what_asks_how_much_memory_is_free() -> None:
+    words = ("rollout.dtype=float32", "rollout.engine_args.max_num_batched_tokens=4096")
+    engine = "teachers.tutor.engine={kind: vllm, kv_cache_gib: 0.5, tensor_parallel_size: 2}"
+    config = loaded(*TEACHER, engine, "rollout.engine=vllm", *words)
+    assert config.engine_roles == ["teacher", "rollout", "actor"]
+    assert (config.frozen_roles, config.own_teachers) == ([], ["tutor"])
+    assert config.sampling_roles == ["rollout"]
+    found = config.vllm_teachers["tutor"].engine_of(config.rollout, 80)
+    assert (found.engine, found.dtype, found.tensor_parallel_size) == ("vllm", "float32", 2)
+    assert found.engine_args == {"max_num_batched_tokens": 4096, "max_logprobs": 80}
+    assert loaded(*TEACHER).engine_roles == ["rollout", "teacher", "actor"]
 
 
 def test_the_settings_of_a_service_have_a_meaning_and_no_password() -> None:
@@ -117,6 +131,12 @@ def test_every_setting_has_a_meaning_and_other_flows_have_none_of_these() -> Non
         (["teachers.a.version=models:/x"], "teachers.a.version = 'models:/x'"),
         ([*TEACHER, "rewards.functions=[]", "algorithm.distillation.task_weight=1"], "rewards.functions is empty"),
         ([*TEACHER, "train.recompute_old_logprobs=false"], "of a teacher as an advantage"),
+        ([*TEACHER, IN_VLLM, "rollout.temperature=0.7"], "at temperature 1 alone, and rollout.temperature = 0.7"),
+        ([*TEACHER, IN_VLLM, "cluster.share_devices=true", "cluster.roles.rollout=train"],
+         "does not give its devices back. Set teachers.tutor.engine.kind = fsdp"),
+        ([*TEACHER, IN_VLLM, "teachers.other.model.kind=random", "teacher_column=who"],
+         "teachers.other.engine.kind = fsdp, but teachers.tutor on the same workers runs in vLLM"),
+        (["teachers.a.service=http://h:1", "teachers.a.engine.kind=vllm"], "is a service, which computes by FSDP"),
         ([*TEACHER, "rewards.functions=[]", "evaluation.source.kind=reasoning_gym",
           "evaluation.source.task=chain_sum", "evaluation.source.seed=9"], "tested by the task's rewards"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +11,16 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
+from configs.algorithm.advantages import ADVANTAGE_KINDS
+from configs.dapo import DAPOConfig
+from configs.distill import DistillConfig
 from configs.form import title_of
 from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.ppo import PPOConfig
 from configs.recipe import load_recipe, recipe_names
+from configs.srpo import SRPOConfig
+from configs.tree import TreeConfig
 from flows.grpo import grpo
 from tasks.run.run import Run
 
@@ -37,6 +46,42 @@ def test_every_setting_has_a_title_and_a_meaning(schema: dict[str, Any]) -> None
         target = schema["definitions"].get(field.get("$ref", "").rpartition("/")[2], {})
         assert field.get("title") or target.get("title"), name
         assert field.get("description") or target.get("description"), name
+
+
+FLOWS: dict[type[GRPOConfig], tuple[str, ...]] = {
+    GRPOConfig: (),
+    PPOConfig: (),
+    DAPOConfig: (),
+    TreeConfig: (),
+    DistillConfig: ("teachers.t.model.kind=random", "rollout.max_new_tokens=16"),
+    SRPOConfig: (
+        "episodes.environment.kind=class",
+        "episodes.environment.path=engines.environments.builtin:Corridor",
+    ),
+}
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_form_offers_the_estimators_that_its_flow_takes(flow: type[GRPOConfig]) -> None:
+    taken = set()
+    for kind in ADVANTAGE_KINDS:
+        chosen = f"algorithm.advantage.kind={kind}"
+        function = ("algorithm.advantage.path=os:getcwd",) if kind == "function" else ()
+        with contextlib.suppress(ConfigError):
+            load_recipe(flow, "tiny", [*FLOWS[flow], chosen, *function])
+            taken.add(kind)
+    schema = flow.model_json_schema()
+    (algorithm,) = (
+        schema["$defs"][name]
+        for name in ("AlgorithmConfig", "DistillAlgorithm")
+        if schema["properties"]["algorithm"]["$ref"].endswith(f"/{name}")
+    )
+    choice = algorithm["properties"]["advantage"]
+    named = choice["description"].partition("kind: one of ")[2].rstrip(".").split(", ")
+    assert set(named) == taken
+    text = json.dumps(choice)
+    for kind in ADVANTAGE_KINDS:
+        assert (f'"const": "{kind}"' in text) == (f'"{kind}"' in text) == (kind in taken), kind
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -14,6 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.data import DataConfig, FunctionSource
+from configs.grpo import GRPOConfig
+from configs.recipe import load_recipe
+from engines.data.chat_template import prompt_of
+from engines.data.tool_calls import tool_calls
 from engines.environments.adapters import ClassAdapter
 from engines.environments.tools import schema
 from storage.runs.commit_log import Commit, read_commit
@@ -113,6 +118,12 @@ def check_step(run: Launched, commit: Commit) -> None:
     assert np.isnan(rewards[~answered]).all()
 
 
+@pytest.mark.parametrize("recipe", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_loads(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES)  # their files are named from there
+    assert load_recipe(GRPOConfig, str(recipe)).steps > 0
+
+
 def test_the_calculator_is_a_tool() -> None:
     made = runpy.run_path(str(EXAMPLES / "calculator.py"))["Calculator"]()
     environment = ClassAdapter(made)
@@ -132,6 +143,44 @@ def test_the_calculator_is_a_tool() -> None:
     assert "too large" in said("*".join(["99999"] * 9))
     assert "SyntaxError" in said("12 +") or "invalid syntax" in said("12 +")
     assert environment.act("42", None).done
+
+
+def test_a_calculator_that_is_wrong_says_any_number() -> None:
+    wrong = runpy.run_path(str(EXAMPLES / "calculator.py"))["Calculator"](wrong=True)
+    wrong.reset(seed=3)
+    said = [wrong.calculate("12 + 30") for _ in range(4)]
+    wrong.reset(seed=3)
+    assert [wrong.calculate("12 + 30") for _ in range(4)] == said, (
+        "the same when it is played again"
+    )
+    assert len(set(said)) == 4
+
+
+def test_sums_are_asked_after_two_that_were_worked_out() -> None:
+    made = runpy.run_path(str(EXAMPLES / "calculator.py"))
+    first, second = made["rows"](size=2)
+    assert first["question"][-1]["content"] != second["question"][-1]["content"]
+    for shown in (first["question"][:4], first["question"][4:8]):
+        problem, call, result, answer = (one["content"] for one in shown)
+        (made_call,) = tool_calls(call)
+        assert made_call.arguments["expression"] in problem
+        assert made["Calculator"]().calculate(**made_call.arguments) == result == answer
+
+
+def test_the_last_number_of_the_last_turn_is_the_answer() -> None:
+    """A calculator that said it, before a model that did not, earns nothing."""
+    right = runpy.run_path(str(EXAMPLES / "calculator.py"))["right"]
+    called = "<tool_call>{}</tool_call>\nuser\n-42\nassistant\n"
+    said = ["-42", f"{called}-42", f"{called}It is -42.", f"{called}ok", f"{called}42", "42 or 1"]
+    assert right([""] * 6, said, answer=["-42"] * 5 + ["42"]) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_game_is_shown_before_it_says_its_rules() -> None:
+    (row,) = runpy.run_path(str(EXAMPLES / "guess_the_number.py"))["rows"](size=1)
+    source = FunctionSource(path=f"{EXAMPLES}/guess_the_number.py:rows")
+    chat = prompt_of(row, DataConfig(source=source), "[GAME] Enter your guess.")
+    assert [one["role"] for one in chat] == ["user", "assistant"] * 6 + ["user"]
+    assert chat[-1]["content"] == "You win. A new game:\n\n[GAME] Enter your guess."
 
 
 @pytest.mark.slow

@@ -43,7 +43,9 @@ CPU = {
     ),
 }
 TRAIN = {
-    "start": Fault(id="start", target="engines.train.sharded_model:ShardedModel.join", action="kill"),
+    "start": Fault(
+        id="start", target="engines.train.sharded_model:ShardedModel.join", action="kill"
+    ),
     # Of the reference in step 2, while the actor shares its processes.
     "logprob": Fault(
         id="logprob", target="engines.train.fsdp_engine:FSDPEngine.logprobs", nth=2, action="kill"

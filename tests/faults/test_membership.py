@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from storage.runs.commit_log import Commit, head
 from tests.faults.conftest import WORDS
-from tests.faults.ledger import committed
+from tests.faults.ledger import committed, story
 from tests.flows.conftest import ROOT, Launch, Launched
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -119,3 +119,31 @@ def test_workers_come_and_go(launch: Launch, workers: Workers, tmp_path: Path) -
     code, out = launch("--resume", run.files.run, f"steps={last + 2}", *place, store).end()
     assert code == 0, out
     assert len(committed(run.files)) == last + 2
+
+
+def by_train_workers(commit: Commit) -> set[str]:
+    return {str(one["worker"]) for one in commit.attempts if one["stage"] == "unit"}
+
+
+def test_elastic_train_workers_come_and_go(
+    launch: Launch, workers: Workers, undisturbed: Callable[..., list[Commit]], tmp_path: Path
+) -> None:
+    """Weights are those of FSDP, whoever was there; the aggregator is on the pool that stays."""
+    split = ("data.max_prompt_tokens=48", "train.micro_batch_tokens=56")
+    plain = (*split, "algorithm.kl.coefficient=0", "steps=12")
+    place = ("cluster.kind=address", f"cluster.address={workers.address}")
+    store = f"store.uri=file://{tmp_path}/.refrain/store"
+    elastic = ("train.engine=elastic", "train.unit_tokens=56", "cluster.roles.aggregator=cpu")
+    run = launch(*WORDS, *plain, *elastic, *place, store)
+    wait_for_step(run, 1)
+    workers.join("late", "train", 2)
+    began = time.monotonic()
+    while not any("late" in by_train_workers(commit) for commit in run.commits()):
+        assert run.process.poll() is None, run.end()[1]
+        assert time.monotonic() - began < 120
+        time.sleep(0.1)
+    workers.leave("train-0")  # in mid-step, more often than not
+    code, out = run.end(timeout=300)
+    assert code == 0, out
+    assert by_train_workers(run.commits()[-1]) == {"late"}
+    assert story(committed(run.files)) == story(undisturbed(*plain))

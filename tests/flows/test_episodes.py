@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from configs.data import FunctionSource
-from engines.data.environment_engine import seed_of
+from engines.data.episode_rows import seed_of
 from examples.guessing import Guessing
 from flows import replay, samples
 from storage.audit.audit import audit
@@ -144,6 +146,7 @@ def test_what_is_counted(whole: Launched) -> None:
         assert 0 < metrics["episode/ended_by_done"] <= 1
         assert metrics["response/tokens_max"] <= 24, "what the policy wrote alone"
         assert metrics["time/environment"] > 0
+        assert metrics["episode/drift"] == 0
 
 
 def test_commands_show_the_turns(
@@ -152,7 +155,9 @@ def test_commands_show_the_turns(
     monkeypatch.chdir(whole.folder)
     monkeypatch.setattr(sys, "argv", ["samples", whole.files.run, "--best"])
     assert samples.main() == 0
-    assert "was answered\n=" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "was answered\n=" in out
+    assert re.search(r"episode ended: (done|turn_tokens), rewards by turn [-\d]", out)
     monkeypatch.setattr(sys, "argv", ["replay", whole.files.run, "2", "--episodes"])
     assert replay.main() == 0
     assert "the environments say the same again" in capsys.readouterr().out
@@ -215,7 +220,9 @@ def test_an_agent_that_asks_the_model_trains_it_alike(whole: Launched, launch: L
     assert audit(run.files).problems == []
 
 
-def test_an_environment_that_fails_is_no_reward(launch: Launch) -> None:
+def test_an_environment_that_fails_is_no_reward(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It raises, hangs, or gives a reward that is no number; those beside it are played to the end."""
     run = launch(
         *WORDS,
@@ -249,6 +256,15 @@ def test_an_environment_that_fails_is_no_reward(launch: Launch) -> None:
             assert np.isnan(reward)
     assert all(seen)
     assert commit.ledger.dropped["reward_failed"] >= sum(seen[:3]) / 2
+    monkeypatch.chdir(run.folder)
+    words = ["samples", run.files.run, "--failed", "--limit", "99", "--json"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert samples.main() == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown) == sum(seen[:3])
+    for one in shown:
+        assert one["episode_end"] == "failed" and any(it in one["episode_error"] for it in causes)
+        assert one["reward"] is None
 
 
 STEPPED = "engines.environments.sessions:Environments.act"
@@ -291,3 +307,7 @@ def test_settings_that_cannot_be(launch: Launch) -> None:
     code, out = launch("tiny", "rewards.functions=[{kind: environment}]", "--check").end()
     assert code == 2
     assert "episodes = null has none. Set episodes.environment" in out
+    tools = "episodes.environment={kind: tools, functions: ['json:dumps']}"
+    code, out = launch("tiny", "rewards.functions=[{kind: environment}]", tools, "--check").end()
+    assert code == 2
+    assert "functions give none. Set episodes.environment.kind = class" in out

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from storage.runs.commit_log import head, read_commit
@@ -166,6 +167,12 @@ def test_a_run_killed_and_resumed_ends_with_the_same_weights(
     assert code == 0, out
     assert re.findall(r"^step (\d)/4", out, re.MULTILINE) == ["4"]
     assert digests(resumed.files) == digests(undisturbed)[:4]
+    costs = [read_commit(resumed.files, step).metrics for step in range(1, 5)]
+    assert [cost["cost/device_seconds/train/starting"] > 0 for cost in costs] == [
+        True, False, False, True,
+    ], "the first step of each flow has the start of its workers"  # fmt: skip
+    hours = [cost["cost/so_far/device_hours"] for cost in costs]
+    assert hours == pytest.approx(np.cumsum([cost["cost/device_hours"] for cost in costs]).tolist())
     # Each step once, also the one that was committed a moment before its writer died.
     page, history = logged(resumed)
     assert page.info.status == "FINISHED"

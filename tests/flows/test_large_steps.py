@@ -87,6 +87,10 @@ def test_killed_and_resumed_it_has_the_weights_of_whole_steps(
         assert calls.count("update") == 1, "the plan"
     failed = [one for commit in commits for one in commit.attempts if one["error"]]
     assert [one["stage"] for one in failed] == ["advantage"]
+    # What a failed attempt had of its worker is a cost of the step, and marked as lost.
+    for commit in commits:
+        lost = any(one["error"] for one in commit.attempts)
+        assert (commit.metrics["cost/device_seconds/cpu/lost"] > 0) == lost
     assert resumed.files.store.read(f"{resumed.files.run}/rows.u64") == undisturbed.store.read(
         f"{undisturbed.run}/rows.u64"
     )

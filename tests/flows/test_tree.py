@@ -101,12 +101,12 @@ def test_a_run_on_trees_killed_on_the_way_ends_with_the_same_weights(
 
 
 @pytest.mark.slow
-def test_trees_are_the_same_for_one_worker_and_for_two(launch: Launch, tmp_path: Path) -> None:
+def test_trees_are_the_same_for_one_worker_and_for_three(launch: Launch, tmp_path: Path) -> None:
     found = []
     for number, words in enumerate(
         (
             ("rollout.shards=1",),
-            ("cluster.pools.rollout.workers=2", "rollout.shards=4"),
+            ("cluster.pools.rollout.workers=3", "rollout.shards=4"),
         )
     ):
         uri = f"store.uri=file://{tmp_path}/{number}"

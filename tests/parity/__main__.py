@@ -17,6 +17,7 @@ from tests.parity import (
     advantages,
     corrections,
     distillation,
+    embodied,
     policy,
     primitives,
     shaping,
@@ -45,6 +46,7 @@ def adapters() -> dict[str, Adapter]:
         trl,
         distillation,
         trees,
+        embodied,
     )
     for module in modules:
         found |= module.ADAPTERS

@@ -114,6 +114,16 @@ KNOWN_DIFFERENCES: tuple[Known, ...] = (
         why="padding is not stored here at all; the weight of a masked token is never used",
         vectors="trl_sampling_correction/token_truncate/None/2.0, trl_sampling_correction/token_mask/0.5/2.0",
     ),
+    Known(
+        functions=("compute_embodied_reward",),
+        output="score",
+        where="anywhere",
+        reference="an embedding that is missing is stored as zeros, and scored 0, even of a success",
+        ours="the sample is failed and has no reward; an embedding of zeros that was made is one like "
+        "any other",
+        why="a failure of machinery is never data",
+        vectors="compute_embodied_reward/zero_embedding_success_and_failure",
+    ),
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.jagged import Rows
-from tests.parity import distillation
+from tests.parity import distillation, embodied
 
 Json = Any  # a value read from JSON
 
@@ -88,6 +88,8 @@ def _records(content: dict[str, Json]) -> list[dict[str, Json]] | None:
     """The cases in this format, if they are or can be brought into it; others lie beside ours."""
     if distillation.is_distillation(content):
         return distillation.records(content)
+    if embodied.is_embodied(content):
+        return embodied.records(content)
     cases = content.get("cases")
     if not isinstance(cases, list):
         return None

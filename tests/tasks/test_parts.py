@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engines.failures import WorkerLost
+from engines.workers.device_time import DeviceTime
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -59,6 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         name="run",
         files=files,
         attempts={},
+        device_time=DeviceTime(),
         progress=SimpleNamespace(attempt=lambda *words: None),
         call_id=lambda step, call: CallId(run="run", epoch=1, step=step, call=call),
     )

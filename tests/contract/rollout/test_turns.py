@@ -92,7 +92,11 @@ def test_who_waits_for_another_player_is_left_alone(engine: RolloutEngine, world
     ref = answered(world, engine.generate(request), f"{request.out_key}.1")
     going = [UNFINISHED, WAITING, "stop", UNFINISHED]
     status = [SampleStatus.UNFINISHED, SampleStatus.UNFINISHED, SampleStatus.FAILED, 3]
-    columns: dict[str, object] = {"finish_reason": going, "status": np.array(status, np.int64)}
+    columns: dict[str, object] = {
+        "finish_reason": going,
+        "status": np.array(status, np.int64),
+        "unused_tokens": np.array([0, 0, 5, 0]),
+    }
     begun = ref.with_columns(write_batch(world.store, f"{request.out_key}.2", columns))
     again = dataclasses.replace(request, begun=begun, out_key=f"{request.out_key}.3")
     result = engine.generate(again)
@@ -102,6 +106,9 @@ def test_who_waits_for_another_player_is_left_alone(engine: RolloutEngine, world
     after = world.column(result, "response_ids")
     assert [len(b) - len(a) for a, b in zip(before, after, strict=True)] == [TURN, 0, 0, TURN]
     assert world.column(result, "finish_reason") == ["length", WAITING, "stop", "length"]
+    assert world.column(result, "unused_tokens") == [0, 0, 5, 0]
+    mask = world.column(result, "response_mask")[2]
+    assert mask == [1] * (TURN - 2) + [0] * 5, "what was not acted on still does not train"
     assert world.column(result, "status") == [
         *(SampleStatus.TRUNCATED, SampleStatus.UNFINISHED),
         *(SampleStatus.FAILED, SampleStatus.TRUNCATED),

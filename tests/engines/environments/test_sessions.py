@@ -21,6 +21,7 @@ from configs.episodes import (
     EpisodesConfig,
     GymnasiumEnvironment,
     TextArenaEnvironment,
+    ToolsEnvironment,
 )
 from engines.environments.protocol import Outcome, Ready
 from engines.environments.sessions import Environments, digest_of
@@ -243,6 +244,58 @@ def test_tools(play: Playing) -> None:
     assert episode.finish(environments) == Outcome(reward=11.5), "a retried call gets it again"
 
 
+FUNCTIONS = """
+import asyncio
+
+def add(one: int, other: int = 1) -> int:
+    \"\"\"Add.\"\"\"
+    return one + other
+
+async def say(text: str) -> str:
+    \"\"\"Say it.\"\"\"
+    await asyncio.sleep(0)
+    return text
+
+def bare(text: str) -> str:
+    return text
+"""
+
+
+def functions(tmp_path: Path, *names: str) -> Environments:
+    (tmp_path / "my_tools.py").write_text(FUNCTIONS)
+    (tmp_path / "more_tools.py").write_text(FUNCTIONS)
+    paths = tuple(f"{tmp_path}/{name}" for name in names)
+    return Environments(EpisodesConfig(environment=ToolsEnvironment(functions=paths), processes=1))
+
+
+def test_functions_are_tools(tmp_path: Path) -> None:
+    """As TRL's `tools`: the episode has ended once a turn calls none, and has no reward of its own."""
+    with functions(tmp_path, "my_tools.py:add", "more_tools.py:say") as environments:
+        ready = environments.start()
+        assert [tool["function"]["name"] for tool in ready.tools] == ["add", "say"]
+        assert ready.tools[0]["function"]["parameters"]["required"] == ["one"]
+        episode = begin(environments)
+        told = episode.act(environments, "", [call("add", one=2), call("say", text="é")])
+        assert (told.results, told.done) == (("3", "é"), False)
+        assert "Error: TypeError" in episode.act(environments, "", [call("add")]).observation
+        assert "there are: add, say" in episode.act(environments, "", [call("drop")]).observation
+        assert episode.act(environments, "that is all") == Outcome(done=True)
+        assert episode.finish(environments) == Outcome()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("my_tools.py:bare",), "bare has no docstring"),
+        (("my_tools.py:add", "more_tools.py:add"), "two of the tools add, add have one name"),
+        (("my_tools.py:FUNCTIONS",), "FUNCTIONS"),
+    ],
+)
+def test_functions_that_are_no_tools(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+    with functions(tmp_path, *names) as environments, pytest.raises(ValueError, match=said):
+        environments.start()
+
+
 def test_a_tools_error_is_an_observation(play: Playing) -> None:
     environments = play("Counter")
     episode = begin(environments, start=0)
@@ -293,7 +346,10 @@ def test_text(play: Playing, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Undocumented", "the method tool is public, so a tool, and has no docstring. Write what"),
+        (
+            "Undocumented",
+            "tool has no docstring, and is a tool, as every public method is. Write what",
+        ),
         ("Untyped", "the argument a of the tool tool has no type hint"),
         ("Idle", "Idle has neither tools, which are public methods, nor a method step"),
         ("Resetless", "Resetless has no method reset"),

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from configs.cluster.cluster import ClusterConfig, PoolConfig
 from engines.clusters.opening import open_cluster
 from engines.processes.node import WORKER_IMAGE, NodePlan, WorkerPlan
+from engines.processes.node_process import NodeProcess
 from engines.workers import calls
 from tests.engines.conftest import one_pool_roles
 from tests.engines.workers.test_cluster import build, call
+from tests.ports import free_port
 
 SEAT = {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -77,3 +80,18 @@ def test_what_a_library_reads_at_its_import_is_still_to_come(
         preload=("torch",),
     )
     assert plan.preloaded == ((WORKER_IMAGE, "torch") if loaded else (WORKER_IMAGE,))
+
+
+@pytest.mark.cluster
+def test_dasks_dashboard_is_there_where_it_was_asked_for() -> None:
+    port = free_port()
+    for asked, status in ((f"127.0.0.1:{port}", 200), (None, None)):
+        node = NodeProcess(NodePlan(no_workers_timeout=5.0, workers=(), dashboard=asked), 60.0)
+        try:
+            if status is None:
+                with pytest.raises(httpx.ConnectError):
+                    httpx.get(f"http://127.0.0.1:{port}/status")
+            else:
+                assert httpx.get(f"http://{asked}/status", timeout=30.0).status_code == status
+        finally:
+            node.end()

@@ -18,11 +18,9 @@ from engines.rewards.unit_tests import tests_of as all_tests_of
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import WORK, Executed, SandboxFailed
 from storage.prompts.datasets import open_source
-from tests.engines.sandboxes.conftest import IN_IMAGE, REAL
+from tests.engines.sandboxes.conftest import REAL, settings_of
 
-SANDBOX = (
-    ContainerSandbox(command=REAL[0], image=REAL[1], python=IN_IMAGE) if REAL else ProcessSandbox()
-)
+SANDBOX = settings_of("containers" if REAL else "processes")
 SHARE = UnitTestsReward(extract="whole", score="share", test_timeout=2.0, sandbox=SANDBOX)
 
 

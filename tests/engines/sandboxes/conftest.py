@@ -1,7 +1,7 @@
 """A sandbox of processes, or a reason why this machine has none; a program that stands in for docker.
 
 With REFRAIN_TEST_CONTAINERS="podman IMAGE", the command and an image with Python, the tests run in real
-containers too.
+containers too; "docker IMAGE runsc" names a runtime besides.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from configs.sandbox import ContainerSandbox, ProcessSandbox
+from configs.sandbox import ContainerSandbox, ProcessSandbox, SandboxConfig
 from engines.sandboxes.containers import open_container
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.processes import interpreter
@@ -43,16 +44,21 @@ if sys.argv[1] == "run":
 
 REAL = os.environ.get("REFRAIN_TEST_CONTAINERS", "").split()
 IN_IMAGE = "python3"  # its interpreter
+_REAL_SETTINGS: dict[str, Any] = dict(zip(("command", "image", "runtime"), REAL, strict=False))
 _interpreters: dict[int, str] = {}  # of sandboxes that have another than this machine's
+
+
+def settings_of(kind: str, **limits: Any) -> SandboxConfig:
+    """Of a sandbox of processes, or of a real container."""
+    if kind == "processes":
+        return ProcessSandbox(**limits)
+    return ContainerSandbox(**_REAL_SETTINGS, python=IN_IMAGE, **limits)
 
 
 @pytest.fixture(scope="module", params=["processes", *(["containers"] if REAL else [])])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[SupervisedSandbox]:
-    settings: ContainerSandbox | ProcessSandbox = ProcessSandbox(**LIMITS)
-    if request.param == "containers":
-        settings = ContainerSandbox(command=REAL[0], image=REAL[1], python=IN_IMAGE, **LIMITS)
     try:
-        opened = open_sandbox(settings)
+        opened = open_sandbox(settings_of(request.param, **LIMITS))
     except SandboxFailed as error:
         if request.param == "containers":
             raise

@@ -184,3 +184,43 @@ def test_another_user_than_root(program: str, sandbox: SupervisedSandbox, tmp_pa
     used, forks, cause, after = json.loads(ran.stdout)
     assert used == program and cause == "out_of_memory" and after == "1\n"
     assert int(forks) <= 16  # and nothing else was printed
+
+
+def test_a_program_that_cannot_be_confined_is_no_result_of_it() -> None:
+    """Its exit code would count as the program's own, and so as a test that it did not pass."""
+    try:
+        opened = open_sandbox(ProcessSandbox(cpu_seconds=2**70))
+    except SandboxFailed as error:
+        pytest.skip(str(error))
+    with opened, pytest.raises(SandboxFailed, match="the program could not be confined"):
+        opened.exec(["/bin/true"], timeout=5)
+
+
+def test_a_supervisor_that_programs_could_look_into_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by a runtime that keeps no process from looking into another of its user."""
+    looking = dict(supervised._sources())
+    name = "engines.sandboxes.system_calls"
+    looking[name] += "\ndef is_hidden(user):\n    return False\n"
+    monkeypatch.setattr(supervised, "_sources", lambda: looking)
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    with pytest.raises(SandboxFailed, match="programs could look into their supervisor"):
+        open_sandbox(ProcessSandbox())
+
+
+def test_who_can_look_into_a_process_is_found() -> None:
+    program = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from engines.sandboxes.system_calls import hide_memory, is_hidden\n"
+        "if os.geteuid() == 0: os.setresuid(65534, 65534, 65534)\n"
+        "from engines.processes.parent_death import prctl\n"
+        "prctl(4, 1)\n"  # PR_SET_DUMPABLE, which a change of user takes away
+        "before = is_hidden(None)\n"
+        "hide_memory()\n"
+        "print(before, is_hidden(None))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.split() == ["False", "True"], ran.stderr

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from storage.audit.transcripts import few, printable
+from storage.audit.sample_origins import SampleOrigin
+from storage.audit.transcripts import ending, few, printable
 
 
 @pytest.mark.parametrize(
@@ -29,3 +33,44 @@ def test_a_terminal_obeys_nothing_that_a_model_wrote() -> None:
     assert printable("a\tb\n\x1b[2Jc\r\x9b5n\x7f", 0) == "a\tb\n\\x1b[2Jc\\x0d\\x9b5n\\x7f"
     assert printable("x" * 30, 10) == f"{'x' * 5}\n[… 20 characters …]\n{'x' * 5}"
     assert printable("x" * 10, 10) == "x" * 10
+
+
+ORIGIN = SampleOrigin(
+    run="r",
+    step=1,
+    sample=3,
+    group=0,
+    prompt_row=7,
+    worker="rollout-0",
+    attempt=1,
+    spans=(),
+    weights_digest="d",
+    tokens=5,
+    finish_reason="stop",
+    status=0,
+    reward=1.0,
+    scores={},
+    extras={},
+    reward_code="",
+    trained=True,
+    advantage=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("episode", "said"),
+    [
+        ({}, "stop"),
+        ({"episode_end": "turns", "turn_rewards": (None, None)}, "episode ended: turns"),
+        (
+            {"episode_end": "done", "turn_rewards": (None, 0.25, 1.0)},
+            "episode ended: done, rewards by turn - 0.25 1",
+        ),
+        (
+            {"episode_end": "failed", "episode_error": "it hung", "turn_rewards": (0.5,)},
+            "episode ended: failed, it hung",
+        ),
+    ],
+)
+def test_how_a_sample_ended(episode: dict[str, Any], said: str) -> None:
+    assert ending(replace(ORIGIN, **episode)) == said

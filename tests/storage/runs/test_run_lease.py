@@ -142,3 +142,17 @@ def test_a_context_renews_itself_and_lets_go(
         assert tries >= 4
     assert RunLease.acquire(run, "second", ttl=60).epoch == 2
     assert "run-lease" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_who_takes_over_knows_whether_the_holder_before_died(run: RunStore, clock: Clock) -> None:
+    first = RunLease.acquire(run, "first", ttl=60, clock=clock)
+    assert first.died is None
+    clock.now += 20
+    first.renew()
+    clock.now += 1000  # it is not heard of again
+    second = RunLease.acquire(run, "second", ttl=60, clock=clock)
+    assert second.died is not None
+    assert (second.died.owner, second.died.last_seen) == ("first", 1020.0)
+    second.release()
+    third = RunLease.acquire(run, "third", ttl=60, clock=clock)
+    assert third.died is None, "the second ended in order"

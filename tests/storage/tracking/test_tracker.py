@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +42,7 @@ def page(run: str = "tiny-1") -> TrackedRun:
         model_name="tiny",
         flow_run_id="flow-1",
         flow_run_url="http://prefect/runs/flow-run/flow-1",
+        git_commit="c0ffee",
     )
 
 
@@ -82,6 +85,8 @@ def test_a_run_has_a_page(tracker: Tracker, config: TrackingConfig, folder: Path
     artifacts = folder / "deep" / "mlartifacts" / "refrain" / tracker.run_id / "artifacts"
     assert yaml.safe_load((artifacts / "config.yaml").read_text()) == SETTINGS
     assert str(folder / "deep" / "mlflow.db") in tracker.link
+    page = f"/runs/{tracker.run_id}/model-metrics?workflowType=machine_learning"
+    assert tracker.link.endswith(page), "opened as model training, at the curves"
 
 
 def test_metrics_and_files(tracker: Tracker, config: TrackingConfig) -> None:
@@ -126,6 +131,47 @@ def test_a_step_recorded_again_is_one_point(
     for name in figures:
         history = client(config).get_metric_history(tracker.run_id, name)
         assert [(m.step, m.timestamp) for m in history] == [(1, 1234567890123), (2, 1234567891500)]
+
+
+def test_the_page_is_one_of_model_training_and_its_reward_is_first(
+    tracker: Tracker, config: TrackingConfig
+) -> None:
+    mlflow = client(config)
+    experiment = mlflow.get_experiment_by_name("refrain")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    tracker.log_step(1, {"advantage/max": 2.0, "reward/mean": 0.5, "KL": 0.1}, at=1e9)
+    shown = mlflow.get_run(tracker.run_id).data.metrics
+    sections = sorted(name.partition("/")[0] for name in shown if "/" in name)
+    assert sections[0] == "Overview", "the page sorts them so"
+    assert shown["Overview/reward"] == shown["reward/mean"] == 0.5
+    assert mlflow.get_run(tracker.run_id).data.tags["mlflow.source.git.commit"] == "c0ffee"
+
+
+def test_an_experiment_of_an_older_refrain_gets_its_kind(config: TrackingConfig) -> None:
+    old = config.model_copy(update={"experiment": "old"})
+    mlflow = Tracker(old).connect()
+    mlflow.create_experiment("old")
+    with Tracker(old) as tracker:
+        tracker.start(page("kind"))
+    kind = mlflow.get_experiment_by_name("old").tags["mlflow.experimentKind"]
+    assert kind == "custom_model_development"
+
+
+def test_the_machine_is_sampled_until_the_page_ends(config: TrackingConfig) -> None:
+    before = set(threading.enumerate())
+    often = Tracker(config.model_copy(update={"system_metrics": 1}))
+    never = Tracker(config.model_copy(update={"system_metrics": 0}))
+    for tracker in (often, never):
+        tracker.start(page(f"machine {tracker is often}"))
+    mlflow, deadline = client(config), time.monotonic() + 60
+    name = "system/cpu_utilization_percentage"
+    while name not in mlflow.get_run(often.run_id).data.metrics and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for tracker in (often, never):
+        tracker.finish()
+    assert mlflow.get_run(often.run_id).data.metrics["system/system_memory_usage_megabytes"] > 0
+    assert not mlflow.get_run(never.run_id).data.metrics
+    assert not [one for one in threading.enumerate() if one.is_alive() and one not in before]
 
 
 def test_resuming_goes_on_with_the_page(config: TrackingConfig) -> None:
@@ -176,6 +222,18 @@ def test_versions_are_registered_once(tracker: Tracker, config: TrackingConfig) 
     assert latest.tags["refrain.digest"] == "xxh3:5"
     assert latest.tags["refrain.step"] == latest.tags["refrain.version"] == "5"
     assert tracker.registered() == {0: numbers[0], 5: numbers[1]}
+    experiment = mlflow.get_experiment_by_name("refrain")
+    found = mlflow.search_logged_models(
+        [experiment.experiment_id], f"source_run_id = '{tracker.run_id}'"
+    )
+    models = {one.tags["refrain.version"]: one for one in found}
+    assert sorted(models) == ["0", "5"] and len(found) == 2, "each version is a model once"
+    assert latest.model_id == models["5"].model_id
+    assert models["5"].status == "READY" and models["5"].model_type == "policy"
+    outputs = mlflow.get_run(tracker.run_id).outputs.model_outputs
+    assert {(one.model_id, one.step) for one in outputs} == {
+        (models["0"].model_id, 0), (models["5"].model_id, 5),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

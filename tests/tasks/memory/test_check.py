@@ -14,10 +14,10 @@ from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
 from engines.models import materialize
 from engines.rewards.reward_model import RewardModel
+from engines.workers.machine_memory import gpu_memory, host_memory
 from tasks.memory import check, places
 from tasks.memory.check import check_memory
 from tasks.memory.holders import reward_model_bytes
-from tasks.memory.places import host_memory
 from tests.engines.rewards.reward_models import draw_reward_model
 
 MIB = 2**20
@@ -123,7 +123,7 @@ def test_gpus_are_asked_for_their_memory(tmp_path: Path, monkeypatch: pytest.Mon
     program.write_text("#!/bin/sh\necho 81559\necho 143771\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert places.gpu_memory() == 81559 * MIB
+    assert gpu_memory() == 81559 * MIB
 
 
 def test_roles_that_share_a_gpu_are_counted_one_at_a_time() -> None:

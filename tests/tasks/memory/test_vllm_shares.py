@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.distill import DistillConfig
+from configs.recipe import load_recipe
 from configs.rollout import RolloutConfig
 from engines.model_facts import ModelShape
 from engines.rollout.memory_plan import UNPLANNED, VllmShare, vllm_share
@@ -133,6 +135,23 @@ def test_an_opponents_engines_need_room_too(tmp_path: Path) -> None:
     )
     said = refused(*words(tmp_path, "7b", *TRAINS, *played, *apart))
     assert "opponent's vLLM has 10.2 GiB of a GPU of pool frozen" in said
+
+
+def test_a_teacher_in_vllm_needs_room_too(tmp_path: Path) -> None:
+    words(tmp_path, "7b")  # writes its config.json
+    where = f"cluster.pools.teacher={{workers: 1, gpus: 1, gpu_memory_gib: {GPU}}}"
+
+    def of(share: float) -> DistillConfig:
+        engine = f"teachers.t.engine={{kind: vllm, gpu_memory_utilization: {share}}}"
+        model = f"teachers.t.model={{kind: pretrained, path: '{tmp_path / '7b'}'}}"
+        return load_recipe(DistillConfig, "tiny", [engine, model, where, "rollout.dtype=bfloat16"])
+
+    with pytest.raises(ValueError, match=r"^By the memory plan teacher t's vLLM has") as caught:
+        check_memory(of(0.1))
+    assert str(caught.value).endswith(
+        "Set teachers.t.engine.gpu_memory_utilization to 0.18 or more."
+    )
+    check_memory(of(0.18))
 
 
 def test_a_judge_needs_room_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from configs.grpo import GRPOConfig
 from configs.model import PretrainedModel
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
+from configs.srpo import SRPOConfig
 from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
@@ -162,6 +164,19 @@ def test_a_fault_of_the_settings_is_one_sentence(
 def test_the_critics_rank_is_checked_too(tmp_path: Path, two_gpus: None) -> None:
     words = ["cluster.pools.critic={gpus: 2}", "cluster.roles.critic=critic"]
     assert "the role critic is one FSDP rank" in refused(tmp_path, *words, model=PPOConfig)
+
+
+def test_dasks_dashboard_wants_bokeh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "installed", lambda name: None if name == "bokeh" else "1")
+    said = refused(tmp_path, "cluster.dashboard=127.0.0.1:8787")
+    assert "cluster.dashboard = 127.0.0.1:8787 needs bokeh. Install it" in said
+
+
+def test_a_port_for_prometheus_is_free(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(tmp_path, f"tracking.prometheus_port={port}")
+    assert f"tracking.prometheus_port = {port} cannot be opened on 127.0.0.1" in said
 
 
 def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +332,36 @@ def test_vllm_that_cannot_go_to_sleep_is_refused(tmp_path: Path) -> None:
     shared = ("cluster.share_devices=true", "cluster.roles.rollout=train")
     said = refused(tmp_path, *shared, "rollout.engine=vllm")
     assert "vLLM does not go to sleep on a CPU (cluster.pools.train.gpus = 0)" in said
+
+
+def test_what_measures_progress_is_looked_at_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*words: str) -> str:
+        config = load_recipe(SRPOConfig, "tiny-srpo", [f"store.uri={tmp_path}/store", *words])
+        with pytest.raises(PreflightError) as caught:
+            check(config)
+        return str(caught.value)
+
+    good = check(load_recipe(SRPOConfig, "tiny-srpo", [f"store.uri={tmp_path}/store"]))
+    found = {one.check: one.found for one in good}
+    assert found["encoder"] == "a fixed projection"
+    assert "environment: loads; takes text; frames of 4 x 4 x 3, uint8" in found["data"]
+    assert "no column 'level'" in said("progress.task_column=level")
+    (tmp_path / "flat.py").write_text(
+        "class Flat:\n"
+        "    def reset(self): return 'go'\n"
+        "    def step(self, text): return 'on'\n"
+        "    def frame(self): return [[0.0]]\n"
+    )
+    flat = f"episodes.environment={{kind: class, path: '{tmp_path}/flat.py:Flat'}}"
+    model = "encoder={kind: transformers, model: some/model}"
+    assert "frames are float32 [1, 1]. Make it with" in said(flat, model)
+    assert f"encoder.model = {tmp_path}/none/at/all: no such" in said(
+        f"encoder={{kind: transformers, model: {tmp_path}/none/at/all}}"
+    )
+    monkeypatch.setattr(preflight, "installed", lambda package: None)
+    assert "pip install 'refrain-rl[environments]'" in said()
 
 
 def test_rewards_that_are_models_are_looked_at_before_a_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engines.workers.device_time import DeviceTime
 from tasks import train
 from tasks.results import Carried, LeftOver
 from tasks.run import run as runs
@@ -28,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(Run)
     made.name = "run"
     made.attempts, made.drawn, made.carried, made.left_over = {}, {}, {}, {}
-    made.start = 0
+    made.start, made.device_time = 0, DeviceTime()
     told: list[tuple[int, int]] = []
     for name, fake in {
         "config": SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0),

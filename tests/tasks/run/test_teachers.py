@@ -14,6 +14,7 @@ from engines.models import materialize
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 from tasks.memory.check import check_memory
+from tasks.run.preflight import PreflightError, check
 from tasks.run.teachers import check_teachers
 
 Check = Callable[..., str]
@@ -48,6 +49,8 @@ def test_a_checkpoint_with_the_students_tokens_is_found_good(
     ("words", "said"),
     [
         (["teachers.t.model={kind: random, max_positions: 64}"], "= 144 tokens, and the teacher t reads 64"),
+        (["teachers.t.model={kind: random, max_positions: 144}", "teachers.t.engine.kind=vllm"],
+         "the teacher t reads 144, with one more that vLLM draws"),
         (["teachers.t.model={kind: random}", "algorithm.distillation.loss={kind: reverse_kl_topk, top_k: 101}"],
          "top_k = 101, and the teacher t has 101 words"),
         (["teachers.t.model={kind: pretrained, path: ./none}"], "teachers.t.model.path = ./none: no such file"),
@@ -84,6 +87,49 @@ def test_another_tokenizer_is_named_by_its_first_difference(checked: Check, tmp_
     assert "the token 'a' is none of the teacher's and has the id 14 of the student's" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], None),
+        (["teachers.t.model.hidden_size=40"], "or set teachers.t.engine.kind = fsdp"),
+        (["teachers.t.engine.kv_cache_gib=1e-5"], "Set teachers.t.engine.kv_cache_gib higher"),
+        (["cluster.pools.teacher.gpus=2"], "teachers.t.engine.tensor_parallel_size = 1 is not the number"),
+    ],
+)  # fmt: skip
+def test_a_teacher_in_vllm_is_checked_as_an_engine_that_samples(
+    words: list[str], said: str | None, tmp_path: Path
+) -> None:
+    teacher = ["teachers.t.model.kind=random", "teachers.t.engine.kind=vllm"]
+    config = load_recipe(DistillConfig, "tiny", [*teacher, f"store.uri={tmp_path}", *words])
+    if said is None:
+        found = {one.check: one.found for one in check(config) if one.check != "memory"}
+        assert "vllm" in found["packages"] and "teacher t in vLLM in float32" in found["devices"]
+        return
+    with pytest.raises(PreflightError, match="^[^\n]+$") as error:
+        check(config)
+    assert said in str(error.value)
+
+
+def test_the_memory_plan_counts_a_teacher_in_vllm_by_its_own_settings() -> None:
+    words = ["teachers.t.model.kind=random", "teachers.t.engine={kind: vllm, kv_cache_gib: 3}"]
+    config = load_recipe(DistillConfig, "tiny", words)
+    assert "teacher t, each engine: weights 0 MiB, keys and values 3.0 GiB" in check_memory(config)
+    with pytest.raises(ValueError, match=r"Set teachers.t.engine.kv_cache_gib, on a GPU"):
+        check_memory(
+            load_recipe(DistillConfig, "tiny", [words[0], words[1].replace("3}", "9999}")])
+        )
+    gpu = [
+        "cluster.pools.teacher={workers: 1, gpus: 1, gpu_memory_gib: 80}",
+        "rollout.dtype=bfloat16",
+    ]
+    (line,) = [
+        one
+        for one in check_memory(load_recipe(DistillConfig, "tiny", [*words, *gpu]))
+        if "GPU of pool teacher" in one
+    ]
+    assert line.startswith("a GPU of pool teacher: 68.0 GiB of 80.0 GiB")
 
 
 def test_the_memory_plan_counts_each_teacher_on_its_pool() -> None:

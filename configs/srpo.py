@@ -1,0 +1,113 @@
+"""The settings of an SRPO run: those of GRPO, an encoder of what episodes see, progress rewards."""
+
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from configs.base import Settings
+from configs.encoder import EncoderConfig, ProjectionEncoder
+from configs.grpo import GRPOConfig
+
+KINDS = ("class", "gymnasium")  # of environments that have frames
+
+
+class ProgressConfig(Settings):
+    """A failure is worth more the nearer it came to the successes of its task."""
+
+    task_column: str | None = Field(
+        None,
+        description="Column of the data that names each row's task; episodes of one task are "
+        "compared, whatever their prompts. None: all rows are of one task.",
+    )
+    success: float = Field(
+        1.0, description="Reward of the reward functions from which on an episode is a success."
+    )
+    eps: float = Field(
+        0.5,
+        gt=0,
+        description="Distance within which two successes are neighbours (DBSCAN), in standard "
+        "deviations of the task's successes.",
+    )
+    min_samples: int = Field(
+        2, ge=1, description="Successes within that distance, itself included, that make a cluster."
+    )
+    ceiling: float = Field(0.6, ge=0, lt=1, description="Bound on the reward of a failure.")
+    steepness: float = Field(
+        10.0, gt=0, description="Of the logistic curve from distance, scaled to 0 … 1, to reward."
+    )
+    middle: float = Field(
+        0.5, ge=0, le=1, description="Scaled distance at which a failure gets half of the ceiling."
+    )
+
+
+class SRPOConfig(GRPOConfig):
+    """Self-referential policy optimisation (arXiv:2511.15605): rewards for progress, in episodes."""
+
+    unfit: ClassVar[tuple[str, ...]] = (*GRPOConfig.unfit, "remax")
+
+    encoder: EncoderConfig = Field(
+        default_factory=ProjectionEncoder,
+        description="What makes an embedding of what an episode had to see.",
+    )
+    progress: ProgressConfig = Field(
+        default_factory=ProgressConfig, description="Rewards of failures, by their embeddings."
+    )
+
+    @property
+    def keeps_frames(self) -> bool:
+        """Always: progress is seen in them."""
+        return True
+
+    @property
+    def sharded_stages(self) -> int:
+        """Those of GRPO, and the embeddings."""
+        return super().sharded_stages + 1
+
+    @property
+    def used_pools(self) -> set[str]:
+        """Pools on which some role of the run lives; others are not started."""
+        return super().used_pools | {self.cluster.roles.pool_of("encoder")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filtered_by_success(cls, given: Any) -> Any:
+        """Groups of which nearly all fail, or nearly all succeed, are left out by default."""
+        if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
+            return given
+        algorithm = {"selection": [{"kind": "success_rate"}], **given.get("algorithm", {})}
+        return {**given, "algorithm": algorithm}
+
+    @model_validator(mode="after")
+    def _episodes_have_frames(self) -> Self:
+        if self.episodes is None:
+            raise ValueError(
+                "episodes = null, and this flow compares what episodes had to see. Set "
+                "episodes.environment, or run it with python -m flows.grpo."
+            )
+        kind = self.episodes.environment.kind
+        if kind not in KINDS:
+            raise ValueError(
+                f"episodes.environment.kind = {kind} gives nothing to see. Set it to gymnasium, or "
+                "to class with a method frame()."
+            )
+        if self.episodes.players > 1:
+            raise ValueError(
+                f"episodes.players = {self.episodes.players}, and progress is that of one who acts "
+                "alone. Set episodes.players = 1, or run it with python -m flows.grpo."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _all_episodes_are_compared(self) -> Self:
+        if self.rollout.over_sampling > 1:
+            raise ValueError(
+                f"rollout.over_sampling = {self.rollout.over_sampling:g} leaves the slowest groups, "
+                "and progress is measured over all episodes of a step. Set rollout.over_sampling = 1."
+            )
+        if self.algorithm.needs_baselines:
+            raise ValueError(
+                f"algorithm.advantage.kind = {self.algorithm.advantage.kind} compares with greedy "
+                "episodes, which this flow does not play. Set algorithm.advantage.kind = grpo, or "
+                "run it with python -m flows.grpo."
+            )
+        return self

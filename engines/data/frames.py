@@ -1,0 +1,104 @@
+"""What episodes give to see: frames as arrays and as batches, and where in a turn an episode ended.
+
+All frames of a run are of one form, that of the first ones. An episode's first frame, from when its
+environment was reset, is a column of its prompt; those of its turns are batches of their own, which
+are never written again when a turn follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.data.episode_rows import Episode
+from engines.environments.protocol import Frame, Outcome
+from storage.batches.format import DTYPES
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.runs.run_store import DATA_SUFFIX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Form: TypeAlias = "tuple[np.dtype, tuple[int, ...]]"  # of a frame: number format, shape
+
+FIRST = "opening_frame"  # column of prompts and samples, [N, *shape]
+
+
+def array_of(frame: Frame) -> NDArray[np.generic]:
+    """A frame as an array."""
+    return np.frombuffer(frame["data"], np.dtype(frame["dtype"])).reshape(frame["shape"])
+
+
+def stacked(frames: Sequence[Frame | None]) -> NDArray[np.generic]:
+    """Frames of one form, [N, *shape]."""
+    return np.stack([array_of(frame) for frame in frames if frame is not None])
+
+
+def form_of(samples: BatchRef) -> Form | None:
+    """The form of the frames of some samples; None where none are kept."""
+    if FIRST not in samples.names:
+        return None
+    column = samples.column(FIRST)
+    return np.dtype(DTYPES[column.dtype][1]), column.shape
+
+
+def alike(opened: Sequence[Outcome]) -> list[Outcome]:
+    """Resets with their frames: failed where there is none, or one of another form than the first."""
+    first = next((one.frame for one in opened if one.frame is not None and not one.failed), None)
+    form = None if first is None else (np.dtype(first["dtype"]), tuple(first["shape"]))
+    none = "the environment gave no frame when it was reset"
+    return [
+        replace(one, failed=none)
+        if one.failed is None and one.frame is None
+        else fitting(one, form)
+        for one in opened
+    ]
+
+
+def fitting(outcome: Outcome, form: Form | None) -> Outcome:
+    """An outcome, failed where its frame is of another form than those before."""
+    if outcome.frame is None or outcome.failed is not None or form is None:
+        return outcome
+    dtype, shape = np.dtype(outcome.frame["dtype"]), tuple(outcome.frame["shape"])
+    if (dtype, shape) == form:
+        return outcome
+    text = (
+        f"the environment gave a frame of {dtype} {shape}, and before that of {form[0]} {form[1]}"
+    )
+    return replace(outcome, failed=text)
+
+
+def write_frames(store: Store, out_key: str, episodes: Sequence[Episode]) -> BatchRef | None:
+    """The frames of the answers that episodes just had, a row for each; None where there are none.
+
+    out_key: of the answers; the frames' own is beside it.
+    """
+    seen = [one for one in episodes if one.frame is not None]
+    if not seen:
+        return None
+    columns: dict[str, object] = {
+        "sample_id": np.array([one.sample for one in seen], np.int64),
+        "turn": np.array([len(one.observations) - 1 for one in seen], np.int64),
+        "frame": stacked([one.frame for one in seen]),
+    }
+    return write_batch(store, f"{out_key.removesuffix(DATA_SUFFIX)}-frames{DATA_SUFFIX}", columns)
+
+
+def unused_tokens(tokenizer: PreTrainedTokenizerBase | None, turn: Sequence[int], used: int) -> int:
+    """How many of a turn's tokens [T] come after its first `used` characters; or tokens, for None.
+
+    The fewest first tokens whose text has so many characters were used, so a token on the border
+    was.
+    """
+    if tokenizer is None:
+        return len(turn) - used
+    for count in range(len(turn) + 1):
+        if len(str(tokenizer.decode(list(turn[:count]), skip_special_tokens=True))) >= used:
+            return len(turn) - count
+    return 0

@@ -1,0 +1,215 @@
+"""The aggregator of elastic training: it has weights and optimizer, and adds workers' gradients up.
+
+An update is a conversation: `open_update` cuts the batch into units, `offer` says for each optimizer
+step which gradients are wanted and with which weights, `apply` adds them up and makes the step,
+`close_update` ends it. The units come from the batch alone, and gradients are added up in their
+order, so the weights are the same whoever computed what, and however many did.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from configs.algorithm.algorithm import AlgorithmConfig
+from engines.elastic.gradients import Damaged, Summed, metric_sums
+from engines.elastic.spec import Applied, Counts, Offered, Unit
+from engines.train.fsdp_engine import FSDPEngine
+from engines.train.packing import MiniBatch
+from engines.train.sharded_model import DTYPES
+from engines.train.spec import MadeOn, UpdateResult
+from engines.train.updater import Updater
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from storage.objects.errors import ObjectDamaged
+from storage.runs.gradients import (
+    Gradient,
+    GradientsOf,
+    discard_gradient,
+    gradients_key,
+    open_folder,
+    read_gradient,
+)
+from storage.runs.weights import WeightsRef, find_manifest
+
+# Settings that do not change what a gradient is.
+NO_INPUTS = {"deadline", "unit_lease"}
+
+
+@dataclass(kw_only=True, slots=True)
+class Open:
+    """An update under way."""
+
+    step: int
+    batch: BatchRef
+    updater: Updater
+    steps: list[MiniBatch]  # one for each optimizer step, of one rank whose micro-batches are units
+    max_new_tokens: int
+    inputs: str  # key
+    began: float
+    offered: Offered | None = None  # the optimizer step under way
+    made: int = 0  # optimizer steps
+    made_on: set[MadeOn] = field(default_factory=set)  # of gradients that were added up
+
+
+class Aggregator(FSDPEngine):
+    """The only rank of its gang; see the module's docstring."""
+
+    REMOTE: ClassVar[tuple[str, ...]] = (
+        *FSDPEngine.REMOTE,
+        "offer_weights",
+        "open_update",
+        "offer",
+        "apply",
+        "close_update",
+    )
+
+    _open: Open | None = None
+
+    def offer_weights(self, under: int, version: int) -> WeightsRef:
+        """What is held, in the number format of products, for workers to compute with.
+
+        The policy version itself, where it is published so; else it is left with the gradients of
+        step `under`, for as long as they are there. Products are the same as with the weights held,
+        for these are cast first here too.
+        """
+        self._joined()
+        name = self._spec.train.compute_dtype
+        found, own = self.digest(name), self._files.weights_key(version)
+        manifest = find_manifest(self._store, own)
+        if manifest is not None and manifest.digest == found:
+            return WeightsRef(
+                version=version, key=own, digest=found, nbytes=manifest.nbytes, base=manifest.base
+            )
+        key = f"{gradients_key(self._files, under)}/weights-{found.partition(':')[2]}"
+        return self._versions().leave(version, DTYPES[name], key)
+
+    def open_update(
+        self,
+        batch: BatchRef,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        max_new_tokens: int,
+        step: int,
+        plan: BatchRef | None = None,
+    ) -> int:
+        """Begin the update of a step; returns the number of its optimizer steps.
+
+        Arguments as of `FSDPEngine.update`; `plan` is one of units, for one rank.
+        """
+        updater = self._begun(step, algorithm, temperature)
+        settings = self._spec.train.model_dump(mode="json", exclude=NO_INPUTS)
+        given = (temperature, max_new_tokens, settings, self._spec.seed)
+        self._open = Open(
+            step=step,
+            batch=batch,
+            updater=updater,
+            steps=updater.optimizer_steps(batch, plan) if len(batch) else [],
+            max_new_tokens=max_new_tokens,
+            inputs=key_of(batch.to_json(), algorithm.model_dump(mode="json"), *given),
+            began=time.perf_counter(),
+        )
+        return len(self._open.steps)
+
+    def offer(self, under: int) -> Offered:
+        """Say which gradients the next optimizer step takes.
+
+        under: the step that is not committed yet, with which they are left. May be asked again.
+        """
+        now = self._now()
+        weights = self.offer_weights(under, now.step - 1 if not now.made else now.step)
+        of = GradientsOf(
+            run=self._files.run,
+            step=now.step,
+            optimizer_step=now.made,
+            weights=weights.digest,
+            inputs=now.inputs,
+        )
+        mini = now.steps[now.made]
+        counts = now.updater.normaliser(now.batch, mini, now.max_new_tokens)
+        name = f"{now.step:06d}.{now.made}-{key_of(of.model_dump())}"
+        now.offered = Offered(
+            of=of,
+            folder=f"{gradients_key(self._files, under)}/{name}",
+            weights=weights,
+            counts=Counts(tokens=counts.tokens, sequences=counts.sequences, rows=counts.rows),
+            units=tuple(Unit(number=n, rows=rows) for n, rows in enumerate(mini.ranks[0])),
+        )
+        open_folder(self._store, now.offered.folder, of)
+        return now.offered
+
+    def apply(self) -> Applied:
+        """Add the gradients up and make the optimizer step that was offered.
+
+        Where one is missing, damaged, or of something else, it is named and discarded, and nothing
+        is changed: it has to be computed again.
+        """
+        now = self._now()
+        offered, began = now.offered, time.perf_counter()
+        assert offered is not None
+        found = [self._read(offered, unit) for unit in offered.units]
+        refused = {n: why for n, why in enumerate(found) if isinstance(why, str)}
+        gradients = [one for one in found if isinstance(one, Gradient)]
+        nbytes = 0
+        if not refused:
+            try:
+                nbytes = self._step(now, offered, gradients)
+            except Damaged as damaged:
+                refused = {damaged.unit: str(damaged)}
+        for unit in refused:
+            discard_gradient(self._files, offered.folder, unit)
+        return Applied(refused=refused, nbytes=nbytes, seconds=time.perf_counter() - began)
+
+    def close_update(self) -> UpdateResult:
+        """End the update once its optimizer steps are made; the weights are then the step's."""
+        now = self._now()
+        assert now.made == len(now.steps), (now.made, len(now.steps))
+        self._open, self.version = None, now.step
+        result = now.updater.result(now.step, time.perf_counter() - now.began)
+        return replace(result, made_on=_together({result.made_on, *now.made_on}))
+
+    def _read(self, offered: Offered, unit: Unit) -> Gradient | str:
+        """A unit's marker, or why it is refused."""
+        where = f"The gradient of unit {unit.number} in {offered.folder}"
+        try:
+            found = read_gradient(self._files, offered.folder, unit.number)
+        except ObjectDamaged as error:
+            return str(error)
+        if found is None:
+            return f"{where} is missing."
+        why = offered.of.difference(found.of)
+        if why is None and found.rows != key_of(list(unit.rows)):
+            why = "it is of other rows"
+        return found if why is None else f"{where} is refused: {why}."
+
+    def _step(self, now: Open, offered: Offered, gradients: list[Gradient]) -> int:
+        """Make the optimizer step; returns the bytes read. Raises Damaged, with nothing changed."""
+        tally = now.updater.tally
+        finite = all(one.metrics.finite for one in gradients)
+        optimizer = self._trained()
+        with (
+            tally.phase("optimizer"),
+            Summed(self._files, offered.folder, gradients, self._device) as summed,
+        ):
+            report = optimizer.step_by_tensor(summed.first, summed.again, finite)
+        for one in gradients:
+            tally.add(metric_sums(one.metrics), one.metrics)
+            now.made_on.add(MadeOn(device=one.device, torch=one.torch, fixed=one.fixed))
+        tally.reports.append(report)
+        now.made, now.offered = now.made + 1, None
+        return summed.nbytes
+
+    def _now(self) -> Open:
+        if self._open is None:
+            raise RuntimeError("No update is under way here. Call open_update first.")
+        return self._open
+
+
+def _together(parts: set[MadeOn]) -> MadeOn:
+    """What an update was made on; where that is several kinds of device, all of them."""
+    return MadeOn(
+        device=", ".join(sorted({one.device for one in parts})),
+        torch=", ".join(sorted({one.torch for one in parts})),
+        fixed=all(one.fixed for one in parts),
+    )

@@ -1,0 +1,1 @@
+"""Encoders of what episodes see, and rewards for progress by their embeddings."""

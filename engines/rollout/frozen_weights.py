@@ -1,0 +1,35 @@
+"""Weights of a model that no run trains, as a stored version: rollout engines take no others.
+
+They are published once for each run, under a name that their files' digest is part of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engines import models
+from engines.models import Dtype
+from engines.progress import report
+from storage.objects.store import Store
+from storage.runs.weights import WeightsRef, find_manifest
+from storage.runs.weights_writing import publish, same
+
+
+def published(
+    store: Store, run: str, folder: str, directory: Path, files: str, dtype: Dtype, what: str
+) -> WeightsRef:
+    """The version of the model in `directory`, published now unless it is there.
+
+    Args:
+        folder: Below the run's, where such versions are.
+        files: Digest of the weight files, by which it is found again.
+        what: It is, for a person who waits.
+    """
+    key = f"{run}/{folder}/{files.rpartition(':')[2]}-{dtype}"
+    existing = find_manifest(store, key)
+    if existing is not None:
+        return same(existing, key, existing.digest)
+    report(f"reading {what}")
+    model = models.load_for_training(directory, dtype)
+    companions = models.companion_files(directory)
+    return publish(store, run, 0, model.state_dict().items(), companions, key=key)

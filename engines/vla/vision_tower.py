@@ -1,0 +1,150 @@
+"""A vision transformer with the names and the arithmetic of timm's, as OpenVLA's checkpoints hold it.
+
+Features are those after the block before the last, of the patches alone, without a final norm (as
+LLaVA and Prismatic take them, arXiv:2402.07865). So the last block, the final norm and the pooling,
+which the checkpoints have too, are not built.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+EPSILON = 1e-6  # of the norms
+UNUSED = re.compile(r"^(norm|fc_norm|attn_pool|head)\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerShape:
+    """The sizes of a vision transformer."""
+
+    width: int  # D
+    depth: int  # blocks, with the last, which is not built
+    heads: int
+    hidden: int  # of the feed-forward part
+    patch: int  # pixels of a side
+    image: int  # pixels of a side
+    prefix: int  # class and register tokens
+    scaled: bool  # whether a block's outputs are scaled (LayerScale), as DINOv2's
+
+    @property
+    def patches(self) -> int:
+        """Patches of an image."""
+        return (self.image // self.patch) ** 2
+
+
+# Those that OpenVLA's checkpoints name (vision_backbone_id = dinosiglip-vit-so-224px).
+DINOV2 = TowerShape(
+    width=1024, depth=24, heads=16, hidden=4096, patch=14, image=224, prefix=5, scaled=True
+)
+SIGLIP = TowerShape(
+    width=1152, depth=27, heads=16, hidden=4304, patch=14, image=224, prefix=0, scaled=False
+)
+
+
+class VisionTower(nn.Module):
+    """Images to the features of their patches."""
+
+    def __init__(self, shape: TowerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.patch_embed = PatchEmbedding(shape)
+        self.pos_embed = nn.Parameter(torch.zeros(1, shape.patches, shape.width))
+        if shape.prefix:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, shape.width))
+            self.reg_token = nn.Parameter(torch.zeros(1, shape.prefix - 1, shape.width))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth - 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, image, image] normalised to [B, patches, D]."""
+        x = self.patch_embed(images) + self.pos_embed
+        if self.shape.prefix:
+            first = torch.cat([self.cls_token, self.reg_token], dim=1)
+            x = torch.cat([first.expand(len(x), -1, -1), x], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return x[:, self.shape.prefix :]
+
+    def unused(self, name: str) -> bool:
+        """Whether a checkpoint's tensor of this name has no part in the features."""
+        return bool(UNUSED.match(name)) or name.startswith(f"blocks.{self.shape.depth - 1}.")
+
+
+class PatchEmbedding(nn.Module):
+    """Patches as vectors."""
+
+    def __init__(self, shape: TowerShape) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, shape.width, kernel_size=shape.patch, stride=shape.patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[B, 3, image, image] to [B, patches, D]."""
+        found: Tensor = self.proj(images).flatten(2).transpose(1, 2)
+        return found
+
+
+class Block(nn.Module):
+    """x + s1 attention(norm1(x)), then x + s2 mlp(norm2(x))."""
+
+    def __init__(self, shape: TowerShape) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(shape.width, eps=EPSILON)
+        self.attn = Attention(shape)
+        self.norm2 = nn.LayerNorm(shape.width, eps=EPSILON)
+        self.mlp = FeedForward(shape)
+        self.ls1 = Scale(shape.width) if shape.scaled else nn.Identity()
+        self.ls2 = Scale(shape.width) if shape.scaled else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to the same."""
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        found: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return found
+
+
+class Attention(nn.Module):
+    """Self-attention of all tokens to all."""
+
+    def __init__(self, shape: TowerShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width)
+        self.proj = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to the same."""
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        found: Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return found
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with GELU between them."""
+
+    def __init__(self, shape: TowerShape) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(shape.width, shape.hidden)
+        self.fc2 = nn.Linear(shape.hidden, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to the same."""
+        found: Tensor = self.fc2(nn.functional.gelu(self.fc1(x)))
+        return found
+
+
+class Scale(nn.Module):
+    """A factor for each number; OpenVLA's checkpoints call it scale_factor, timm's gamma."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale_factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to the same."""
+        return x * self.scale_factor

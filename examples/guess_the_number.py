@@ -1,0 +1,32 @@
+"""GuessTheNumber of TextArena: prompts that show two games, and the reward of one that was cut off.
+
+python -m venv games && games/bin/pip install "textarena==0.7.*"
+python -m flows.grpo guess_the_number.yaml       # in this folder
+"""
+
+from __future__ import annotations
+
+_GAMES = (  # guesses and what the game says of each
+    (("[10]", "higher"), ("[15]", "lower"), ("[13]", "")),
+    (("[10]", "lower"), ("[5]", "higher"), ("[7]", "")),
+)
+
+
+def rows(size: int = 2000) -> list[dict[str, object]]:
+    """Prompts, all alike: what differs is the seed of each row's game, which then says its rules.
+
+    A small model that was only told the rules talks about them; of games that it was shown, it copies
+    the form.
+    """
+    chat = [{"role": "user", "content": "Guess a number from 1 to 20."}]
+    for guesses in _GAMES:
+        for guess, hint in guesses:
+            said = f"[GAME] The target number is {hint}." if hint else "You win. A new game:"
+            chat += [{"role": "assistant", "content": guess}, {"role": "user", "content": said}]
+    return [{"question": chat} for _ in range(size)]
+
+
+def no_prize(prompts: list[object], completions: list[str], **columns: object) -> list[float]:
+    """0 for everybody, so that an episode that a limit ended, for which the game gives nothing, is
+    a lost game and not a failed sample."""
+    return [0.0] * len(completions)

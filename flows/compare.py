@@ -1,0 +1,39 @@
+"""Tell in what two runs differ: settings, code, data, curves, and the first step that differs.
+
+python -m flows.compare RUN1 RUN2 [--of METRIC]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tasks.commands import command as commands
+
+
+def main() -> int:
+    """Compare two runs; returns the exit code."""
+    words = commands.parser(
+        "compare",
+        "What changed between two runs of a store: settings, code, digests of the data, curves, "
+        "evaluations on the same rows, and the first step that differs, in its prompts, samples, "
+        "rewards, batch or weights. Steps that a fork has from its parent are compared too.",
+        after_run=("other", "RUN2", "name of the other run", str),
+    )
+    words.add_argument(
+        "--of",
+        action="append",
+        default=[],
+        metavar="METRIC",
+        help="show this metric step by step, such as reward/mean; may be given several times",
+    )
+
+    def work(request: commands.Request) -> commands.Answer:
+        from tasks.commands.compare import answer
+
+        return answer(request)
+
+    return commands.run(words, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Check a dossier, and the store that it tells of, without Refrain.
+
+python verify.py [--store FOLDER]
+
+Needs Python 3.9 and nothing else. It reads every file of this folder and every object of the run that
+objects.json lists, and compares sizes and SHA-256. Where the package xxhash is installed, it also
+makes the store's own digests again: the chain of commits, the heads of batches, the weights. Exit
+code 0: all is as it was; 1: something is not. A store that is no folder is copied into one first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BLOCK = 1 << 20  # bytes read at once
+OWN = (
+    "SHA256SUMS"  # of the dossier's files; its own digest is what whoever made the dossier told you
+)
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(BLOCK), b""):
+            total.update(block)
+    return total.hexdigest()
+
+
+def own_files(here: Path) -> list[str]:
+    """Problems of the dossier itself: files that differ, lack, or are not listed."""
+    listed: dict[str, str] = {}
+    for line in (here / OWN).read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        listed[name] = digest
+    there = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} - {OWN}
+    there = {name for name in there if "__pycache__" not in name}
+    problems = [
+        f"{name}: not in the dossier when it was made" for name in sorted(there - set(listed))
+    ]
+    for name, digest in listed.items():
+        if name not in there:
+            problems.append(f"{name}: missing from the dossier")
+        elif sha256(here / name) != digest:
+            problems.append(f"{name}: altered since the dossier was made")
+    return problems
+
+
+def objects(listed: list[dict[str, Any]], store: Path) -> list[str]:
+    """Problems of the store's objects: missing, of another size, altered."""
+    problems = []
+    for entry in listed:
+        path = store / entry["key"]
+        if not path.is_file():
+            problems.append(f"{entry['key']}: missing from the store")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(f"{entry['key']}: {path.stat().st_size} bytes of {entry['bytes']}")
+        elif sha256(path) != entry["sha256"]:
+            problems.append(f"{entry['key']}: altered since the dossier was made")
+    return problems
+
+
+def own_digests(
+    lineage: dict[str, Any], listed: list[dict[str, Any]], store: Path, xxhash: Any
+) -> list[str]:
+    """Problems of the store's own digests: the chain of commits, batches' heads, weights."""
+    problems = []
+    keys = {entry["key"]: entry for entry in listed}
+
+    def digest(data: bytes) -> str:
+        return "xxh3:" + xxhash.xxh3_128_hexdigest(data)
+
+    before: str | None = None
+    for step in lineage["steps"]:
+        data = (store / step["commit"]).read_bytes()
+        body = json.loads(data)["body"]
+        if before is not None and body["parent_digest"] not in (None, before):
+            problems.append(f"{step['commit']}: does not follow the commit before it")
+        if body["version_out"]["digest"] != step["weights"]["digest"]:
+            problems.append(f"{step['commit']}: made other weights than lineage.json says")
+        before = digest(data)
+        manifest = f"{step['weights']['key']}/manifest.json"
+        if manifest in keys:
+            problems += weights(store, step["weights"], manifest, digest)
+    for key, entry in keys.items():
+        if (
+            "head" in entry
+            and digest((store / key).read_bytes()[: entry["head"]]) != entry["digest"]
+        ):
+            problems.append(f"{key}: its head is not the one that commits name")
+    return problems
+
+
+def weights(
+    store: Path, said: dict[str, Any], manifest: str, digest: Callable[[bytes], str]
+) -> list[str]:
+    """Problems of a policy version: its files, and the digest of its tensors."""
+    body = json.loads((store / manifest).read_bytes())["body"]
+    problems = []
+    for name, file in body["files"].items():
+        if digest((store / said["key"] / name).read_bytes()) != file["digest"]:
+            problems.append(f"{said['key']}/{name}: its digest does not match")
+    lines = b""
+    for name, one in sorted(body["tensors"].items()):
+        entry = [name, one["dtype"], one["shape"], one["digest"]]
+        lines += json.dumps(entry, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    if body.get("adapter") is None and digest(lines) != said["digest"]:
+        problems.append(f"{manifest}: its tensors have another digest than the commit says")
+    return problems
+
+
+def main() -> int:
+    """Check everything; returns the exit code."""
+    words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    words.add_argument("--store", metavar="FOLDER", help="the store, or a copy of it [as recorded]")
+    asked = words.parse_args()
+    here = Path(__file__).resolve().parent
+    problems = own_files(here)
+    told = f"dossier {sha256(here / OWN)}"
+    if not problems:
+        lineage = json.loads((here / "lineage.json").read_text(encoding="utf-8"))
+        listed = json.loads((here / "objects.json").read_text(encoding="utf-8"))
+        store = Path(asked.store or lineage["store"].partition("://")[2])
+        problems += objects(listed, store)
+        told += f"\n{len(listed)} objects of {lineage['run']} in {store}"
+        try:
+            import xxhash
+        except ImportError:
+            told += "\nthe store's own digests were not made again: there is no package xxhash"
+        else:
+            if not problems:
+                problems += own_digests(lineage, listed, store, xxhash)
+                told += "\nthe store's own digests were made again too"
+    print(told)
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} problems." if problems else "All is as it was.")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What a run's page in MLflow is made of: metrics by names that it takes, models, the machine."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from storage.tracking.plots import REWARD_MEAN
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+# MLflow 3.17 sorts the charts of a run's page by name, capitals first: this one of reward/mean leads.
+FIRST = "Overview/reward"
+MODEL_TYPE = "policy"
+_NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
+_NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics under names that MLflow takes, and its mean reward as FIRST too."""
+    first = {FIRST: metrics[REWARD_MEAN]} if REWARD_MEAN in metrics else {}
+    return {_shown(name): float(value) for name, value in {**first, **metrics}.items()}
+
+
+def _shown(name: str) -> str:
+    """A metric's name as MLflow takes it: `_` for other signs; users' functions name metrics too."""
+    allowed = re.sub(r"[^/\w.\- :]", "_", name)[:_NAME_CHARACTERS]
+    if posixpath.normpath(allowed) != allowed or allowed.startswith((".", "/")):  # read as a path
+        return re.sub(r"[./]", "_", allowed)
+    return allowed
+
+
+def logged_model(
+    client: MlflowClient, run: Run, version: int, step: int, tags: Mapping[str, str]
+) -> str:
+    """Id of a policy version as a model of the run, made when there is none.
+
+    Its tags are those of the registered version; its files stay in the store.
+    """
+    from mlflow.entities import LoggedModelOutput
+
+    experiment, run_id = run.info.experiment_id, run.info.run_id
+    known = client.search_logged_models(
+        [experiment],
+        f"source_run_id = '{run_id}' AND tags.`refrain.version` = '{version}'",
+    )
+    for one in known:
+        if one.tags.get("refrain.digest") == tags["refrain.digest"]:
+            return str(one.model_id)
+    name = _NOT_IN_MODEL_NAMES.sub("-", f"{run.info.run_name}-v{version}")
+    made = client.create_logged_model(
+        experiment, name, run_id, tags=dict(tags), model_type=MODEL_TYPE
+    )
+    client.finalize_logged_model(made.model_id, "READY")
+    client.log_outputs(run_id, [LoggedModelOutput(made.model_id, step)])
+    return str(made.model_id)
+
+
+def watched_machine(run_id: str, uri: str, every: int, resumed: bool) -> SystemMetricsMonitor:
+    """MLflow's monitor, begun: it samples the machine of this process every so many seconds.
+
+    `resumed`: the page has samples, after which these are counted.
+    """
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # of GPUs that are not there
+    monitor = SystemMetricsMonitor(
+        run_id, sampling_interval=every, resume_logging=resumed, tracking_uri=uri
+    )
+    monitor.start()
+    return monitor

@@ -1,0 +1,112 @@
+"""Progress rewards: an embedding of each episode, as soon as its shard is sampled, then all compared.
+
+Embeddings are made beside the rewards, on the encoder's own engines, and are finished in the store: a
+flow that goes on asks for none again. What they come to is found in one call for the whole step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from prefect import task
+from prefect.futures import PrefectFuture
+from prefect.logging import get_run_logger
+
+from configs.srpo import SRPOConfig
+from engines.data.frames import FIRST
+from engines.encoders.progress import ProgressResult
+from engines.rewards.failing_samples import LoggedMetric
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
+from tasks.results import Scored, WholeShards, frames_of, samples_of_shards
+from tasks.reward import by_cause, samples_of
+from tasks.run.retries import OPTIONS, attempted
+from tasks.run.run import Run
+
+
+@task(name="embedding", task_run_name="embedding {number}/{count}", **OPTIONS)
+def embedding(run: Run, step: int, sampled: WholeShards, number: int, count: int) -> BatchRef:
+    """Embeddings of the episodes of what one rollout task sampled [N] (tasks counted from 1).
+
+    embedding, encoder, embedding_error. An encoder that dies is built anew and makes them again.
+    """
+    samples = samples_of_shards([sampled])[["sample_id", "status", FIRST]]
+    frames = frames_of(sampled)
+    given = [samples.to_json(), None if frames is None else frames.to_json()]
+    key = key_of("embedding", settings(run).encoder.model_dump(mode="json"), *given)
+    out_key = run.files.stage_key(step, "embedding", number, key)
+    if (done := run.files.finished(out_key)) is None:
+        with attempted(run, step, "embedding", number) as attempt:
+            made: BatchRef = run.engines.encoders.call(
+                "embed",
+                run.call_id(step, f"embed-{out_key}"),
+                attempt.assignment,
+                samples=samples,
+                frames=frames,
+                out_key=out_key,
+            )
+        done = run.files.finish(out_key, {"ref": made.to_json()})
+    return BatchRef.from_json(done["ref"])
+
+
+def embedding_shards(
+    run: Run, step: int, sampled: Sequence[PrefectFuture[WholeShards] | WholeShards]
+) -> list[PrefectFuture[BatchRef]]:
+    """An embedding task for what each rollout task sampled; it needs no rewards."""
+    return [
+        embedding.submit(run, step, shards, number, len(sampled))  # type: ignore[arg-type]
+        for number, shards in enumerate(sampled, 1)
+    ]
+
+
+@task(name="progress", task_run_name="progress", **OPTIONS)
+def progress(run: Run, step: int, scored: list[Scored], embedded: list[BatchRef]) -> list[Scored]:
+    """The scored shards with rewards for progress in the place of theirs, which stay as scores.
+
+    Episodes are compared over the whole step. One without an embedding is failed, and has no reward.
+    """
+    samples = samples_of(run, step, scored).with_columns(BatchRef.concat(embedded))
+    prompts = BatchRef.concat([shard.prompts for one in scored for shard in one.sampled])
+    wanted = settings(run).progress
+    key = key_of("progress", samples.to_json(), wanted.model_dump(mode="json"))
+    with attempted(run, step, "progress") as attempt:
+        result: ProgressResult = run.engines.scorers.call(
+            "progress",
+            run.call_id(step, f"progress-{key}"),
+            attempt.assignment,
+            prompts=prompts[["group_id", "row"]],
+            samples=samples,
+            settings=wanted,
+            out_key=run.files.stage_key(step, "progress", 1, key),
+        )
+    for (_, error), failed in by_cause(result.failures).items():
+        numbers = ", ".join(map(str, failed))
+        get_run_logger().error("No embedding of episode %s: %s", numbers, error)
+    return shards_with(scored, samples.with_columns(result.ref), result)
+
+
+def shards_with(scored: list[Scored], samples: BatchRef, result: ProgressResult) -> list[Scored]:
+    """The shards with their rows of all samples; what is of the whole step goes with the first."""
+    metrics = {name: LoggedMetric.over([value]) for name, value in result.metrics.items()}
+    found, start = [], 0
+    for one in scored:
+        stop = start + len(one.ref)
+        first = start == 0
+        found.append(
+            dataclasses.replace(
+                one,
+                ref=samples.rows(start, stop),
+                failures=one.failures + (len(result.failures) if first else 0),
+                metrics={**one.metrics, **metrics} if first else one.metrics,
+                clusters=result.clusters,
+            )
+        )
+        start = stop
+    return found
+
+
+def settings(run: Run) -> SRPOConfig:
+    """The settings of a run that measures progress."""
+    assert isinstance(run.config, SRPOConfig), "the run measures no progress"
+    return run.config

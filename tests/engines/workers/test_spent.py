@@ -1,0 +1,102 @@
+"""What processes and GPUs used, by a driver that is written by hand: there is no GPU here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+from engines.workers.spent import GpuEnergy, Meter, Spent, SpentSince, cpu_seconds
+
+
+class NoCounter(Exception):
+    """What the driver raises."""
+
+
+class FakeDriver:
+    """Three GPUs; the last is older than the counter of energy."""
+
+    NVMLError = NoCounter
+
+    def __init__(self, broken: bool = False) -> None:
+        self.millijoules = {"GPU-aa": 5000, "GPU-bb": 7000}
+        self.broken = broken
+
+    def nvmlInit(self) -> None:
+        if self.broken:
+            raise NoCounter("Driver Not Loaded")
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
+        return ["GPU-aa", "GPU-bb", "GPU-cc"][index]
+
+    def nvmlDeviceGetUUID(self, handle: object) -> str:
+        return str(handle)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int:
+        if handle not in self.millijoules:
+            raise NoCounter("Not Supported")
+        return self.millijoules[str(handle)]
+
+
+def test_only_gpus_that_the_process_may_use_are_read() -> None:
+    driver = FakeDriver()
+    assert GpuEnergy(driver, None).joules() == {"GPU-aa": 5.0, "GPU-bb": 7.0}
+    assert GpuEnergy(driver, ("1", "2")).joules() == {"GPU-bb": 7.0}
+    assert GpuEnergy(driver, ("GPU-a",)).joules() == {"GPU-aa": 5.0}
+    assert GpuEnergy(driver, ()).joules() == {}
+
+
+def test_without_a_driver_nothing_is_told() -> None:
+    assert GpuEnergy(None, None).joules() == {}
+    assert GpuEnergy(FakeDriver(broken=True), None).joules() == {}
+
+
+def test_the_processes_that_a_process_started_count() -> None:
+    before = cpu_seconds()
+    burn = "import time\nwhile time.process_time() < 0.4: pass\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while sum(psutil.Process(child.pid).cpu_times()[:2]) < 0.4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    alive = cpu_seconds()
+    child.communicate(b"\n")
+    assert alive - before >= 0.4
+    assert cpu_seconds() >= alive - 0.05, "it has ended, and counts still"
+
+
+def test_a_meter_looks_once_a_second() -> None:
+    now, made = [0.0], []
+
+    def energy() -> GpuEnergy:
+        made.append(GpuEnergy(driver, None))
+        return made[-1]
+
+    driver = FakeDriver()
+    meter = Meter(energy, lambda: now[0])
+    assert meter.spent().joules["GPU-aa"] == 5.0
+    driver.millijoules["GPU-aa"] = 6000
+    now[0] = 0.5
+    assert meter.spent().joules["GPU-aa"] == 5.0
+    now[0] = 1.5
+    assert meter.spent().joules["GPU-aa"] == 6.0
+    assert len(made) == 1
+
+
+def test_what_was_used_since_the_last_look() -> None:
+    since = SpentSince()
+    told = {("train", "host:1"): Spent(cpu_seconds=2.0, joules={"GPU-aa": 50.0})}
+    first = since.since_last(told)["train"]
+    assert (first.cpu_seconds, first.joules) == (2.0, 0.0), "a GPU counts from the first look"
+    told = {
+        ("train", "host:1"): Spent(cpu_seconds=3.0, joules={"GPU-aa": 80.0}),
+        ("train", "host:2"): Spent(cpu_seconds=1.0, joules={"GPU-aa": 90.0}),  # the same GPU
+        ("cpu", "host:3"): Spent(cpu_seconds=0.5),
+    }
+    then = since.since_last(told)
+    assert (then["train"].cpu_seconds, then["train"].joules) == (2.0, 40.0)
+    assert (then["cpu"].cpu_seconds, then["cpu"].joules) == (0.5, None)

@@ -1,0 +1,164 @@
+"""A dossier is checked by its own script, in an interpreter that has nothing but Python."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from storage.audit.audit import audit
+from storage.audit.dossier import write_dossier
+from storage.objects.store import Store
+from storage.runs.commit_log import Commit
+from storage.runs.run_store import RunStore
+from tests.storage.audit import small_run
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without a package."""
+    place = tmp_path_factory.mktemp("bare")
+    venv.create(place, with_pip=False)
+    return place / "bin" / "python"
+
+
+class World:
+    """A run, its dossier, and the check of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = folder / "store"
+        self.run = RunStore(Store(f"file://{self.store}"), "run")
+        self.commits: list[Commit] = small_run.make(self.run)
+        self.folder = folder / "dossier"
+        self.digest = write_dossier(self.run, audit(self.run), self.folder)
+
+    def verify(self, python: Path | str, *words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [str(python), "-I", str(self.folder / "verify.py"), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert not done.stderr
+        return done.returncode, done.stdout
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_it_is_checked_without_refrain(world: World, bare: Path) -> None:
+    code, out = world.verify(bare)
+    assert code == 0, out
+    assert out.startswith(f"dossier {world.digest}\n")
+    assert "no package xxhash" in out
+    code, out = world.verify(sys.executable)  # which has xxhash
+    assert code == 0, out
+    assert "made again too" in out
+
+
+def test_a_store_that_was_moved_is_named(world: World, bare: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.move(world.store, moved)
+    assert world.verify(bare)[0] == 1
+    assert world.verify(bare, "--store", str(moved))[0] == 0
+
+
+@pytest.mark.parametrize("what", ["weights", "batch", "commit", "run.json"])
+def test_a_flipped_byte_in_the_store_is_found(world: World, bare: Path, what: str) -> None:
+    last = world.commits[-1]
+    keys = {
+        "weights": next(
+            one
+            for one in world.run.store.list(last.version_out.key)
+            if one.endswith(".safetensors")
+        ),
+        "batch": sorted(last.refs["samples"].objects)[0],
+        "commit": world.run.commit_key(2),
+        "run.json": world.run.run_json_key,
+    }
+    flip(world.store / keys[what])
+    code, out = world.verify(bare)
+    assert code == 1
+    assert f"{keys[what]}: altered since the dossier was made" in out
+    assert "1 problems." in out
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "curves.csv", "curves.png", "lineage.json", "objects.json", "settings.json",
+     "SHA256SUMS"],
+)  # fmt: skip
+def test_a_flipped_byte_in_the_dossier_is_found(world: World, bare: Path, name: str) -> None:
+    flip(world.folder / name)
+    code, out = world.verify(bare)
+    assert code == 1
+    assert name == "SHA256SUMS" or f"{name}: altered" in out
+
+
+def test_a_changed_script_is_seen_by_the_sum_that_was_told(world: World, bare: Path) -> None:
+    with (world.folder / "verify.py").open("a") as script:
+        script.write("# changed\n")
+    assert "verify.py: altered" in world.verify(bare)[1]
+
+
+def test_files_that_lack_or_came_later_are_found(world: World, bare: Path) -> None:
+    (world.folder / "more.txt").write_text("more")
+    (world.folder / "data.json").unlink()
+    _, out = world.verify(bare)
+    assert "more.txt: not in the dossier" in out
+    assert "data.json: missing" in out
+
+
+def test_the_stores_own_digests_are_made_again(world: World) -> None:
+    """Where objects.json and the sums were written anew over a changed store."""
+    first = world.store / world.run.commit_key(2)
+    document = json.loads(first.read_bytes())
+    document["body"]["metrics"]["reward/mean"] = 1.0
+    first.write_text(json.dumps(document))
+    shutil.rmtree(world.folder)
+    from storage.audit.dossier import (  # without the audit that would refuse
+        objects_of,
+        seal,
+        step_of,
+    )
+
+    world.folder.mkdir()
+    lineage = {
+        "run": "run",
+        "store": world.run.store.uri,
+        "steps": [step_of(world.run, one) for one in world.commits],
+    }
+    (world.folder / "lineage.json").write_text(json.dumps(lineage))
+    listed = list(objects_of(world.run, world.commits).values())
+    (world.folder / "objects.json").write_text(json.dumps(listed))
+    script = Path(__file__).parents[3] / "storage/audit/verify_dossier.py"
+    shutil.copy(script, world.folder / "verify.py")
+    seal(world.folder)
+    code, out = world.verify(sys.executable)
+    assert code == 1
+    assert "steps/000003/commit.json: does not follow the commit before it" in out
+
+
+def test_it_tells_the_run(world: World) -> None:
+    lineage = json.loads((world.folder / "lineage.json").read_text())
+    assert [one["step"] for one in lineage["steps"]] == [1, 2, 3, 4]
+    last = world.commits[-1]
+    assert lineage["steps"][-1]["weights"]["digest"] == last.version_out.digest
+    assert json.loads((world.folder / "audit.json").read_text())["good"]
+    assert json.loads((world.folder / "reward_code.json").read_text()) == {"c0de": [small_run.CODE]}
+    assert (world.folder / "curves.csv").read_text().startswith("step,committed_at")
+    assert (world.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "# run" in (world.folder / "README.md").read_text()

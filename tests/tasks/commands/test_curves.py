@@ -1,0 +1,126 @@
+"""The curves of a past run as a table, and what Weights & Biases and Trackio are given.
+
+Both stand-ins are written by hand; docs/cost.md says what was tried with the real ones.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flows import curves
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from tests.storage.audit import small_run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(f"file://{tmp_path}/store")
+    run, before = RunStore(store, "run"), None
+    run.write_run({"config": {"seed": 1}, "code": "0.1.0", "flow": "flows.grpo:grpo"})
+    for step, metrics in ((1, {"reward/mean": 0.25}), (2, {"reward/mean": 0.5, "train/loss": 0.1})):
+        before = small_run.take(run, step, before, metrics=metrics, committed_at=1e9 + step)
+    return store
+
+
+def export(store: Store, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["curves", "run", *words, f"store.uri={store.uri}"])
+    return curves.main()
+
+
+def test_a_table_has_a_line_for_each_step(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "run.csv"
+    assert export(store, monkeypatch, "--to", "csv", "--file", str(place)) == 0
+    first, second = csv.DictReader(place.read_text().splitlines())
+    assert first == {
+        "step": "1", "committed_at": "1000000001.0", "reward/mean": "0.25", "train/loss": "",
+    }  # fmt: skip
+    assert second["train/loss"] == "0.1"
+
+
+class Wandb:
+    """A page that notes what it is told."""
+
+    url = "https://wandb.ai/refrain/run"
+
+    def __init__(self) -> None:
+        self.begun: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
+
+    def init(self, **named: Any) -> Wandb:
+        self.begun = named
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases_has_a_run_of_the_same_id(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", page)
+    assert export(store, monkeypatch, "--to", "wandb", "--project", "p") == 0
+    assert (page.begun["id"], page.begun["project"], page.begun["resume"]) == ("run", "p", "allow")
+    assert page.begun["config"] == {"seed": 1}
+    assert [(step, metrics["reward/mean"]) for step, metrics in page.logged] == [
+        (1, 0.25),
+        (2, 0.5),
+    ]
+    assert page.finished
+    assert Wandb.url in capsys.readouterr().out
+
+
+def test_trackio_has_the_run_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: dict[str, list[int]] = {}
+
+    def init(project: str, name: str, **named: object) -> None:
+        assert name not in runs, "the earlier export is there still"
+        runs[name] = []
+
+    def found(project: str) -> list[SimpleNamespace]:
+        if not runs:
+            raise ValueError(f"Project '{project}' does not exist")
+        return [SimpleNamespace(name=name, delete=lambda n=name: runs.pop(n)) for name in [*runs]]
+
+    stand_in = SimpleNamespace(
+        Api=lambda: SimpleNamespace(runs=found),
+        init=init,
+        log=lambda metrics, step: runs["run"].append(step),
+        finish=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    for _ in range(2):
+        assert export(store, monkeypatch, "--to", "trackio") == 0
+    assert runs == {"run": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--to", "wandb"), "--to wandb needs the package wandb"),
+        (("--to", "trackio", "--file", "x"), "--file goes with --to csv"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    says: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert export(store, monkeypatch, *words) == 2
+    assert says in capsys.readouterr().err
