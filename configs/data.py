@@ -7,20 +7,50 @@ from pydantic import Field, model_validator
 from configs.base import FunctionPath, Settings
 
 
-class FileSource(Settings):
+class MultipleChoice(Settings):
+    """Rows with a right answer and wrong ones become questions with letters.
+
+    The question gets the answers after it, in an order that follows from the row alone; the column
+    `answer` is the right one's letter.
+    """
+
+    question: str = Field("question", description="Column with the question.")
+    right: str = Field(description="Column with the right answer.")
+    wrong: tuple[str, ...] = Field(
+        min_length=1, max_length=25, description="Columns with wrong ones."
+    )
+
+
+class _Rows(Settings):
+    """What sources of stored rows have in common."""
+
+    where: dict[str, str | int | float | bool] = Field(
+        default_factory=dict,
+        description="Only rows whose columns have these values, as {answer_type: multipleChoice}.",
+    )
+    choices: MultipleChoice | None = Field(
+        None,
+        description="Columns of right and wrong answers, which make multiple-choice questions.",
+    )
+
+
+class FileSource(_Rows):
     """Rows of a JSONL or Parquet file, local or at any fsspec address."""
 
     kind: Literal["file"] = "file"
     path: str = Field(description="Path or fsspec URL of a .jsonl or .parquet file.")
 
 
-class HubSource(Settings):
+class HubSource(_Rows):
     """Rows of a dataset on the Hugging Face hub (needs the extra 'hub')."""
 
     kind: Literal["hub"] = "hub"
     name: str = Field(description="Dataset id on the hub (org/name).")
     subset: str | None = Field(None, description="Configuration of the dataset, if it has several.")
     split: str = Field("train", description="Split to read.")
+    columns: tuple[str, ...] | None = Field(
+        None, description="Columns that are read; none: all, which must not hold images or sound."
+    )
 
 
 class ReasoningGymSource(Settings):

@@ -169,11 +169,14 @@ class DistillConfig(GRPOConfig):
 
     @model_validator(mode="after")
     def _a_test_has_rewards(self) -> Self:
-        if self.evaluation is not None and not self.rewards.functions:
-            raise ValueError(
-                "evaluation.source is tested by the task's rewards, and rewards.functions is empty. "
-                "Set rewards.functions, or evaluation = null."
-            )
+        suites = {} if self.evaluation is None else self.evaluation.suites
+        for name, suite in suites.items():
+            if suite.rewards is None and not self.rewards.functions:
+                raise ValueError(
+                    f"evaluation.suites.{name} is tested by the task's rewards, and "
+                    f"rewards.functions is empty. Set evaluation.suites.{name}.rewards, or "
+                    "rewards.functions."
+                )
         return self
 
     @model_validator(mode="after")

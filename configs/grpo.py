@@ -283,8 +283,8 @@ class GRPOConfig(RunConfig):
             alone = None
             if self.group_size == 1:
                 alone = "group_size = 1"
-            elif self.evaluation is not None and self.evaluation.samples == 1:
-                alone = "evaluation.samples = 1"
+            elif suite := self._suite_with_one_answer():
+                alone = f"evaluation.suites.{suite}.samples = 1"
             elif self.algorithm.needs_baselines:
                 alone = f"algorithm.advantage.kind = {self.algorithm.advantage.kind}"
             if model.pairwise is not None and alone is not None:
@@ -294,6 +294,12 @@ class GRPOConfig(RunConfig):
                     "each alone."
                 )
         return self
+
+    def _suite_with_one_answer(self) -> str | None:
+        """A suite that is scored by the run's rewards and asks for one completion of each row."""
+        suites = {} if self.evaluation is None else self.evaluation.suites
+        alone = (name for name, one in suites.items() if one.rewards is None and one.samples == 1)
+        return next(alone, None)
 
     @model_validator(mode="after")
     def _store_is_shared(self) -> Self:
@@ -314,16 +320,60 @@ class GRPOConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _evaluation_fits(self) -> Self:
+        evaluation = self.evaluation
+        if evaluation is None:
+            return self
+        for name, suite in evaluation.suites.items():
+            if suite.source == self.data.source:
+                raise ValueError(
+                    f"evaluation.suites.{name}.source is the same as data.source, so the test would "
+                    "be on rows that are trained on. Set it to other rows."
+                )
+        own = self.cluster.roles.evaluation
+        if evaluation.every is not None and self.max_staleness > 0 and own is None:
+            raise ValueError(
+                f"evaluation.every = {evaluation.every} tests versions between steps, and with "
+                f"max_staleness = {self.max_staleness} steps overlap, so the engines of rollout "
+                "never hold one version. Set cluster.roles.evaluation to a pool of its own, or "
+                "evaluation.every = null."
+            )
+        taken = [role for role in self.engine_roles if self.cluster.roles.pool_of(role) == own]
+        if taken:
+            raise ValueError(
+                f"cluster.roles.evaluation = {own} is the pool of the role {taken[0]} too. Set it to "
+                "a pool that no other engine has, or to null: evaluations then come between steps."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_suite_promotes(self) -> Self:
+        if self.promotion is None or self.evaluation is None:
+            return self
+        suites, chosen = self.evaluation.suites, self.promotion.suite
+        if chosen is None and len(suites) > 1:
+            raise ValueError(
+                f"promotion goes by one suite, and evaluation.suites has {', '.join(suites)}. Set "
+                "promotion.suite to one of them."
+            )
+        if chosen is not None and chosen not in suites:
+            raise ValueError(
+                f"promotion.suite = {chosen} is no suite of the run. Set it to one of "
+                f"{', '.join(suites)}."
+            )
+        if not self.evaluation.at_end:
+            raise ValueError(
+                "promotion judges the last version, and evaluation.at_end = false does not test it. "
+                "Set evaluation.at_end = true, or promotion = null."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _retraining_fits(self) -> "GRPOConfig":
         if self.promotion is not None and self.evaluation is None:
             raise ValueError(
-                f"promotion.alias = {self.promotion.alias} needs a held-out evaluation to go by. "
-                "Set evaluation.source."
-            )
-        if self.evaluation is not None and self.evaluation.source == self.data.source:
-            raise ValueError(
-                "evaluation.source is the same as data.source, so the test would be on rows that "
-                "are trained on. Set evaluation.source to other rows."
+                f"promotion.alias = {self.promotion.alias} needs an evaluation to go by. "
+                "Set evaluation.suites, or evaluation.source to held-out rows."
             )
         goes_on = self.continue_from is not None and self.continue_state == "trainer"
         if goes_on and self.train.schedule != "constant":

@@ -44,6 +44,20 @@ class MathReward(Settings):
         return self.name
 
 
+class ChoiceReward(Settings):
+    """1 if the letter that the completion gives as its answer is the row's, else 0."""
+
+    kind: Literal["choice"] = "choice"
+    name: str = Field("choice", description="Name under which the score is logged.")
+    weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
+    answer_column: str = Field("answer", description="Column with the letter of the right answer.")
+
+    @property
+    def label(self) -> str:
+        """Name under which the score is logged."""
+        return self.name
+
+
 class FunctionReward(Settings):
     """A user's function fn(prompts, completions, **columns) -> list[float], as TRL calls it."""
 
@@ -136,6 +150,7 @@ class UnitTestsReward(Settings):
 CalledReward = (
     ReasoningGymReward
     | MathReward
+    | ChoiceReward
     | FunctionReward
     | EnvironmentReward
     | UnitTestsReward

@@ -10,13 +10,13 @@ from configs.base import Settings
 from configs.cluster.cluster import ClusterConfig, Role
 from configs.data import DataConfig
 from configs.episodes import EpisodesConfig, OpponentConfig
+from configs.evaluation import EvaluationConfig
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.retraining import (
     CONTINUE_FROM,
     ContinueData,
     ContinueState,
-    EvaluationConfig,
     PromotionConfig,
 )
 from configs.rewards import RewardsConfig
@@ -87,7 +87,7 @@ class RunConfig(Settings):
         "reached there; or from the beginning.",
     )
     evaluation: EvaluationConfig | None = Field(
-        None, description="Test of the last policy version on held-out rows."
+        None, description="Suites that test policy versions, and when."
     )
     promotion: PromotionConfig | None = Field(
         None, description="When the last policy version becomes the champion."
@@ -219,8 +219,31 @@ class RunConfig(Settings):
 
     @property
     def sampling_roles(self) -> list[Role]:
-        """Roles of the engines that sample: of the policy, and of an opponent."""
-        return [role for role in self.engine_roles if role in ("rollout", "opponent")]
+        """Roles of the engines that sample: of the policy, of an opponent, of evaluations."""
+        sampling: tuple[Role, ...] = ("rollout", "opponent")
+        found = [role for role in self.engine_roles if role in sampling]
+        return [*found, "evaluation"] if self.evaluates_aside else found
+
+    @property
+    def evaluates_aside(self) -> bool:
+        """Whether evaluations have engines of their own, beside those of the steps."""
+        return self.evaluation is not None and self.cluster.roles.evaluation is not None
+
+    @property
+    def promoting_suite(self) -> str:
+        """The suite by whose reward the last version is promoted."""
+        assert self.evaluation is not None and self.promotion is not None
+        return self.promotion.suite or next(iter(self.evaluation.suites))
+
+    @property
+    def longest_sequence(self) -> int:
+        """The longest that an engine samples, prompt and completion together, in tokens."""
+        data, longest = self.data.max_prompt_tokens, self.rollout.max_new_tokens
+        found = [data + longest]
+        for suite in {} if self.evaluation is None else self.evaluation.suites.values():
+            prompt = data if suite.prompt is None else suite.prompt.max_prompt_tokens
+            found.append(prompt + (suite.max_new_tokens or longest))
+        return max(found)
 
     @property
     def used_pools(self) -> set[str]:
@@ -229,6 +252,11 @@ class RunConfig(Settings):
         roles += ["aggregator"] if self.train.engine == "elastic" else []
         roles += [] if self.episodes is None else ["environment"]
         roles += ["reward_model"] if self.rewards.on_engines else []
+        suites = () if self.evaluation is None else self.evaluation.suites.values()
+        for suite in suites:
+            roles += ["environment"] if suite.episodes is not None else []
+            roles += ["reward_model"] if suite.rewards and suite.rewards.on_engines else []
+        roles += ["evaluation"] if self.evaluates_aside else []
         return {self.cluster.roles.pool_of(role) for role in roles}
 
     @property

@@ -1,6 +1,7 @@
 """Show what the model was asked and what it wrote.
 
 python -m flows.samples RUN[@STEP] [--best | --worst | --failed | --group G]
+python -m flows.samples RUN --evaluation SUITE@VERSION [--best | …]
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ def main() -> int:
         type=int,
         metavar="E",
         help="one sample by its number, all turns of it, and of its other players",
+    )
+    words.add_argument(
+        "--evaluation",
+        metavar="SUITE@VERSION",
+        help="samples of an evaluation in place of a step's",
     )
     words.add_argument("--limit", type=int, default=4, metavar="N", help="samples shown [4]")
     words.add_argument(

@@ -227,7 +227,7 @@ def tidy(run: Run) -> None:
         keep_versions=keep.keep_versions,
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
-        tagged={*run.tracker.registered, *against},
+        tagged={*run.tracker.registered, *against, *run.to_be_evaluated()},
     )
     if removed:
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))

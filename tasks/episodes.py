@@ -26,18 +26,17 @@ from storage.objects.digests import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.retries import attempted
-from tasks.run.run import Run
+from tasks.run.stage_view import StageView
 from tasks.sampling import (
     SamplingStage,
     opponents_turn,
     sample_or_leave,
     sampled,
-    usable_weights,
 )
 
 
 def complete(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -54,7 +53,7 @@ def complete(
 
 
 def play(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -66,9 +65,9 @@ def play(
     given: list[object] = [] if begun is None else [begun.to_json()]
     given += [] if played(run).opponent is None else [run.engines.opponents.weights.digest]
     key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
-    whole = stage.key(run, step, "episodes", shard, key)
-    digests = {one.digest: one for one in usable_weights(run, step, stage)}
-    done = stage.finished(run, whole)
+    whole = run.files.stage_key(step, "episodes", shard, key)
+    digests = {one.digest: one for one in run.usable_weights(step)}
+    done = run.files.finished(whole)
     if done is not None and str(done["weights"]) in digests:
         known = sampled(prompts, digests[str(done["weights"])], done)
         return dataclasses.replace(known, frames=frames_of(done))
@@ -81,7 +80,7 @@ def play(
     if isinstance(found, Sampled):
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
         frames = None if found.frames is None else found.frames.to_json()
-        stage.finish(run, whole, {**record, "frames": frames, "weights": found.weights.digest})
+        run.files.finish(whole, {**record, "frames": frames, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
     kept = {key for ref in (needed, first, asked) if ref is not None for key in ref.objects}
     run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
@@ -89,7 +88,7 @@ def play(
 
 
 def dealt(
-    run: Run, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
+    run: StageView, step: int, prompts: BatchRef, stage: SamplingStage, shard: int
 ) -> tuple[BatchRef, BatchRef]:
     """A shard's prompts as rows of their players, and the samples before their first turns."""
     n, players, settings = stage.sampling.n, played(run).players, played(run).opponent
@@ -99,8 +98,8 @@ def dealt(
         opponent = OpponentSeats(digest=digest, policy_plays=settings.policy_plays)
     given = [] if opponent is None else [asdict(opponent)]
     key = key_of("deal", prompts.to_json(), n, players, *given)
-    out_key = stage.key(run, step, "deal", shard, key)
-    record = stage.finished(run, out_key)
+    out_key = run.files.stage_key(step, "deal", shard, key)
+    record = run.files.finished(out_key)
     if record is None:
         with attempted(run, step, "deal", shard) as attempt:
             asked, begun = run.engines.environments.call(
@@ -113,12 +112,12 @@ def dealt(
                 opponent=opponent,
             )
         made = {"prompts": asked.to_json(), "samples": begun.to_json()}
-        record = stage.finish(run, out_key, made)
+        record = run.files.finish(out_key, made)
     return BatchRef.from_json(record["prompts"]), BatchRef.from_json(record["samples"])
 
 
 def played_out(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -159,7 +158,7 @@ def played_out(
     return dataclasses.replace(own, ref=begun, stats=stats, frames=seen), turns
 
 
-def first_turns(run: Run, begun: BatchRef | None) -> tuple[int, int]:
+def first_turns(run: StageView, begun: BatchRef | None) -> tuple[int, int]:
     """Samples of which the policy's turn is next, and the opponent's; 1 and 0 without an opponent."""
     if played(run).opponent is None or begun is None:
         return 1, 0
@@ -167,22 +166,22 @@ def first_turns(run: Run, begun: BatchRef | None) -> tuple[int, int]:
     return reasons[UNFINISHED], reasons[OPPONENTS_TURN]
 
 
-def played(run: Run) -> EpisodesConfig:
+def played(run: StageView) -> EpisodesConfig:
     """The settings of the run's episodes."""
     assert run.config.episodes is not None, "the run plays no episodes"
     return run.config.episodes
 
 
 def answer(
-    run: Run, step: int, stage: SamplingStage, shard: int, turn: BatchRef, last: str
+    run: StageView, step: int, stage: SamplingStage, shard: int, turn: BatchRef, last: str
 ) -> tuple[AnswerResult, str, str]:
     """The environments' answers to the turns of a shard, their key, and the worker that had them.
 
     last: the worker that answered the turn before, which has the environments.
     """
     key = key_of("answer", turn.to_json(), played(run).model_dump(mode="json"))
-    out_key = stage.key(run, step, "environment", shard, key)
-    if (done := stage.finished(run, out_key)) is not None:
+    out_key = run.files.stage_key(step, "environment", shard, key)
+    if (done := run.files.finished(out_key)) is not None:
         return of_record(done), out_key, last
     with attempted(run, step, "environment", shard) as attempt:
         attempt.assignment.worker = last
@@ -201,7 +200,7 @@ def answer(
         get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
     record = {**asdict(result), "ref": result.ref.to_json()}
     record["frames"] = None if result.frames is None else result.frames.to_json()
-    return of_record(stage.finish(run, out_key, record)), out_key, attempt.assignment.worker
+    return of_record(run.files.finish(out_key, record)), out_key, attempt.assignment.worker
 
 
 def of_record(record: dict[str, Any]) -> AnswerResult:

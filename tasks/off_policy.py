@@ -16,7 +16,7 @@ from storage.objects.digests import key_of
 from tasks.results import Sampled
 from tasks.run.retries import attempted
 from tasks.run.run import Run
-from tasks.sampling import SamplingStage, sampled, usable_weights
+from tasks.sampling import SamplingStage, sampled
 
 
 def off_policy(config: GRPOConfig, step: int, shard: int) -> OffPolicyConfig | None:
@@ -35,10 +35,10 @@ def given_shard(
     run: Run, step: int, prompts: BatchRef, stage: SamplingStage, shard: int, column: str
 ) -> Sampled:
     """The samples that the rows of a shard's prompts have, or find them in the store."""
-    n, weights = stage.sampling.n, usable_weights(run, step, stage)[0]
+    n, weights = stage.sampling.n, run.usable_weights(step)[0]
     key = key_of("given", prompts.to_json(), column, n, run.config.rollout.max_new_tokens)
-    out_key = stage.key(run, step, "given", shard, key)
-    if (done := stage.finished(run, out_key)) is not None:
+    out_key = run.files.stage_key(step, "given", shard, key)
+    if (done := run.files.finished(out_key)) is not None:
         return sampled(prompts, weights, done, out_key)
     with attempted(run, step, "given", shard) as attempt:
         found: AnswersGiven = run.engines.scorers.call(
@@ -63,4 +63,4 @@ def given_shard(
         digest=weights.digest,
     )
     record: dict[str, Any] = {"ref": found.ref.to_json(), "stats": asdict(stats)}
-    return sampled(prompts, weights, stage.finish(run, out_key, record), out_key)
+    return sampled(prompts, weights, run.files.finish(out_key, record), out_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prefect import pause_flow_run, task
@@ -12,6 +13,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from configs.retraining import PromotionConfig
+from storage.evaluations.results import EvaluationResult
 from storage.runs.live import workers_ended
 from storage.tracking.registry import (
     EVALUATED_ON_TAG,
@@ -20,7 +22,6 @@ from storage.tracking.registry import (
     Registered,
     Registry,
 )
-from tasks.evaluate import Evaluation, evaluate
 from tasks.reporting import events
 from tasks.reporting.artifacts import escaped, key
 from tasks.run.retries import OPTIONS
@@ -43,12 +44,39 @@ class Decision:
     given: bool = False  # the version has the alias: the run died right after it had moved it
 
 
-def judge_policy(run: Run) -> Decision | None:
-    """Test the last policy version and promote it, as far as the settings ask for that."""
-    if run.config.evaluation is None or judged_before(run):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How a policy version did in the suite that decides."""
+
+    version: int
+    reward: float  # mean over prompts; not a number where no sample was scored
+    error: float  # standard error of that mean
+    samples: int
+    failed: int  # samples that could not be scored; they are not in the mean
+    truncated: int
+    on: str  # digest of rows and manner: only evaluations with the same one can be compared
+
+    @classmethod
+    def of(cls, result: EvaluationResult, version: int) -> Evaluation:
+        """By the stored result; `version`: its number in the run."""
+        metrics = result.metrics
+        return cls(
+            version=version,
+            reward=metrics.get("reward", math.nan),
+            error=metrics.get("error", math.nan),
+            samples=int(metrics["samples"]),
+            failed=result.failed,
+            truncated=int(metrics["truncated"]),
+            on=result.on,
+        )
+
+
+def judge_policy(run: Run, results: Mapping[str, EvaluationResult] | None) -> Decision | None:
+    """Promote the last policy version by its results in the suites, if the settings ask for that."""
+    if run.config.promotion is None or results is None:
         return None
-    evaluated = evaluate(run)
-    return None if run.config.promotion is None else promote(run, evaluated, run.config.promotion)
+    evaluated = Evaluation.of(results[run.config.promoting_suite], run.head)
+    return promote(run, evaluated, run.config.promotion)
 
 
 def judged_before(run: Run) -> bool:

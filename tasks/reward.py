@@ -19,6 +19,7 @@ from storage.prompts.cursor import Cursor
 from tasks.results import Scored, WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.run.stage_view import StageView
 
 
 @task(name="reward", task_run_name="reward {number}/{count}", **OPTIONS)
@@ -54,8 +55,9 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
     prompts = sampled[0].prompts
     if len(sampled) > 1:
         prompts = BatchRef.concat([shard.prompts for shard in sampled])
-    key = key_of("reward", samples.to_json(), rewards, asdict(trainer_state(run, step)))
-    ref, result = score(run, step, "reward", number, prompts, samples, key)
+    state = trainer_state(run, step)
+    key = key_of("reward", samples.to_json(), rewards, asdict(state))
+    ref, result = score(run, step, "reward", number, prompts, samples, key, state)
     return Scored(
         sampled=sampled,
         ref=ref,
@@ -67,14 +69,14 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
 
 
 def score(
-    run: Run,
+    run: StageView,
     step: int,
     stage: str,
     number: int,
     prompts: BatchRef,
     samples: BatchRef,
     key: str,
-    kept_with: int | None = None,
+    state: TrainerState,
 ) -> tuple[BatchRef, ScoreResult]:
     """Samples with their scores, and what became of the call; failures are logged.
 
@@ -86,10 +88,9 @@ def score(
         prompts: of the samples.
         samples: [N].
         key: digest of what is scored, and by what.
-        kept_with: the step with which the scores are kept; None: theirs.
+        state: where the run stands, as the functions are told.
     """
-    place = step if kept_with is None else kept_with
-    models_key = run.files.stage_key(place, "reward_model", number, key)
+    models_key = run.files.stage_key(step, "reward_model", number, key)
     models = model_scores(run, step, number, prompts, samples, models_key)
     with attempted(run, step, stage, number) as attempt:
         result: ScoreResult = run.engines.scorers.call(
@@ -98,8 +99,8 @@ def score(
             attempt.assignment,
             prompts=prompts,
             samples=samples,
-            out_key=run.files.stage_key(place, stage, number, key),
-            trainer_state=trainer_state(run, step),
+            out_key=run.files.stage_key(step, stage, number, key),
+            trainer_state=state,
             models=models,
         )
     for (function, error), failed in by_cause(result.failures).items():
@@ -111,7 +112,7 @@ def score(
 
 
 def model_scores(
-    run: Run, step: int, number: int, prompts: BatchRef, samples: BatchRef, out_key: str
+    run: StageView, step: int, number: int, prompts: BatchRef, samples: BatchRef, out_key: str
 ) -> ModelScores | None:
     """The reward models' scores of some samples; None where the recipe has no reward models.
 

@@ -11,11 +11,10 @@ from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
 from engines.rollout.partial import PartialSamples
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
-from storage.runs.commit_log import version_weights
 from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
 from tasks.run.retries import attempted
-from tasks.run.run import Run
+from tasks.run.stage_view import StageView
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,34 +24,15 @@ class SamplingStage:
     name: str  # rollout, baseline or evaluate
     sampling: Sampling
     source: Source | None = None  # of the prompts' rows, where it is not data.source
-    one_version: bool = False  # whether it has to be the current one
-    kept_with: int | None = None  # the step whose results are kept with it; None: its own
 
     @property
     def trains(self) -> bool:
         """Whether the samples are those that the step trains on."""
         return self.name == "rollout"
 
-    def key(self, run: Run, step: int, name: str, shard: int, key: str) -> str:
-        """The data of a result of this stage, or of a part of it that has another name."""
-        place = step if self.kept_with is None else self.kept_with
-        return run.files.stage_key(place, name, shard, key)
-
-    def finished(self, run: Run, key: str) -> dict[str, object] | None:
-        """The record of a result that is there (RunStore.finished)."""
-        return run.files.finished(key) if self.kept_with is None else None
-
-    def finish(self, run: Run, key: str, record: Mapping[str, object]) -> dict[str, object]:
-        """The record that stands (RunStore.finish).
-
-        A flow that goes on removes what a commit does not name, as all that is kept with another
-        step, so none of that is recorded.
-        """
-        return run.files.finish(key, record) if self.kept_with is None else dict(record)
-
 
 def sample_or_leave(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -65,11 +45,10 @@ def sample_or_leave(
     begun: samples to go on with. rather: name of the worker whose engine has computed them. Only
     shards that train are left, for a step that does not wait for them.
     """
-    sampling, usable = stage.sampling, usable_weights(run, step, stage)
+    sampling, usable = stage.sampling, run.usable_weights(step)
     given = [] if begun is None else [begun.to_json()]
     keys = [
-        stage.key(
-            run,
+        run.files.stage_key(
             step,
             stage.name,
             shard,
@@ -78,7 +57,7 @@ def sample_or_leave(
         for one in usable
     ]
     for weights, key in zip(usable, keys, strict=True):
-        if (done := stage.finished(run, key)) is not None:
+        if (done := run.files.finished(key)) is not None:
             return sampled(prompts, weights, done, key)
     weights, out_key = usable[0], keys[0]
     with attempted(run, step, stage.name, shard) as attempt:
@@ -99,7 +78,7 @@ def sample_or_leave(
         partial = PartialSamples(run.store, out_key).take()
         return Unsampled(begun=partial or begun)
     record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
-    if (stands := stage.finish(run, out_key, record)) != record:
+    if (stands := run.files.finish(out_key, record)) != record:
         return sampled(prompts, weights, stands, out_key)
     return Sampled(
         prompts=prompts, weights=weights, ref=result.ref, stats=result.stats, key=out_key
@@ -107,7 +86,7 @@ def sample_or_leave(
 
 
 def opponents_turn(
-    run: Run,
+    run: StageView,
     step: int,
     prompts: BatchRef,
     stage: SamplingStage,
@@ -123,8 +102,8 @@ def opponents_turn(
     pool = run.engines.opponents
     weights, identity = pool.weights, stage.sampling.identity
     key = key_of("opponent", prompts.to_json(), weights.digest, identity, begun.to_json())
-    out_key = stage.key(run, step, "opponent", shard, key)
-    if (done := stage.finished(run, out_key)) is not None:
+    out_key = run.files.stage_key(step, "opponent", shard, key)
+    if (done := run.files.finished(out_key)) is not None:
         return sampled(prompts, weights, done, out_key)
     with attempted(run, step, "opponent", shard) as attempt:
         attempt.assignment.worker = rather
@@ -141,23 +120,7 @@ def opponents_turn(
         result = pool.generate(request, attempt.assignment)
         assert result is not None, "the opponent's turns are not cut"
     record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
-    return sampled(prompts, weights, stage.finish(run, out_key, record), out_key)
-
-
-def usable_weights(run: Run, step: int, stage: SamplingStage) -> list[WeightsRef]:
-    """The policy versions with which a step may be sampled, the current one first.
-
-    The others are those that max_staleness allows: a flow that died may have finished shards under
-    them.
-    """
-    pool = run.engines.rollouts
-    current = pool.weights
-    if stage.one_version:
-        return [current]
-    return [current] + [
-        pool.synced.get(version) or version_weights(run.files, version)
-        for version in range(current.version - 1, run.oldest_version(step) - 1, -1)
-    ]
+    return sampled(prompts, weights, run.files.finish(out_key, record), out_key)
 
 
 def sampled(

@@ -19,7 +19,8 @@ from configs.grpo import GRPOConfig
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
-from tasks.promotion import judge_policy
+from tasks.evaluation.schedule import Evaluations, evaluations
+from tasks.promotion import judge_policy, judged_before
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary, Updated
 from tasks.run.continue_from import NothingNew, skipped
@@ -56,16 +57,27 @@ def train(
             run = stack.enter_context(started(opened, Terminal()))
         stack.enter_context(shown(run))
         start_engines(run)
-        data_over = make_steps(step_flow, run)
-        judge_policy(run)
+        tests = stack.enter_context(evaluations(run))
+        data_over = make_steps(step_flow, run, tests)
+        results = None if tests is None else tests.end()
+        if not judged_before(run):
+            judge_policy(run, results)
         return finish(run, data_over)
 
 
-def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool:
+def make_steps(step_flow: Callable[[Run, int], Any], run: Run, tests: Evaluations | None) -> bool:
     """Make the steps that are left; whether the data's epochs were over before the last of them."""
+    if tests is not None:
+        tests.begin()
     steps = _in_turn if run.config.max_staleness == 0 else _overlapping
+
+    def make(step: int) -> None:
+        _make(step_flow, run, step)
+        if tests is not None:
+            tests.after(step)
+
     try:
-        steps(step_flow, run)
+        steps(make, run)
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise
@@ -76,9 +88,9 @@ def make_steps(step_flow: Callable[[Run, int], Any], run: Run) -> bool:
     return run.head < run.config.steps
 
 
-def _in_turn(step_flow: Callable[[Run, int], Any], run: Run) -> None:
+def _in_turn(make: Callable[[int], None], run: Run) -> None:
     for step in run.steps_left():
-        _make(step_flow, run, step)
+        make(step)
 
 
 def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
@@ -89,7 +101,7 @@ def _make(step_flow: Callable[[Run, int], Any], run: Run, step: int) -> None:
     run.gate.check_end(step)
 
 
-def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
+def _overlapping(make: Callable[[int], None], run: Run) -> None:
     """Up to max_staleness + 1 steps at once, each flow in a thread of its own.
 
     When a step fails, those before it are finished, those after it given up, and its failure raised.
@@ -99,9 +111,9 @@ def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
     at_once = run.config.max_staleness + 2
     with ThreadPoolExecutor(at_once, thread_name_prefix="step") as threads:
 
-        def make(step: int) -> None:
+        def made(step: int) -> None:
             try:
-                _make(step_flow, run, step)
+                make(step)
             except BaseException:
                 run.gate.fail(step)
                 raise
@@ -112,7 +124,7 @@ def _overlapping(step_flow: Callable[[Run, int], Any], run: Run) -> None:
                     # A failure stays, to be raised below; what went well is not kept for every step.
                     under_way = [one for one in under_way if not _went_well(one)]
                     here = contextvars.copy_context()  # the flow run that a step's is a part of
-                    under_way.append(threads.submit(here.run, make, step))
+                    under_way.append(threads.submit(here.run, made, step))
             for one in under_way:
                 one.result()
         except Exhausted:

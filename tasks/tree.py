@@ -28,7 +28,7 @@ from tasks.rollout import shards_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
-from tasks.sampling import SamplingStage, sample_or_leave, usable_weights
+from tasks.sampling import SamplingStage, sample_or_leave
 from tasks.sampling import sampled as sampled_of
 
 
@@ -62,9 +62,9 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     config = settings(run)
     stage = SamplingStage(name="rollout", sampling=sampling_of(config))
     key = key_of("trees", prompts.to_json(), asdict(stage.sampling), *growing(config))
-    whole = stage.key(run, step, "tree", shard, key)
-    digests = {one.digest: one for one in usable_weights(run, step, stage)}
-    done = stage.finished(run, whole)
+    whole = run.files.stage_key(step, "tree", shard, key)
+    digests = {one.digest: one for one in run.usable_weights(step)}
+    done = run.files.finished(whole)
     if done is not None and str(done["weights"]) in digests:
         return of_record(prompts, digests[str(done["weights"])], done)
     level: Sampled | None = None
@@ -91,7 +91,7 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
         "stats": asdict(stats) | rows,
         "weights": level.weights.digest,
     }
-    record = stage.finish(run, whole, record)
+    record = run.files.finish(whole, record)
     kept = found.samples.objects | found.nodes.objects | prompts.objects
     passed: list[tuple[str, BatchRef | None]] = [*levels.items()]
     passed += [(key, one.asked) for key, one in used.items()]
@@ -116,8 +116,8 @@ def plan(
     given = [] if level is None else [level.ref.to_json()]
     nodes = None if before is None or before.nodes is None else before.nodes.to_json()
     key = key_of("grow", prompts.to_json(), nodes, growing(config), *given)
-    out_key = stage.key(run, step, "grow", shard, key)
-    if (done := stage.finished(run, out_key)) is not None:
+    out_key = run.files.stage_key(step, "grow", shard, key)
+    if (done := run.files.finished(out_key)) is not None:
         return trees_of(done), out_key
     with attempted(run, step, "grow", shard) as attempt:
         found: GrownTrees = run.engines.scorers.call(
@@ -135,7 +135,7 @@ def plan(
         )
     refs = {"nodes": found.nodes, "asked": found.asked, "samples": found.samples}
     record = {name: None if ref is None else ref.to_json() for name, ref in refs.items()}
-    return trees_of(stage.finish(run, out_key, {**record, "truncated": found.truncated})), out_key
+    return trees_of(run.files.finish(out_key, {**record, "truncated": found.truncated})), out_key
 
 
 def trees_of(record: Mapping[str, Any]) -> GrownTrees:

@@ -28,6 +28,7 @@ Role = Literal[
     "reward",
     "environment",
     "reward_model",
+    "evaluation",
     "encoder",
 ]
 POD_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -112,6 +113,11 @@ class RolesConfig(Settings):
         "rewards. Each worker holds all.",
     )
 
+    evaluation: str | None = Field(
+        None,
+        description="Pool of their own on which evaluations sample and score while training goes on; "
+        "none: they have the engines of rollout and reward, between steps.",
+    )
     encoder: str | None = Field(
         None, description="Pool of the encoder of what episodes see; none: that of rewards."
     )
@@ -119,8 +125,8 @@ class RolesConfig(Settings):
     def pool_of(self, role: Role) -> str:
         """The pool on which a role lives."""
         pools: dict[str, str | None] = dict(self)
-        if role == "opponent":
-            return self.opponent or self.rollout
+        if role in ("opponent", "evaluation"):
+            return pools[role] or self.rollout
         beside_rewards = role in ("environment", "reward_model", "encoder")
         return pools[role] or (self.reward if beside_rewards else self.actor)
 

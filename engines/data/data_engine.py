@@ -38,7 +38,7 @@ from engines.data.sample_texts import read_texts
 from engines.rewards.failing_samples import Column, pooled
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS, TrainerState
-from engines.rewards.runner import RewardRunner, Scores, code_digest
+from engines.rewards.runner import RewardCode, RewardRunner, Scores, code_digest
 from engines.workers.engine import Engine
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
@@ -69,6 +69,7 @@ class DataEngine(Engine):
         "row_digests",
         "probe",
         "given",
+        "reward_code",
         "score",
         "repetition",
         "informative",
@@ -139,6 +140,10 @@ class DataEngine(Engine):
             *(self._store, prompts, column, n, self._tokenizer, self._spec.max_new_tokens),
             *(out_key, attempt),
         )
+
+    def reward_code(self) -> dict[str, RewardCode]:
+        """What the functions are that are called here, by name."""
+        return self._rewards.called_code()
 
     def score(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from configs.data import ReasoningGymSource
-from configs.rewards import EnvironmentReward, MathReward, ReasoningGymReward
+from configs.rewards import ChoiceReward, EnvironmentReward, MathReward, ReasoningGymReward
 from engines.rewards.protocol import SampleScore
 from storage.objects.json_values import Row, unpack
 from storage.prompts.datasets import ReasoningGymRows
@@ -23,6 +23,13 @@ Scorer: TypeAlias = Callable[[str, Row], "float | SampleScore | None"]
 _INTEGER = re.compile(r"[-+]?\d+(?:,\d{3})*")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# What a completion ends with when it answers with a letter, the most explicit first.
+_LETTERS = (
+    re.compile(r"\\boxed\{\s*(?:\\text(?:bf)?\{)?\s*\(?([A-Z])\)?\s*\}"),
+    re.compile(r"<answer>\s*\(?([A-Z])\)?\s*[.:]?\s*</answer>"),
+    re.compile(r"(?i:answer|choice|option)(?i:\s+is)?\s*:?\s*[*(]*([A-Z])\b"),
+    re.compile(r"^\s*[*(]*([A-Z])[*)]*[.:]?\s*$", re.MULTILINE),
+)
 
 
 def extract(completion: str, part: str) -> str | None:
@@ -80,6 +87,26 @@ def math_scorer(reward: MathReward) -> Scorer:
             return None
         answer = parse(completion, parsing_timeout=None)
         return float(verify(gold, answer, timeout_seconds=None))
+
+    return score
+
+
+def letter_of(completion: str) -> str | None:
+    """The letter that a completion answers with: the last of the most explicit form that it has."""
+    for form in _LETTERS:
+        if found := form.findall(completion):
+            return str(found[-1])
+    return None
+
+
+def choice_scorer(reward: ChoiceReward) -> Scorer:
+    """1 when the completion's letter is the reference's, else 0; None where that is no letter."""
+
+    def score(completion: str, row: Row) -> float | None:
+        reference = str(row[reward.answer_column]).strip().strip("().").upper()
+        if len(reference) != 1 or not reference.isalpha():
+            return None
+        return float(letter_of(completion) == reference)
 
     return score
 

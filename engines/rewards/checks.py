@@ -9,6 +9,7 @@ from configs.data import DataConfig, ReasoningGymSource
 from configs.judge import JudgeReward, Judging
 from configs.reward_model import RewardModelReward
 from configs.rewards import (
+    ChoiceReward,
     EnvironmentReward,
     MathReward,
     ReasoningGymReward,
@@ -40,7 +41,9 @@ def check_rewards(
                 f"{data.source.kind}. Set data.source.kind = reasoning_gym, or another reward."
             )
     needed = [data.prompt_column]
-    needed += [r.answer_column for r in rewards.functions if isinstance(r, MathReward)]
+    needed += [
+        r.answer_column for r in rewards.functions if isinstance(r, MathReward | ChoiceReward)
+    ]
     judges = [r for r in rewards.functions if isinstance(r, Judging)]
     named = itertools.chain(*(read_rubric(r.rubric).columns for r in judges))
     needed += [column for column in named if column not in given]
@@ -51,7 +54,14 @@ def check_rewards(
     for position, reward in enumerate(rewards.functions):
         if isinstance(reward, UnitTestsReward):
             prove(reward.sandbox, f"rewards.functions.{position}.sandbox")
-    here = (MathReward, EnvironmentReward, Judging, RewardModelReward, UnitTestsReward)
+    here = (
+        MathReward,
+        ChoiceReward,
+        EnvironmentReward,
+        Judging,
+        RewardModelReward,
+        UnitTestsReward,
+    )
     loaded = [r for r in rewards.functions if not isinstance(r, here)]
     if gym_source and not any(isinstance(r, ReasoningGymReward) for r in loaded):
         loaded.append(ReasoningGymReward())  # its process proves the task and its parameters

@@ -22,6 +22,7 @@ from configs.imports import is_file
 from configs.judge import HOW_ASKED, JudgeReward
 from configs.rewards import (
     CalledReward,
+    ChoiceReward,
     EngineReward,
     EnvironmentReward,
     FunctionReward,
@@ -134,8 +135,12 @@ class RewardRunner:
 
     def code(self, models: Sequence[RewardCode] = ()) -> tuple[RewardCode, ...]:
         """What the functions are, as they are loaded now; models: what the reward models are."""
-        found = {one.name: one for one in models}
-        found |= {
+        found = {one.name: one for one in models} | self.called_code()
+        return tuple(found[name] for name in self.names)
+
+    def called_code(self) -> dict[str, RewardCode]:
+        """The same of those that are called, by name: of all but reward models and local judges."""
+        return {
             reward.label: RewardCode(
                 name=reward.label,
                 settings=_definition(reward),
@@ -149,7 +154,6 @@ class RewardRunner:
                 strict=True,
             )
         }
-        return tuple(found[name] for name in self.names)
 
     def score(
         self,
@@ -287,6 +291,9 @@ def _start_message(
         case MathReward():
             path, params = "engines.rewards.builtin:math_scorer", {"reward": reward}
             packages = ("refrain-rl", "math-verify")
+        case ChoiceReward():
+            path, params = "engines.rewards.builtin:choice_scorer", {"reward": reward}
+            packages = ("refrain-rl",)
         case EnvironmentReward():
             path, params = "engines.rewards.builtin:environment_scorer", {"reward": reward}
             packages = ("refrain-rl",)

@@ -49,7 +49,7 @@ class RolloutPool(EnginePool):
         mode: SyncMode = "idle",
         sleep_level: int = 2,
         cancel: threading.Event | None = None,
-        role: Literal["rollout", "opponent"] = "rollout",
+        role: Literal["rollout", "opponent", "evaluation"] = "rollout",
     ) -> None:
         """`mode`: what becomes of shards in flight when new weights are loaded.
 
@@ -161,11 +161,15 @@ class RolloutPool(EnginePool):
         A worker that fails for infrastructure's sake loads the version when it is next used. If all
         fail, the last failure is raised.
         """
+        self.use(weights, probe)
+        with self.cluster.devices.held(self, self.cancel):
+            return self._sync_all()
+
+    def use(self, weights: WeightsRef, probe: Probe | None = None) -> None:
+        """Have every engine load a version when it is next used."""
         self._weights, self._probe = weights, probe
         with self._lock:
             self.synced[weights.version] = weights
-        with self.cluster.devices.held(self, self.cancel):
-            return self._sync_all()
 
     def _sync_all(self) -> dict[str, CheckedLoad]:
         workers = self.live()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from storage.audit.audit_evaluations import check_evaluation
 from storage.audit.audit_ledger import Totals, check_counts, check_samples
 from storage.audit.audit_objects import (
     Read,
@@ -22,6 +23,8 @@ from storage.audit.audit_objects import (
     state_folders,
 )
 from storage.batches.refs import BatchRef
+from storage.evaluations.files import NOTES
+from storage.evaluations.results import notes_of
 from storage.objects import documents
 from storage.objects.digests import digest
 from storage.objects.errors import ObjectMissing, StoreError
@@ -38,8 +41,9 @@ from storage.runs.forks import check_state, pins
 from storage.runs.opponents import recorded_opponent
 from storage.runs.origins import Origin, origin_of, parent_of
 from storage.runs.retention import batches_below
-from storage.runs.run_store import DATA_SUFFIX, RunStore
+from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import ROWS, SEEN
+from storage.runs.stage_store import DATA_SUFFIX
 from storage.runs.weights import MANIFEST, WeightsRef
 
 # Objects at the top of a run's folder that are its own records.
@@ -64,6 +68,7 @@ FOLDERS = (
     "rescored",
     "judged",
     "taught",
+    NOTES,
 )  # whose objects are kept for as long as the run
 
 
@@ -71,7 +76,7 @@ FOLDERS = (
 class Problem:
     """Something that is not as the run's records say."""
 
-    kind: str  # chain, ledger, batch, sample, weights, state, origin
+    kind: str  # chain, ledger, batch, sample, weights, state, origin, evaluation
     step: int | None  # of the commit or snapshot that is concerned
     message: str  # one sentence
 
@@ -89,6 +94,7 @@ class Audit:
     removed: int = 0  # batch objects that retention removed
     versions: int = 0  # policy versions that are there and good
     snapshots: int = 0
+    evaluations: int = 0  # of versions, that are there and good
     read: Read = field(default_factory=Read)
 
     @property
@@ -149,6 +155,11 @@ def audit(run: RunStore) -> Audit:
                 check_samples(run, commit, chain.digests)
     _versions(run, chain, found, kept)
     _opponent(run, found)
+    with found.noting("evaluation"):
+        for suite, version, key in notes_of(run).values():
+            with found.noting("evaluation", version):
+                check_evaluation(run, suite, version, key, chain.digests, found.read)
+                found.evaluations += 1
     _snapshots(run, chain.head, found, kept)
     if origin is not None:
         _shared(run, origin, chain, found)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from storage.batches.format import parse
 from storage.batches.ref_columns import Source
+from storage.batches.refs import BatchRef
 from storage.objects import documents
 from storage.objects.digests import Digester, digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing
@@ -36,7 +37,12 @@ class Read:
 
 def sources_of(commit: Commit) -> dict[str, Source]:
     """Every batch object that a commit names, by key."""
-    columns = (column for ref in commit.refs.values() for column in ref.columns.values())
+    return sources_in(commit.refs.values())
+
+
+def sources_in(refs: Iterable[BatchRef]) -> dict[str, Source]:
+    """Every batch object that refs name, by key."""
+    columns = (column for ref in refs for column in ref.columns.values())
     return {source.key: source for column in columns for source in column.sources}
 
 

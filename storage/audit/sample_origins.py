@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -72,8 +72,18 @@ def samples_of(
     rows: [M] numbers of rows of the step's samples.
     """
     ref = commit.refs["samples"] if rows is None else commit.refs["samples"].take(rows)
+    ids = ref.fetch_numpy(run.store, "sample_id")[0]
+    return origins_of(run, ref, commit.step, _advantages(run, commit, ids))
+
+
+def origins_of(
+    run: RunStore, ref: BatchRef, step: int, advantages: Mapping[int, float]
+) -> list[SampleOrigin]:
+    """The same of samples [N] that may be no step's own; an evaluation's are of step 0.
+
+    advantages: mean advantage of those that trained, by sample_id.
+    """
     columns = Columns(run, ref)
-    advantages = _advantages(run, commit, np.asarray(columns.numbers("sample_id")))
     spans = columns.lists("weight_spans")
     opponent = str(opponent_of(run)) if "frozen" in ref.names else ""
     scores = [name for name in ref.names if name.startswith(SCORE)]
@@ -83,7 +93,7 @@ def samples_of(
         found.append(
             SampleOrigin(
                 run=run.run,
-                step=commit.step,
+                step=step,
                 sample=int(sample),
                 group=int(columns.numbers("group_id")[row]),
                 prompt_row=int(columns.numbers("prompt_row")[row]),

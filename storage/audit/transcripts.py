@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from storage.audit.sample_origins import SampleOrigin, samples_of
+from storage.audit.sample_origins import SampleOrigin, origins_of, samples_of
 from storage.batches.columns import Author, SampleStatus
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from storage.batches.refs import BatchRef
+    from storage.evaluations.results import EvaluationResult
     from storage.objects.store import Store
 
 TOKENIZER = "tokenizer.json"
@@ -65,8 +66,23 @@ def transcripts(run: RunStore, commit: Commit, rows: Sequence[int]) -> list[Tran
     """
     numbers = np.asarray(rows, dtype=np.int64)
     origins = samples_of(run, commit, numbers)
-    ref = commit.refs["samples"].take(numbers)
-    words = tokenizer_of(run, commit)
+    words = tokenizer_of(run, (commit.version_out, commit.version_in))
+    return transcribed(run, commit.refs["samples"].take(numbers), origins, words)
+
+
+def evaluation_transcripts(
+    run: RunStore, result: EvaluationResult, rows: Sequence[int]
+) -> list[Transcript]:
+    """Some rows of an evaluation's samples, as text, in that order. Raises NoTokenizer."""
+    ref = result.samples.take(np.asarray(rows, dtype=np.int64))
+    words = tokenizer_of(run, (result.weights,))
+    return transcribed(run, ref, origins_of(run, ref, 0, {}), words)
+
+
+def transcribed(
+    run: RunStore, ref: BatchRef, origins: Sequence[SampleOrigin], words: Tokenizer
+) -> list[Transcript]:
+    """Samples [N] as text."""
     prompts, responses = (
         words.decode_batch(_lists(run, ref, name), skip_special_tokens=False)
         for name in ("prompt_ids", "response_ids")
@@ -128,20 +144,20 @@ def printable(said: str, characters: int) -> str:
 _TOKENIZERS: dict[tuple[Store, str], Tokenizer] = {}  # of the last run that was asked for
 
 
-def tokenizer_of(run: RunStore, commit: Commit) -> Tokenizer:
-    """The tokenizer that was stored with the step's weights, or with others of the run."""
+def tokenizer_of(run: RunStore, versions: Sequence[WeightsRef]) -> Tokenizer:
+    """The tokenizer that was stored with one of these versions, or with others of the run."""
     known = (run.store, run.run)
     if known not in _TOKENIZERS:
-        found = _stored_tokenizer(run, commit)
+        found = _stored_tokenizer(run, versions)
         _TOKENIZERS.clear()
         _TOKENIZERS[known] = found
     return _TOKENIZERS[known]
 
 
-def _stored_tokenizer(run: RunStore, commit: Commit) -> Tokenizer:
+def _stored_tokenizer(run: RunStore, versions: Sequence[WeightsRef]) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    for version in (commit.version_out, commit.version_in):
+    for version in versions:
         text = _beside(run, version)
         if text is not None:
             return Tokenizer.from_str(text)

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from configs.data import FileSource, FunctionSource, HubSource, ReasoningGymSource, Source
 from storage.objects.json_values import Row, pack, plain
+from storage.prompts.chosen import ChosenRows
 from storage.prompts.files import JsonLines, ParquetRows, locate
 from storage.prompts.functions import FunctionRows
 from storage.prompts.source import (
@@ -59,10 +60,13 @@ def _open(config_json: str, stamp: str) -> PromptSource:
     config: Source = TypeAdapter(Source).validate_json(config_json)
     if isinstance(config, ReasoningGymSource):
         return ReasoningGymRows(config)
-    if isinstance(config, HubSource):
-        return HubRows(config)
     if isinstance(config, FunctionSource):
         return FunctionRows(config)
+    stored = HubRows(config) if isinstance(config, HubSource) else _open_file(config)
+    return ChosenRows(stored, config) if config.where or config.choices else stored
+
+
+def _open_file(config: FileSource) -> PromptSource:
     if config.path.endswith(".parquet"):
         return ParquetRows(config.path)
     if config.path.endswith((".jsonl", ".ndjson")):
@@ -110,6 +114,8 @@ class HubRows(PromptSource):
         self.name = config.name
         try:
             self._data = load_dataset(config.name, config.subset, split=config.split)
+            if config.columns is not None:
+                self._data = self._data.select_columns(list(config.columns))
         except (DatasetNotFoundError, ValueError, OSError) as error:
             raise ValueError(
                 f"data.source is the hub dataset {config.name} (subset {config.subset}, split "

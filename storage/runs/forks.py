@@ -148,6 +148,11 @@ def pin_version(child: RunStore, owner: RunStore, version: int, named: str) -> N
     _write_pin(owner, f"{child.run}@{named}", record)
 
 
+def unpin_version(child: RunStore, owner: RunStore, named: str) -> None:
+    """Take back what `pin_version` did."""
+    owner.store.delete([f"{owner.run}/children/{child.run}@{named}.json"])
+
+
 def _write_pin(parent: RunStore, name: str, record: Mapping[str, object]) -> None:
     """`name`: that nothing else has which a child needs of `parent`."""
     key = f"{parent.run}/children/{name}.json"

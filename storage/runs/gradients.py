@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
-from storage.runs.run_store import DATA_SUFFIX, RunStore
+from storage.runs.run_store import RunStore
+from storage.runs.stage_store import DATA_SUFFIX
 from storage.runs.weights import TensorEntry
 
 TICKET_FORMAT = "refrain.gradients/1"

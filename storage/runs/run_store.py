@@ -1,4 +1,4 @@
-"""One run's part of the store: its keys, its settings, and the markers of finished stage results.
+"""One run's part of the store: its keys, its settings, and its stage results (stage_store.py).
 
 <run>/run.json, <run>/HEAD, <run>/weights/v000012/, <run>/state/000010/, <run>/critic/000010/,
 <run>/steps/000012/<stage>/<shard>-<key>.safetensors and .json, <run>/steps/000012/commit.json and,
@@ -16,18 +16,17 @@ from configs.stored import upgraded_settings
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
+from storage.runs.stage_store import StageStore
 
 RUN_FORMAT = "refrain.run/2"
-STAGE_FORMAT = "refrain.stage/1"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 VERSION_FOLDER = re.compile(r"v\d+")
 TRAINED_ROLES = ("actor", "critic")  # whose trainers have snapshots
-DATA_SUFFIX = ".safetensors"
 LISTS = "lists-"  # how the name of an object with the lists of a commit begins
 
 
 @dataclass(frozen=True, slots=True)
-class RunStore:
+class RunStore(StageStore):
     """The store of one run. Small and picklable, as the store is."""
 
     store: Store
@@ -59,10 +58,6 @@ class RunStore:
     def step_key(self, step: int) -> str:
         """The folder of a step."""
         return f"{self.run}/steps/{step:06d}"
-
-    def stage_key(self, step: int, stage: str, shard: int | str, key: str) -> str:
-        """The data of a stage's result. `key`: `digests.key_of` its inputs and parameters."""
-        return f"{self.step_key(step)}/{stage}/{shard}-{key}{DATA_SUFFIX}"
 
     def commit_key(self, step: int) -> str:
         return f"{self.step_key(step)}/commit.json"
@@ -118,34 +113,6 @@ class RunStore:
             return None
         return documents.decode_version(RUN_READERS, self.run_json_key, data)
 
-    def finish(self, key: str, record: Mapping[str, object]) -> dict[str, object]:
-        """Mark the stage result `key` as done, after its data: the record by which it is reused.
-
-        `key` is what `stage_key` gave. The first record stands: the one that stands is returned,
-        so a late attempt learns that another was faster and uses that one's result.
-        """
-        marker = _marker(key)
-        data = documents.encode(STAGE_FORMAT, record)
-        if self.store.create(marker, data):
-            return documents.decode(STAGE_FORMAT, marker, data)
-        return documents.read(self.store, marker, STAGE_FORMAT)
-
-    def discard(self, results: Mapping[str, Iterable[str]]) -> None:
-        """Remove stage results that are needed no more: their markers, then their data.
-
-        results: the key with which a result was finished -> the objects that its record names. They
-        are others where a late attempt's bytes differed and so went to a key of their own.
-        """
-        self.store.delete([_marker(key) for key in sorted(results)])
-        self.store.delete(sorted({key for data in results.values() for key in data}))
-
-    def finished(self, key: str) -> dict[str, object] | None:
-        """The record with which the stage result `key` was finished; None when it was not."""
-        try:
-            return documents.read(self.store, _marker(key), STAGE_FORMAT)
-        except ObjectMissing:
-            return None
-
 
 def _from_version_1(record: dict[str, object]) -> dict[str, object]:
     """Version 1 had other settings and did not say which flow made the run."""
@@ -159,7 +126,3 @@ RUN_READERS: dict[str, documents.Reader] = {RUN_FORMAT: dict, "refrain.run/1": _
 
 def _numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def _marker(key: str) -> str:
-    return key.removesuffix(DATA_SUFFIX) + ".json"

@@ -116,6 +116,13 @@ class Tracker:
             every = self._config.system_metrics
             self._machine = watched_machine(self.run_id, self._uri, every, resumed)
 
+    def reopen(self, run: str, store_uri: str) -> bool:
+        """Go on with the page of a run as it stands, to record more; False where it has none."""
+        with _as_tracking_errors(self._uri):
+            self._client = self.connect()
+            self._run = self._find(self._experiment(), run, store_uri)
+        return self._run is not None
+
     @property
     def run_id(self) -> str:
         """MLflow's id of the run."""
@@ -152,17 +159,27 @@ class Tracker:
         step and a time, so a step may be recorded again. `lineage`: tags of the run that say what
         its newest version is made of.
         """
+        self.log_metrics(step, metrics, at=at, tags={LAST_STEP_TAG: str(step), **(lineage or {})})
+        self._last_step = step
+
+    def log_metrics(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        at: float,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Record metrics at a step, and tags of the run; `at`: seconds since 1970."""
         from mlflow.entities import Metric, RunTag
 
         moment = int(at * 1000)
         values = [
             Metric(name, value, moment, step) for name, value in shown_metrics(metrics).items()
         ]
+        given = [RunTag(name, value) for name, value in (tags or {}).items()]
         with _as_tracking_errors(self._uri):
-            newest = {LAST_STEP_TAG: str(step), **(lineage or {})}
-            tags = [RunTag(name, value) for name, value in newest.items()]
-            self._started.log_batch(self.run_id, metrics=values, tags=tags)
-        self._last_step = step
+            self._started.log_batch(self.run_id, metrics=values, tags=given)
 
     def log_file(self, name: str, content: bytes | str) -> None:
         """Keep a file with the run, such as plots/progress.png; an older one is replaced."""

@@ -33,6 +33,7 @@ def _record(found: Audit) -> dict[str, object]:
         "removed_by_retention": found.removed,
         "versions": found.versions,
         "snapshots": found.snapshots,
+        "evaluations": found.evaluations,
         "objects_read": found.read.objects,
         "bytes_read": found.read.nbytes,
     }
@@ -64,6 +65,7 @@ def _shown(found: Audit) -> list[RenderableType]:
         f"{len(found.steps)} commits in an unbroken chain" if found.good else "",
         f"which goes on from {found.origin}" if found.good and found.origin else "",
         f"{found.versions} policy versions and {found.snapshots} trainer snapshots",
+        f"{found.evaluations} evaluations" if found.evaluations else "",
         f"{found.read.objects} objects ({bytes_text(found.read.nbytes)}) read and compared",
         f"{found.removed} batch objects removed by retention (store.keep_steps)"
         if found.removed

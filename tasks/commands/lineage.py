@@ -9,6 +9,7 @@ from storage.audit import lineage
 from storage.audit.lineage import PromptOrigin, RemovedSample, VersionOrigin
 from storage.audit.sample_origins import SampleOrigin
 from storage.batches.columns import GIVEN
+from storage.evaluations.results import EvaluationResult, evaluations_of
 from storage.runs.commit_log import Outline
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
@@ -26,7 +27,9 @@ def answer(request: Request) -> Answer:
         raise ValueError(f"--limit {asked.limit} shows nothing. Give it a number from 1.")
     if asked.version is not None:
         version = lineage.of_version(files, asked.version, asked.limit)
-        return Answer(record=asdict(version), shown=_version(version))
+        tested = evaluations_of(files, version=asked.version)
+        record = asdict(version) | {"evaluations": [_evaluation(one) for one in tested]}
+        return Answer(record=record, shown=[*_version(version), *_evaluations(tested)])
     if asked.sample is not None:
         sample, commit = lineage.of_sample(files, asked.sample)
         if isinstance(sample, RemovedSample):
@@ -82,6 +85,30 @@ def _version(found: VersionOrigin) -> list[RenderableType]:
             )
         )
     return lines
+
+
+def _evaluation(found: EvaluationResult) -> dict[str, Any]:
+    """What is known of an evaluation, but for its refs."""
+    return found.model_dump(mode="json", exclude={"samples", "prompts"})
+
+
+def _evaluations(found: list[EvaluationResult]) -> list[RenderableType]:
+    """Evaluations of a version."""
+    if not found:
+        return []
+    columns = ("suite", "reward", "95 % interval", "samples", "failed", "reward code", "stored as")
+    made = table(*columns, right=columns[1:5])
+    for one in found:
+        metrics, interval = one.metrics, one.interval()
+        made.add_row(
+            one.suite,
+            f"{metrics['reward']:.4f}" if "reward" in metrics else "none scored",
+            "" if interval is None else f"{interval.low:.4f} to {interval.high:.4f}",
+            *(f"{metrics[name]:.0f}" for name in ("samples", "failed")),
+            ", ".join(one.reward_code),
+            one.key,
+        )
+    return [heading("Evaluations"), made]
 
 
 def _code(code: dict[str, list[dict[str, Any]]]) -> list[RenderableType]:

@@ -13,11 +13,14 @@ from storage.audit.transcripts import (
     WROTE,
     Transcript,
     ending,
+    evaluation_transcripts,
     few,
     judged,
     printable,
     transcripts,
 )
+from storage.batches.refs import BatchRef
+from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.origins import start_of
@@ -34,10 +37,13 @@ def answer(request: Request) -> Answer:
     asked, files = request.arguments, request.files
     if asked.limit < 1:
         raise ValueError(f"--limit {asked.limit} shows nothing. Give it a number from 1.")
+    if asked.evaluation is not None:
+        return of_evaluation(request)
     commit = committed(files, asked.step)
     try:
         rewards, failed, groups = judged(files, commit.refs["samples"])
-        rows = chosen(asked, rewards, failed, groups, episodes_of(files, commit))
+        numbers = episodes_of(files, commit.refs["samples"])
+        rows = chosen(asked, rewards, failed, groups, numbers)
         found = transcripts(files, commit, rows)
     except ObjectMissing as error:
         raise ValueError(
@@ -53,6 +59,39 @@ def answer(request: Request) -> Answer:
     for one in found:
         shown += told(one, asked.characters)
     return Answer(record=[record(one) for one in found], shown=shown)
+
+
+def of_evaluation(request: Request) -> Answer:
+    """The same of the samples of an evaluation. Raises ValueError where the run has none such."""
+    asked, files = request.arguments, request.files
+    result = evaluation_of(files, asked.evaluation)
+    rewards, failed, groups = judged(files, result.samples)
+    numbers = episodes_of(files, result.samples)
+    rows = chosen(asked, rewards, failed, groups, numbers)
+    found = evaluation_transcripts(files, result, rows)
+    shown: list[RenderableType] = [
+        heading(
+            f"{len(found)} of {len(rewards)} samples of {result.suite} on version "
+            f"{asked.evaluation.rpartition('@')[2]} of {files.run}, {int(failed.sum())} of which "
+            "could not be scored"
+        )
+    ]
+    for one in found:
+        shown += told(one, asked.characters)
+    return Answer(record=[record(one) for one in found], shown=shown)
+
+
+def evaluation_of(files: RunStore, name: str) -> EvaluationResult:
+    """The newest evaluation that SUITE@VERSION names. Raises ValueError."""
+    suite, _, version = name.rpartition("@")
+    if not suite or not version.isdigit():
+        raise ValueError(f"--evaluation {name} names none. Write SUITE@VERSION, such as gsm8k@10.")
+    found = evaluations_of(files, suite, int(version))
+    if found:
+        return found[-1]
+    there = [f"{one}@{number}" for one, number, _ in notes_of(files).values()]
+    hint = f"It has {', '.join(there[:8])}." if there else "It has none: see flows.evaluate."
+    raise ValueError(f"Run {files.run} has no evaluation {name}. {hint}")
 
 
 def committed(files: RunStore, step: int | None) -> Commit:
@@ -96,13 +135,12 @@ def chosen(
         there = (
             f" Its groups are {groups.min()} to {groups.max()}." if asked.group is not None else ""
         )
-        raise ValueError(f"The step has no sample {what}.{there}")
+        raise ValueError(f"There is no sample {what}.{there}")
     return rows[: asked.limit]
 
 
-def episodes_of(files: RunStore, commit: Commit) -> np.ndarray:
+def episodes_of(files: RunStore, ref: BatchRef) -> np.ndarray:
     """[K, N]: sample_id of each sample, and with several players that of its episode's player 0."""
-    ref = commit.refs["samples"]
     names = [name for name in ("sample_id", "episode_id") if name in ref.names]
     return np.stack([ref.fetch_numpy(files.store, name)[0] for name in names])
 

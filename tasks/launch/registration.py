@@ -175,6 +175,11 @@ def recipe(name: str, settings: dict[str, Any] | None = None, flow: str = "grpo"
     return {"config": config.model_dump(mode="json"), "directory": str(Path.cwd())}
 
 
+def here() -> dict[str, str]:
+    """For flows that take no recipe: runs work in the folder that is deployed from, `directory`."""
+    return {"directory": str(Path.cwd())}
+
+
 def work_in(directory: str) -> dict[str, str]:
     """A pull step: the flow works in this folder and may import modules that are there.
 

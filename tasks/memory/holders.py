@@ -31,7 +31,7 @@ from engines.train.memory_plan import (
 class Vllm:
     """A vLLM on each worker of a pool with GPUs."""
 
-    whose: str  # rollout, opponent, teacher NAME, or a judge's label
+    whose: str  # rollout, opponent, evaluation, teacher NAME, or a judge's label
     pool: str
     settings: RolloutConfig
     named: str  # where these settings are: rollout, teachers.NAME.engine, rewards.functions[]

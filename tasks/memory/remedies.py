@@ -31,9 +31,9 @@ def too_large(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
         f"{size_of(place.limit)} ({place.limited_by}); most of it for {place.largest}."
     )
-    if place.largest in ("vLLM", "opponent's vLLM"):
+    if place.largest in ("vLLM", "opponent's vLLM", "evaluation's vLLM"):
         return f"{said} {smaller_share(config, shape, place)}"
-    if place.largest.startswith(("rollout", "opponent")):
+    if place.largest.startswith(("rollout", "opponent", "evaluation")):
         return f"{said} Set rollout.kv_cache_gib lower."
     if place.largest == "reward models' batch":
         return f"{said} Set batch_tokens of the reward model (rewards.functions[]) lower."

@@ -52,9 +52,9 @@ def _larger_share(config: GRPOConfig, shape: ModelShape, vllm: Vllm, gpu: int) -
         return f"Set cluster.roles.{role} to a pool of larger GPUs, or take a smaller model."
     of = config.cluster.roles.pool_of
     if any(of(role) == vllm.pool for role in (*config.trained_roles, *config.frozen_roles)):
-        role = "opponent" if vllm.whose == "opponent" else "rollout"
         return (
-            f"Set cluster.roles.{role} to a pool of its own, where an engine may have several GPUs."
+            f"Set cluster.roles.{vllm.whose} to a pool of its own, where an engine may have several "
+            "GPUs."
         )
     for parts in PARTS:
         if parts <= vllm.settings.tensor_parallel_size or shape.heads % parts:

@@ -19,6 +19,7 @@ from tasks.reporting.flow_run import flow_run_id, flow_run_url
 from tasks.results import Metrics
 
 if TYPE_CHECKING:
+    from storage.evaluations.results import EvaluationResult
     from storage.runs.commit_log import Commit
     from tasks.reporting.run_view import RunView
 
@@ -106,9 +107,9 @@ class RunTracker:
         )
         self.registered[weights.version] = number
 
-    def log(self, commit: Commit, metrics: Metrics) -> None:
-        """Record metrics that are not a step's own, such as an evaluation of what it made."""
-        self._ready().log_step(commit.step, metrics, at=commit.committed_at)
+    def evaluated(self, result: EvaluationResult, version: int) -> None:
+        """Record what a suite says of a policy version."""
+        self._ready().log_metrics(version, evaluation_metrics(result), at=result.made_at)
 
     def tag(self, name: str, value: str) -> None:
         """Write a tag on the run's page."""
@@ -177,6 +178,11 @@ class RunTracker:
             forked_at=None if run.origin is None else run.origin.step,
             git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
         )
+
+
+def evaluation_metrics(result: EvaluationResult) -> Metrics:
+    """The metrics of an evaluation under the names that people see."""
+    return {f"eval/{result.suite}/{name}": value for name, value in result.metrics.items()}
 
 
 def metrics_of(commit: Commit) -> Metrics:

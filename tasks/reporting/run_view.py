@@ -21,21 +21,31 @@ from tasks.reporting.attempts import Attempt
 from tasks.reporting.progress import Progress, Terminal
 
 
-class RunView(Protocol):
-    """Facts of a run; see the attributes of the same names in tasks.run.run.Run."""
+class AttemptsView(Protocol):
+    """Whose calls are recorded as attempts."""
 
     name: str
+    attempts: dict[int, list[Attempt]]
+    progress: Progress
+    device_time: DeviceTime
+
+
+class Caller(AttemptsView, Protocol):
+    """On whose behalf engines are started and called: a run, or what evaluates its versions later."""
+
     config: GRPOConfig
     store: Store
     files: RunStore
-    source: PromptSource
-    origin: Origin | None
     epoch: int
-    attempts: dict[int, list[Attempt]]
-    device_time: DeviceTime
     cancelled: threading.Event
     terminal: Terminal
-    progress: Progress
+
+
+class RunView(Caller, Protocol):
+    """Facts of a run; see the attributes of the same names in tasks.run.run.Run."""
+
+    source: PromptSource
+    origin: Origin | None
 
     @property
     def head(self) -> int:

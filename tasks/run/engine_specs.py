@@ -37,7 +37,7 @@ def rollout_spec(config: GRPOConfig, store: Store, name: str = "rollout") -> Rol
         store_options=config.store.options,
         node_cache_bytes=config.store.node_cache_bytes,
         sleeps=config.cluster.share_devices,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        max_model_len=config.longest_sequence,
     )
 
 

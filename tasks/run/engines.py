@@ -72,6 +72,7 @@ class Engines:
         self.roles: list[str] = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
         self.roles += ["reward_model"] if run.config.rewards.on_engines else []
+        self.roles += ["evaluation"] if run.config.evaluates_aside else []
         self.roles += ["encoder"] if isinstance(run.config, SRPOConfig) else []
         self._services = [one for one in teachers_of(run.config).values() if one.service]
         self.roles += ["teacher_service"] if self._services else []
@@ -133,6 +134,7 @@ class Engines:
             "critic": lambda: self._start_trained("critic", self.critic),
             "rollout": handles.rollouts.start,
             "opponent": lambda: self.opponents.start(),
+            "evaluation": lambda: self.evaluations.start(),
             "ref": lambda: self.ref.at(0),
             "teacher": self._start_teachers,
             "teacher_service": self._attach,
@@ -238,6 +240,13 @@ class Engines:
     def scorers(self) -> EnginePool:
         """The workers that make prompts, rewards and advantages."""
         return self._made().scorers
+
+    @property
+    def evaluations(self) -> RolloutPool:
+        """The engines that sample for evaluations alone."""
+        found = self._made().evaluations
+        assert found is not None, "evaluations have the engines of rollout"
+        return found
 
     @property
     def environments(self) -> EnginePool:

@@ -38,7 +38,7 @@ from tasks.run.engine_specs import (
 from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import RunView
+    from tasks.reporting.run_view import Caller, RunView
 
 # What workers import before their first call, and vLLM's do not.
 ENGINE_MODULES = (
@@ -64,6 +64,7 @@ class Handles:
     services: Mapping[str, TeacherClient]  # teachers by name that are elsewhere
     rollouts: RolloutPool
     opponents: RolloutPool | None
+    evaluations: RolloutPool | None  # of a pool of their own
     scorers: EnginePool
     planners: EnginePool
     environments: EnginePool | None
@@ -75,19 +76,8 @@ def open_engines(run: RunView) -> Handles:
     """Open the cluster, and make the clients of all engines that the run needs."""
     config = run.config
     pools = {name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools}
-    environment = {
-        config.cluster.roles.pool_of(role): worker_environment(config.rollout)
-        for role in config.sampling_roles
-    }
-    for judge in config.rewards.judges:
-        pool = config.cluster.roles.pool_of("reward_model")
-        environment[pool] = environment.get(pool, {}) | worker_environment(judge.rollout)
-    for teacher in teachers_of(config).values():
-        if isinstance(teacher.engine, VllmTeaching):
-            pool = config.cluster.roles.pool_of("teacher")
-            own = worker_environment(teacher.engine.engine_of(config.rollout, 0))
-            environment[pool] = environment.get(pool, {}) | own
     settings = config.cluster.model_copy(update={"pools": pools})
+    environment = environments_of(config)
     cluster = open_cluster(settings, environment, cancel=run.cancelled, preload=ENGINE_MODULES)
     return Handles(
         cluster=cluster,
@@ -110,8 +100,9 @@ def open_engines(run: RunView) -> Handles:
             for name, teacher in teachers_of(config).items()
             if teacher.service is not None
         },
-        rollouts=_rollouts(run, cluster, "rollout"),
-        opponents=None if config.opponent is None else _rollouts(run, cluster, "opponent"),
+        rollouts=rollouts_of(run, cluster, "rollout"),
+        opponents=None if config.opponent is None else rollouts_of(run, cluster, "opponent"),
+        evaluations=rollouts_of(run, cluster, "evaluation") if config.evaluates_aside else None,
         scorers=_scorers(run, cluster),
         planners=_planners(run, cluster),
         environments=(
@@ -120,6 +111,26 @@ def open_engines(run: RunView) -> Handles:
         reward_models=_reward_models(run, cluster) if config.rewards.on_engines else None,
         encoders=_encoders(run, cluster, config) if isinstance(config, SRPOConfig) else None,
     )
+
+
+def environments_of(config: GRPOConfig) -> dict[str, dict[str, str]]:
+    """Pool -> environment variables of its workers, which will hold engines that sample."""
+    found = {
+        config.cluster.roles.pool_of(role): worker_environment(config.rollout)
+        for role in config.sampling_roles
+    }
+    judges = list(config.rewards.judges)
+    for suite in () if config.evaluation is None else config.evaluation.suites.values():
+        judges += [] if suite.rewards is None else suite.rewards.judges
+    for judge in judges:
+        pool = config.cluster.roles.pool_of("reward_model")
+        found[pool] = found.get(pool, {}) | worker_environment(judge.rollout)
+    for teacher in teachers_of(config).values():
+        if isinstance(teacher.engine, VllmTeaching):
+            pool = config.cluster.roles.pool_of("teacher")
+            own = worker_environment(teacher.engine.engine_of(config.rollout, 0))
+            found[pool] = found.get(pool, {}) | own
+    return found
 
 
 def trainer_of(
@@ -182,7 +193,10 @@ def _service(run: RunView, name: str, teacher: TeacherConfig) -> TeacherClient:
     )
 
 
-def _rollouts(run: RunView, cluster: Cluster, role: Literal["rollout", "opponent"]) -> RolloutPool:
+def rollouts_of(
+    run: Caller, cluster: Cluster, role: Literal["rollout", "opponent", "evaluation"]
+) -> RolloutPool:
+    """The engines of a role that samples, under the settings of the caller."""
     config = run.config
     spec = rollout_spec(config, run.store, role)
     return RolloutPool(
@@ -210,46 +224,55 @@ def _scorers(run: RunView, cluster: Cluster) -> EnginePool:
     elif isinstance(config, SRPOConfig):
         engine = "engines.encoders.progress:ProgressEngine"
     deadline = config.scoring_deadline
-    return _pool(run, cluster, "reward", "reward", EngineSpec.of(engine, spec), deadline)
+    return pool_of(run, cluster, "reward", "reward", EngineSpec.of(engine, spec), deadline)
 
 
 def _planners(run: RunView, cluster: Cluster) -> EnginePool:
     config = run.config
     spec = PlannerSpec(store_uri=run.store.uri, store_options=config.store.options)
     engine = EngineSpec.of("engines.train.planner:Planner", spec)
-    return _pool(run, cluster, "reward", "planner", engine)
+    return pool_of(run, cluster, "reward", "planner", engine)
 
 
 def _environments(run: RunView, cluster: Cluster, episodes: EpisodesConfig) -> EnginePool:
+    engine = environment_engine(run, episodes)
+    return pool_of(run, cluster, "environment", "environment", engine)
+
+
+def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec:
+    """From what the environments of the caller's settings are built."""
     spec = environment_spec(run.config, episodes, run.store)
-    engine = EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec)
-    return _pool(run, cluster, "environment", "environment", engine)
+    return EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec)
 
 
 def _reward_models(run: RunView, cluster: Cluster) -> EnginePool:
+    engine, deadline = reward_model_engine(run), run.config.model_scoring_deadline
+    return pool_of(run, cluster, "reward_model", "reward_model", engine, deadline)
+
+
+def reward_model_engine(run: Caller) -> EngineSpec:
+    """From what the reward models and judges of the caller's settings are built."""
     spec = reward_model_spec(run.config, run.files)
     judging = "engines.judges.local_judge:JudgingEngine"
     plain = "engines.data.reward_model_engine:RewardModelEngine"
-    engine = EngineSpec.of(judging if spec.judges else plain, spec)
-    deadline = run.config.model_scoring_deadline
-    return _pool(run, cluster, "reward_model", "reward_model", engine, deadline)
+    return EngineSpec.of(judging if spec.judges else plain, spec)
 
 
 def _encoders(run: RunView, cluster: Cluster, config: SRPOConfig) -> EnginePool:
     spec = encoder_spec(config, run.store)
     engine = EngineSpec.of("engines.encoders.embedding:EncoderEngine", spec)
-    return _pool(run, cluster, "encoder", "encoder", engine)
+    return pool_of(run, cluster, "encoder", "encoder", engine)
 
 
-def _pool(
-    run: RunView,
+def pool_of(
+    run: Caller,
     cluster: Cluster,
     role: Role,
     name: str,
     engine: EngineSpec,
     deadline: float | None = None,
 ) -> EnginePool:
-    """Engines on every worker of a role's pool, any of which takes a call."""
+    """Engines on every worker of a role's pool, any of which takes a call; `name`: theirs there."""
     config = run.config
     return EnginePool(
         cluster,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
-from configs.encoder import VisionEncoder
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
@@ -76,12 +75,14 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
-    from tasks.run.preflight_data import check_data
+    from tasks.run.preflight_data import check_data, check_progress
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
-        taught = [*_check_teachers(config), *_check_progress(config)]
+        taught = _check_teachers(config)
+        if isinstance(config, SRPOConfig):
+            taught = [*taught, Finding(check="encoder", found=check_progress(config))]
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
@@ -133,23 +134,6 @@ def _check_teachers(config: GRPOConfig) -> list[Finding]:
             if facts is not None:
                 _check_vllm_on_cpu(engine, facts, longest, where)
     return [Finding(check="teachers", found=found)]
-
-
-def _check_progress(config: GRPOConfig) -> list[Finding]:
-    """The checks of what measures progress; nothing in other runs."""
-    if not isinstance(config, SRPOConfig):
-        return []
-    if installed("scikit-learn") is None:
-        raise PreflightError(
-            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
-            "pip install 'refrain-rl[environments]'."
-        )
-    found = "a fixed projection"
-    if isinstance(config.encoder, VisionEncoder):
-        from engines.encoders.vision import check_encoder
-
-        found = check_encoder(config.encoder)
-    return [Finding(check="encoder", found=found)]
 
 
 def check_packages(config: GRPOConfig) -> str:
@@ -368,8 +352,14 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
+        if limit is not None and config.longest_sequence > limit:
+            raise PreflightError(
+                f"The longest sequence of evaluation.suites has {config.longest_sequence} tokens, "
+                f"prompt and completion together, more than the {limit} of the model's {of}. Set a "
+                "suite's prompt.max_prompt_tokens or max_new_tokens lower."
+            )
     if not _gpus_of(config, "rollout"):
-        _check_vllm_on_cpu(config.rollout, facts, longest, "rollout")
+        _check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
     return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"
@@ -399,8 +389,16 @@ def _check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, 
 
 
 def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:
-    if config.data.template == "chat" and not facts.chat_template:
-        raise PreflightError(
-            "data.template = chat, but the model's tokenizer has no chat template. "
-            "Set data.template = plain, or model.path to a model with a chat template."
-        )
+    if facts.chat_template:
+        return
+    suites = {} if config.evaluation is None else config.evaluation.suites
+    asked = {"data": config.data.template}
+    for name, suite in suites.items():
+        if suite.prompt is not None:
+            asked[f"evaluation.suites.{name}.prompt"] = suite.prompt.template
+    for place, template in asked.items():
+        if template == "chat":
+            raise PreflightError(
+                f"{place}.template = chat, but the model's tokenizer has no chat template. "
+                f"Set {place}.template = plain, or model.path to a model with a chat template."
+            )

@@ -1,19 +1,23 @@
-"""The checks of rows and reward functions before a run: what training reads, and the final test."""
+"""The checks of rows and reward functions before a run: what training reads, and suites."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from configs.data import DataConfig, ReasoningGymSource
+from configs.encoder import VisionEncoder
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
-from configs.rewards import MathReward, ReasoningGymReward, UnitTestsReward
+from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
 from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PLAYER, PROBE_ROWS
 from engines.data.episode_rows import seed_of
 from engines.data.frames import alike
 from engines.encoders.encoder import check_images
+from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
 from engines.rewards.checks import check_rewards
@@ -23,6 +27,7 @@ from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.reward_model import check_reward_model
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
+from tasks.run.suite import Suite
 
 ROWS = 1024  # first rows whose prompts are looked at one by one
 
@@ -46,7 +51,7 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
         check_local_judge(judge)
     check_rewards(config.rewards, config.data, source, given)
     if config.evaluation is not None:
-        data += f"; evaluation: {check_evaluation(config)}"
+        data += f"; evaluation: {check_suites(config)}"
     return data, ", ".join(reward.label for reward in config.rewards.functions) or "none"
 
 
@@ -107,6 +112,18 @@ def check_environment(
     return f"loads; {f'tools {names}' if names else takes}{seen}"
 
 
+def check_progress(config: SRPOConfig) -> str:
+    """Whether what measures progress is here; what the encoder is. ValueError."""
+    if find_spec("sklearn") is None:
+        raise ValueError(
+            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
+            "pip install 'refrain-rl[environments]'."
+        )
+    if isinstance(config.encoder, VisionEncoder):
+        return check_encoder(config.encoder)
+    return "a fixed projection"
+
+
 def _text(prompt: Prompt) -> str:
     """What a prompt says, without its template."""
     if isinstance(prompt, str):
@@ -114,15 +131,41 @@ def _text(prompt: Prompt) -> str:
     return "".join(message["content"] for message in prompt)
 
 
-def check_evaluation(config: GRPOConfig) -> str:
-    """Whether the held-out rows can be asked and scored like those that are trained on."""
+def check_suites(config: GRPOConfig) -> str:
+    """Whether every suite's rows can be asked and scored. ValueError, one sentence, for a fault."""
     assert config.evaluation is not None
-    held_out = config.evaluation.source
-    source = open_source(held_out)
-    found = check_rows(config.model, config.data.model_copy(update={"source": held_out}), source)
-    trained = config.data.source
+    found = []
+    for name, settings in config.evaluation.suites.items():
+        try:
+            found.append(f"{name}: {check_suite(config, Suite.of(config, name, settings))}")
+        except ValueError as error:
+            raise ValueError(f"evaluation.suites.{name}: {error}") from error
+    return "; ".join(found)
+
+
+def check_suite(config: GRPOConfig, suite: Suite) -> str:
+    """The same of one of them."""
+    source = suite.source
+    found = check_rows(config.model, suite.config.data, source)
+    if suite.settings.rewards is None:
+        _check_rewards_of_run(config, suite, source)
+        return found
+    given: tuple[str, ...] = () if suite.config.episodes is None else EPISODE_COLUMNS
+    for reward in suite.config.rewards.models:
+        check_reward_model(reward)
+    for judge in suite.config.rewards.judges:
+        check_local_judge(judge)
+    check_rewards(suite.config.rewards, suite.config.data, source, given)
+    if suite.settings.episodes is not None:
+        found += f"; environment: {check_environment(suite.settings.episodes, source)}"
+    return found
+
+
+def _check_rewards_of_run(config: GRPOConfig, suite: Suite, source: PromptSource) -> None:
+    """Whether rows have what the run's rewards need, which are loaded by now."""
+    held_out, trained = suite.settings.source, config.data.source
     for reward in config.rewards.functions:
-        if isinstance(reward, MathReward):
+        if isinstance(reward, MathReward | ChoiceReward):
             source.check_columns([reward.answer_column])
         elif isinstance(reward, Judging):
             source.check_columns(read_rubric(reward.rubric).columns)
@@ -134,8 +177,7 @@ def check_evaluation(config: GRPOConfig) -> str:
             )
             if not same:
                 raise ValueError(
-                    f"evaluation.source is {source.name}, and the reward {reward.label} scores "
-                    f"only problems of data.source. Set evaluation.source to the same task with "
-                    "another seed."
+                    f"its source is {source.name}, and the reward {reward.label} scores only "
+                    "problems of data.source. Set its source to the same task with another seed, or "
+                    "give it rewards."
                 )
-    return found

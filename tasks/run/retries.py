@@ -23,7 +23,7 @@ from tasks.reporting import events
 from tasks.reporting.attempts import Attempt
 
 if TYPE_CHECKING:
-    from tasks.reporting.run_view import RunView
+    from tasks.reporting.run_view import AttemptsView
 
 ATTEMPTS = 4
 RETRYABLE = (InfrastructureError, StoreUnavailable)
@@ -62,7 +62,9 @@ OPTIONS = TaskOptions(
 
 
 @contextlib.contextmanager
-def attempted(run: RunView, step: int, stage: str, shard: int | None = None) -> Iterator[Attempt]:
+def attempted(
+    run: AttemptsView, step: int, stage: str, shard: int | None = None
+) -> Iterator[Attempt]:
     """Record an attempt in the run, and in the task's log: worker, attempt, duration, cause."""
     context = TaskRunContext.get()
     number = 1 if context is None else context.task_run.run_count

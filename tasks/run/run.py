@@ -18,8 +18,9 @@ from engines.rollout.contract import Sampling
 from engines.workers.device_time import DeviceTime
 from engines.workers.messages import CallId
 from storage.prompts.cursor import Cursor
-from storage.runs.commit_log import Commit, Ledger
+from storage.runs.commit_log import Commit, Ledger, version_weights
 from storage.runs.run_lease import RunLease
+from storage.runs.weights import WeightsRef
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
@@ -45,9 +46,9 @@ class Run:
 
     __slots__ = (
         "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time",
-        "drawn", "engines", "episodes", "epoch", "files", "flow", "fresh", "gate", "lease",
-        "left_over", "live_metrics", "name", "origin", "position", "progress", "shards", "source",
-        "start", "stopped", "store", "terminal", "tracker",
+        "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh", "gate",
+        "lease", "left_over", "live_metrics", "name", "origin", "position", "progress", "shards",
+        "source", "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +72,7 @@ class Run:
         self.drawn[position.head + 1] = position.cursor
         self.carried = {position.head + 1: position.carried}  # step -> groups handed on to it
         self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
+        self.evaluated: set[int] = set()  # versions that wait for no evaluation any more
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
         self.device_time = DeviceTime()  # which attempts hold which workers
@@ -140,6 +142,27 @@ class Run:
         """The first policy version with which a step may be sampled."""
         ahead = self.config.max_staleness - self.config.reserved_versions
         return max(step - 1 - ahead, self.start)
+
+    def usable_weights(self, step: int) -> list[WeightsRef]:
+        """The policy versions with which a step may be sampled, the current one first.
+
+        The others are those that max_staleness allows: a flow that died may have finished shards
+        under them.
+        """
+        pool = self.engines.rollouts
+        current = pool.weights
+        return [current] + [
+            pool.synced.get(version) or version_weights(self.files, version)
+            for version in range(current.version - 1, self.oldest_version(step) - 1, -1)
+        ]
+
+    def to_be_evaluated(self) -> set[int]:
+        """Committed versions whose evaluation beside the steps is due and has not ended."""
+        evaluation = self.config.evaluation
+        if evaluation is None or not self.config.evaluates_aside:
+            return set()
+        versions = range(self.start, self.head + 1)
+        return {one for one in versions if evaluation.due(one, self.start)} - self.evaluated
 
     def first_group(self, step: int) -> int:
         """Number of a step's first group of prompts; no two steps of a run or fork share one."""

@@ -63,7 +63,7 @@ class Launched:
     def files(self) -> RunStore:
         """The only run in the store."""
         store = Store(self.store_uri)
-        (name,) = store.children()
+        (name,) = (one for one in store.children() if not one.startswith("_"))
         return RunStore(store, name)
 
     def commits(self) -> list[Commit]:

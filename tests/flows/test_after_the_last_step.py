@@ -19,7 +19,7 @@ from tests.flows.conftest import Launch, Launched
 pytestmark = pytest.mark.cluster
 
 MOMENTS = {
-    "tested": Fault(id="x", target="tasks.evaluate:manner", action="kill"),
+    "tested": Fault(id="x", target="tasks.evaluation.evaluate:counts_of", action="kill"),
     "decided": Fault(id="x", target="storage.tracking.registry:Registry.give", action="kill"),
     "alias moved": Fault(
         id="x", target="storage.tracking.registry:Registry.give", when="after", action="kill"

@@ -202,7 +202,7 @@ def test_greedy_baselines_and_the_evaluation_are_episodes_too(
     assert len(won) == 6, "held-out rows have seeds of their own"
     client = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
     champion = client.get_model_version_by_alias("episodes", "champion")
-    measured = client.get_run(champion.run_id).data.metrics["eval/reward"]
+    measured = client.get_run(champion.run_id).data.metrics["eval/held_out/reward"]
     assert measured == pytest.approx(sum(won) / 6)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
+from storage.evaluations.results import evaluations_of
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, history, read_commit
 from storage.runs.run_store import RunStore
@@ -247,23 +247,15 @@ def test_an_evaluation_measures_one_version(launch: Launch, tmp_path: Path) -> N
     rows = [{"question": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(30, 38)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = ["evaluation.source.kind=file", "evaluation.source.path=rows.jsonl"]
-    # Killed while it sums up: the samples of an evaluation are removed at the run's end.
-    summing = Fault(id="x", target="tasks.evaluate:manner", action="kill")
-    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [summing])
-    run = launch("tiny", "steps=4", *ASYNC, *source, environment=faults.environment)
-    code, out = run.end()
-    assert (code, faults.missed) == (-9, []), out
-    store = run.files.store
-    keys = [
-        key
-        for key in store.list(f"{run.files.step_key(4)}/evaluate")
-        if key.endswith(".safetensors")
-    ]
-    spans = [load(store.read(key))["weight_spans"].reshape(-1, 3) for key in keys]
-    assert {int(version) for part in spans for version in part[:, 0]} == {4}
-    assert sum(map(len, spans)) == len(rows)
-    code, out = launch("--resume", run.files.run).end()
-    assert code == 0, out
+    run = launch("tiny", "steps=4", *ASYNC, *source).whole()
+    (result,) = evaluations_of(run.files)
+    assert result.version == 4
+    spans = result.samples.fetch_numpy(run.files.store, "weight_spans")[0].reshape(-1, 3)
+    assert {int(version) for version in spans[:, 0]} == {4}
+    assert len(spans) == len(rows)
+    assert set(result.samples.fetch_list(run.files.store, "weights_digest")) == {
+        run.commits()[-1].version_out.digest
+    }
 
 
 @pytest.mark.slow

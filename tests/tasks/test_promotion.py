@@ -8,8 +8,7 @@ import pytest
 
 from configs.retraining import PromotionConfig
 from storage.tracking.registry import Registered
-from tasks.evaluate import Evaluation
-from tasks.promotion import judge
+from tasks.promotion import Evaluation, judge
 
 
 def evaluation(reward: float, failed: int = 0, on: str = "rows") -> Evaluation:

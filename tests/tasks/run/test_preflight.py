@@ -22,7 +22,7 @@ from configs.srpo import SRPOConfig
 from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
-from tasks.run import preflight
+from tasks.run import preflight, preflight_data
 from tasks.run.preflight import PreflightError, check
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -146,7 +146,7 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
         (["tracking.uri=mlruns"], r"tracking\.uri is mlruns\. Set it to sqlite"),
         (
             [HELD_OUT, "rewards.functions=[{kind: reasoning_gym}]"],
-            r"evaluation\.source is reasoning_gym/leg_counting, .*Set evaluation\.source",
+            r"suites\.held_out: its source is reasoning_gym/leg_counting, .*Set its source",
         ),
         (["store.uri=/proc/refrain"], r"The store .* cannot be written"),
     ],
@@ -360,7 +360,7 @@ def test_what_measures_progress_is_looked_at_before_a_run(
     assert f"encoder.model = {tmp_path}/none/at/all: no such" in said(
         f"encoder={{kind: transformers, model: {tmp_path}/none/at/all}}"
     )
-    monkeypatch.setattr(preflight, "installed", lambda package: None)
+    monkeypatch.setattr(preflight_data, "find_spec", lambda package: None)
     assert "pip install 'refrain-rl[environments]'" in said()
 
 

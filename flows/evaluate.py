@@ -1,0 +1,36 @@
+"""Evaluate versions of a run in the store by suites of today; nothing is asked twice.
+
+python -m flows.evaluate RUN --suite NAME [--versions 0,10|all] [--against RUN2] [key=value …]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from configs.evaluation import BackFillConfig
+from tasks.commands.evaluate import main
+
+if __name__ == "__main__":  # first: --help and a refused word need nothing of what follows
+    sys.exit(main("flows.evaluate:evaluate"))
+
+from prefect import flow
+
+from tasks.evaluation.back_fill import BackFilled, back_fill, subjects_of
+from tasks.reporting.progress import Terminal
+from tasks.run.flow_options import TaskThreads
+
+
+@flow(
+    name="evaluate",
+    flow_run_name="evaluate {config.run}",
+    persist_result=False,
+    task_runner=TaskThreads(),
+)
+def evaluate(config: BackFillConfig) -> BackFilled:
+    """Evaluate policy versions of a run in the store by suites.
+
+    Args:
+        config: which run, suites and versions.
+    """
+    return back_fill(subjects_of(config), time.time(), Terminal())

@@ -1,0 +1,186 @@
+"""Evaluating versions of the past from a command line: words, checks, a Prefect server, the flow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from configs.evaluation import BackFillConfig
+from configs.flows import command
+from configs.overrides import ConfigError, change
+from tasks.commands.command import console, heading, table, text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from storage.evaluations.results import EvaluationResult
+    from tasks.evaluation.back_fill import BackFilled
+
+FAILED, BAD_INPUT = 1, 2  # exit codes
+
+
+def main(flow: str) -> int:
+    """Evaluate as the command line says; returns the exit code. `flow`: package.module:function."""
+    asked = _parser().parse_intermixed_args()
+    store = [word for word in asked.words if word.startswith("store.")]
+    given = {
+        "run": asked.run,
+        "suites": [name for words in asked.suite for name in words.split(",")],
+        "versions": asked.versions,
+        "against": asked.against,
+        "settings": [word for word in asked.words if word not in store],
+    }
+    try:
+        return _carry_out(change(BackFillConfig, given, store), flow, asked.json)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    words = argparse.ArgumentParser(
+        prog="python -m flows.evaluate",
+        description="Evaluate policy versions of a run in the store by suites, with workers that "
+        "sample and score alone. Results go to the store and to the run's page in MLflow; what is "
+        "there is not asked again.",
+    )
+    words.add_argument("run", metavar="RUN", help="name of the run")
+    words.add_argument(
+        "words",
+        nargs="*",
+        metavar="key=value",
+        help="store.…: where the run is; others: settings of the run that are others now, such as "
+        "cluster.pools.rollout.workers=4 or evaluation.suites.gsm8k.rows=100",
+    )
+    words.add_argument(
+        "--suite",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a suite of the run, or one that comes with Refrain; may be given several times",
+    )
+    words.add_argument(
+        "--versions", default="last", metavar="V", help="as 0,10,20-25; all; or last [last]"
+    )
+    words.add_argument(
+        "--against", metavar="RUN2[@V]", help="a second run, compared prompt by prompt"
+    )
+    words.add_argument("--json", action="store_true", help="print one JSON object")
+    return words
+
+
+def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
+    """Check everything, then run the flow against a Prefect server."""
+    import httpx
+    from prefect.exceptions import PrefectException
+
+    from tasks.evaluation.back_fill import subjects_of
+    from tasks.launch.command_line import HOME, quiet_libraries
+    from tasks.launch.server import prefect_server
+    from tasks.run.interruption import INTERRUPTED
+    from tasks.run.recorded_flow import load_flow
+
+    quiet_libraries()
+    subjects_of(config)  # every fault is said before a server starts
+    again = "To go on: " + command("flows.evaluate", config.store, *_words(config))
+    try:
+        with prefect_server(HOME / "prefect") as dashboard:
+            print(f"Dashboard {dashboard}", file=sys.stderr)
+            call: Callable[..., Any] = load_flow(flow)
+            found: BackFilled = call(config)
+    except KeyboardInterrupt:
+        print(f"Stopped. {again}", file=sys.stderr)
+        return INTERRUPTED
+    except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
+        print(f"{type(error).__name__}: {error}\n{again}", file=sys.stderr)
+        return FAILED
+    if as_json:
+        print(json.dumps(record_of(found), indent=1))
+        return 0
+    out = console()
+    for part in shown(found):
+        out.print(part)
+    return 0
+
+
+def _words(config: BackFillConfig) -> list[str]:
+    """The words by which the same is asked again."""
+    suites = [word for name in config.suites for word in ("--suite", name)]
+    against = [] if config.against is None else ["--against", config.against]
+    return [config.run, *suites, "--versions", config.versions, *against, *config.settings]
+
+
+def record_of(found: BackFilled) -> dict[str, object]:
+    """For --json."""
+    return {
+        "run": found.run,
+        "evaluations": [
+            {
+                "suite": suite,
+                "version": version,
+                "key": result.key,
+                "digest": result.weights.digest,
+                "was_there": result.made_at < found.began,
+                "metrics": result.metrics,
+            }
+            for (suite, version), result in found.results.items()
+        ],
+        "against": found.against,
+        "compared": [asdict(one) for one in found.compared],
+    }
+
+
+def shown(found: BackFilled) -> list[RenderableType]:
+    """For people."""
+    extra = list(
+        dict.fromkeys(
+            name
+            for result in found.results.values()
+            for name in result.metrics
+            if name.startswith(("mean@", "pass@"))
+        )
+    )
+    counts = ("prompts", "samples", "failed", "tokens")
+    columns = ("suite", "version", "reward", "95 % interval", *extra, *counts)
+    made = table(*columns, "made", right=columns[1:])
+    for (suite, version), result in found.results.items():
+        made.add_row(suite, str(version), *_cells(result, extra), _when(result, found.began))
+    lines: list[RenderableType] = [heading(f"Evaluations of {found.run}"), made]
+    if found.against is not None:
+        names = ("suite", "version", "against", "prompts", "difference", "95 % interval", "p")
+        pairs = table(*names, right=names[1:])
+        for one in found.compared:
+            test = one.found
+            pairs.add_row(
+                one.suite, str(one.version), f"{found.against}@{one.against}", str(test.prompts),
+                f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}",
+                f"{test.p_value:.4f}",
+            )  # fmt: skip
+        lines += [
+            heading(f"{found.run} less {found.against}, prompt by prompt"),
+            pairs,
+            text("p: of the two-sided permutation test over the signs of prompts' differences."),
+        ]
+    return lines
+
+
+def _cells(result: EvaluationResult, extra: list[str]) -> list[str]:
+    metrics = result.metrics
+    if "reward" not in metrics:
+        mean, interval = "none scored", ""
+    else:
+        mean = f"{metrics['reward']:.4f}"
+        interval = f"{metrics['reward_low']:.4f} to {metrics['reward_high']:.4f}"
+    rest = [f"{metrics[name]:.4f}" if name in metrics else "" for name in extra]
+    left_out = sum(map(len, result.dropped.values()))
+    asked = f"{result.asked} of {result.asked + left_out}" if left_out else str(result.asked)
+    counts = [asked, *(f"{metrics[name]:.0f}" for name in ("samples", "failed"))]
+    return [mean, interval, *rest, *counts, f"{metrics['tokens']:.0f}"]
+
+
+def _when(result: EvaluationResult, began: float) -> str:
+    return "before" if result.made_at < began else "now"

@@ -1,0 +1,110 @@
+"""A suite as a run asks it: the settings of the run, with the suite's in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from configs.evaluation import SuiteConfig
+from configs.grpo import GRPOConfig
+from engines.rollout.contract import Sampling
+from storage.batches.columns import TOKENS
+from storage.objects.digests import key_of
+from storage.prompts.datasets import open_source
+from storage.prompts.source import PromptSource
+
+HOW_FAST = {"processes", "at_once", "python", "memory_gib"}  # episodes.…
+ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    """A benchmark under the settings of a run."""
+
+    name: str
+    settings: SuiteConfig
+    config: GRPOConfig  # of the run, but for data, rewards, episodes and the longest completion
+
+    @classmethod
+    def of(cls, config: GRPOConfig, name: str, settings: SuiteConfig) -> Suite:
+        """The suite for a run with these settings."""
+        if settings.prompt is None:
+            data = config.data.model_copy(update={"source": settings.source})
+        else:
+            data = settings.prompt.of(settings.source)
+        own = {"max_new_tokens": settings.max_new_tokens} if settings.max_new_tokens else {}
+        inherits = settings.rewards is None and settings.episodes is None
+        changes = {
+            "data": data,
+            "rewards": settings.rewards or config.rewards,
+            "episodes": config.episodes if inherits else settings.episodes,
+            "rollout": config.rollout.model_copy(update=own),
+        }
+        return cls(name=name, settings=settings, config=config.model_copy(update=changes))
+
+    @property
+    def source(self) -> PromptSource:
+        """Its rows."""
+        return open_source(self.settings.source)
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of those that are asked."""
+        count = len(self.source)
+        return list(range(count if self.settings.rows is None else min(self.settings.rows, count)))
+
+    @property
+    def sampling(self) -> Sampling:
+        """How completions are drawn."""
+        settings, episodes = self.settings, self.config.episodes
+        most = 0 if episodes is None else episodes.max_turn_tokens or 0
+        asked = Sampling.of(self.config.rollout, settings.samples, most)
+        if settings.greedy:
+            asked = dataclasses.replace(asked, top_k=1, top_p=1.0)
+        return dataclasses.replace(
+            asked,
+            temperature=settings.temperature or asked.temperature,
+            top_p=settings.top_p or asked.top_p,
+            seed=asked.seed if settings.seed is None else settings.seed,
+        )
+
+    @property
+    def prompts_key(self) -> str:
+        """What the prompts' tokens are made of."""
+        played = self.config.episodes
+        return key_of(
+            "evaluation prompts",
+            TOKENS,
+            self.source.digest,
+            self.rows[-1:],
+            self.config.data.model_dump(mode="json", exclude=ORDER),
+            self.config.model.model_dump(mode="json"),
+            *([] if played is None else [played.model_dump(mode="json", exclude=HOW_FAST)]),
+        )
+
+    def played(self, opponent: str | None) -> list[dict[str, object]]:
+        """The settings of its episodes, if it has some; `opponent`: digest of the other player."""
+        episodes = self.config.episodes
+        if episodes is None:
+            return []
+        found = episodes.model_dump(mode="json", exclude=HOW_FAST)
+        if opponent is not None:  # whatever it is called
+            found["opponent"]["version"] = opponent
+        return [found]
+
+    def manner(self, opponent: str | None) -> str:
+        """What two evaluations must have in common to be compared."""
+        return key_of(
+            "evaluation",
+            self.source.digest,
+            len(self.rows) if self.settings.rows is None else self.settings.rows,
+            self.sampling.identity | {"seed": None},
+            self.config.rewards.model_dump(mode="json"),
+            self.config.data.model_dump(mode="json", exclude=ORDER),
+            *self.played(opponent),
+        )
+
+    @property
+    def summing(self) -> str:
+        """What turns scores into metrics."""
+        return key_of("summed", self.settings.pass_at, self.settings.right_from)

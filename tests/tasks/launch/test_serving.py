@@ -1,0 +1,60 @@
+"""What a version is served as: its folder, vLLM's command line, and when the version moves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError, change
+from configs.recipe import load_recipe
+from configs.serve import ServeConfig
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef
+from tasks.launch.serving import Served, _command, _remove_old, named
+
+
+def served(folder: Path) -> Served:
+    weights = WeightsRef(version=3, key="run/weights/v000003", digest="xxh3:a", nbytes=4)
+    return Served(run=RunStore(Store(f"file://{folder}"), "run"), number=3, weights=weights)
+
+
+def test_a_version_that_never_moves_is_not_followed() -> None:
+    for moving in ("run", "models:/demo@champion"):
+        assert change(ServeConfig, {"version": moving, "follow": True}, []).follow
+    with pytest.raises(ConfigError, match="never moves"):
+        change(ServeConfig, {"version": "run@3", "follow": True}, [])
+
+
+def test_the_command_names_the_version_and_takes_what_the_run_sampled_with(tmp_path: Path) -> None:
+    config = change(
+        ServeConfig, {"version": "run"}, ["engine_args={max_num_seqs: 8, enforce_eager: false}"]
+    )
+    settings = load_recipe(GRPOConfig, "tiny", [])
+    words = _command(config, settings, served(tmp_path), tmp_path / "x")
+    asked = dict(itertools.pairwise(words))
+    assert asked["--model"] == str(tmp_path / "x") and asked["--host"] == "127.0.0.1"
+    assert words[words.index("--served-model-name") + 1 :][:2] == ["run@3", "run"]
+    assert (asked["--dtype"], asked["--max-model-len"]) == ("float32", "144")
+    assert asked["--max-num-seqs"] == "8" and "--no-enforce-eager" in words
+    assert "--no-enable-chunked-prefill" in words, "this pool has no GPU"
+
+
+def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}")
+    with pytest.raises(ConfigError, match="There is no run gone"):
+        named(change(ServeConfig, {"version": "gone@2"}, []), store)
+
+
+def test_older_versions_are_removed_but_for_one_and_what_is_not_ours(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"v{number}").mkdir()
+        (tmp_path / f"v{number}" / "manifest.json").touch()
+        os.utime(tmp_path / f"v{number}", (number, number))
+    (tmp_path / "mine").mkdir()
+    _remove_old(tmp_path, tmp_path / "v3")
+    assert {path.name for path in tmp_path.iterdir()} == {"v2", "v3", "mine"}
