@@ -92,18 +92,13 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
     return plan_worker(plan) if alone else plan
 
 
-def longest_sample(config: GRPOConfig) -> int:
-    """Tokens of prompt and completion together, at most."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
 def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout") -> dict[str, int]:
     """What an engine that samples holds, but for vLLM on GPUs."""
     slots = config.cluster.pools[config.cluster.roles.pool_of(role)].slots
     at_once = min(slots, config.shards_at_once)
     samples = at_once * -(-config.samples_per_step // config.shards_at_once)
     most = min(samples, config.rollout.max_sequences)
-    return engine_bytes(config.rollout, shape, most, longest_sample(config))
+    return engine_bytes(config.rollout, shape, most, config.longest_sequence)
 
 
 def vllms(config: GRPOConfig, shape: ModelShape) -> Iterator[Vllm]:
@@ -117,7 +112,7 @@ def vllms(config: GRPOConfig, shape: ModelShape) -> Iterator[Vllm]:
                 settings=config.rollout,
                 named="rollout",
                 shape=shape,
-                longest=longest_sample(config),
+                longest=config.longest_sequence,
             )
     teaching = config.vllm_teachers if isinstance(config, DistillConfig) else {}
     for name, engine in teaching.items() if teaching and pools[pool_of("teacher")].gpus else ():
@@ -128,7 +123,7 @@ def vllms(config: GRPOConfig, shape: ModelShape) -> Iterator[Vllm]:
             settings=engine.engine_of(config.rollout, 0),
             named=f"teachers.{name}.engine",
             shape=_shape_of_teacher(config.teachers[name], shape),
-            longest=longest_sample(config),
+            longest=config.longest_sequence,
         )
     pool = pool_of("reward_model")
     for judge in config.rewards.judges if pools[pool].gpus else ():
@@ -166,7 +161,7 @@ def teacher_bytes(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, 
         own = _shape_of_teacher(config.teachers[name], shape)
         if own is not None:
             settings, most = engine.engine_of(config.rollout, 0), engine.max_sequences
-            yield f"teacher {name}", engine_bytes(settings, own, most, longest_sample(config))
+            yield f"teacher {name}", engine_bytes(settings, own, most, config.longest_sequence)
 
 
 def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:

@@ -126,6 +126,15 @@ def test_vllm_beside_a_trainer_gets_what_that_leaves(tmp_path: Path) -> None:
     assert "Set cluster.roles.rollout to a pool of its own" in said
 
 
+def test_an_evaluations_longer_sequences_need_room(tmp_path: Path) -> None:
+    given = words(tmp_path, "7b", *TRAINS, f"{SHARE}=0.18")
+    check_memory(settings(*given))
+    suite = (
+        "evaluation.suites={long: {source: {kind: file, path: rows.jsonl}, max_new_tokens: 32000}}"
+    )
+    assert "one sample of 32512 tokens" in refused(*given, suite)
+
+
 def test_an_opponents_engines_need_room_too(tmp_path: Path) -> None:
     game = "{environment: {kind: class, path: 'games.py:Game'}, players: 2, opponent: {}}"
     played = (f"episodes={game}", "rewards.functions=[{kind: environment}]")
