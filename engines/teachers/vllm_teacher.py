@@ -7,7 +7,7 @@ tail is 1 less the words' probabilities, which in float32 says nothing below LEA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
@@ -92,20 +92,8 @@ class VllmTeacher(Engine):
             [len(prompts[row]) for row in asked],
             top_k + self._unknown if top_k else 0,
         )
-        found = [known_words(one, self._readable, top_k) for one in scored]
         offsets = np.cumsum([0, *map(len, responses)], dtype=np.int64)
-        none = np.zeros((0, top_k), np.float32)  # where no sample has a token
-        columns = {
-            "teacher_logprobs": np.concatenate(
-                [none[:, 0:0].ravel()] + [one.logprobs for one in found]
-            )
-        }
-        if top_k:
-            words = np.concatenate([none, *(one.words for one in found)])
-            ids = np.concatenate([none.astype(np.int32), *(one.ids for one in found)])
-            columns["teacher_topk_ids"] = ids
-            columns["teacher_topk_logprobs"] = words
-            columns["teacher_tail_logprobs"] = tails(words)
+        columns = columns_of([known_words(one, self._readable, top_k) for one in scored], top_k)
         written = {name: Jagged(values, offsets) for name, values in columns.items()}
         return write_batch(self._store, out_key, written)
 
@@ -143,6 +131,25 @@ class VllmTeacher(Engine):
         assert offsets is not None, "token ids are jagged"
         ids = values.tolist()
         return [ids[first:last] for first, last in pairwise(offsets.tolist())]
+
+
+def columns_of(scored: Sequence[ScoredTokens], top_k: int) -> dict[str, NDArray[np.generic]]:
+    """The columns of FSDPEngine.teach, over all tokens [T] of some samples; T may be 0."""
+    none = ScoredTokens(
+        logprobs=np.zeros(0, np.float32),
+        ids=np.zeros((0, top_k), np.int32),
+        words=np.zeros((0, top_k), np.float32),
+    )
+    every = [none, *scored]
+    found: dict[str, NDArray[np.generic]] = {
+        "teacher_logprobs": np.concatenate([one.logprobs for one in every])
+    }
+    if top_k:
+        words = np.concatenate([one.words for one in every])
+        found["teacher_topk_ids"] = np.concatenate([one.ids for one in every])
+        found["teacher_topk_logprobs"] = words
+        found["teacher_tail_logprobs"] = tails(words)
+    return found
 
 
 def known_words(scored: ScoredTokens, readable: int | None, top_k: int) -> ScoredTokens:
