@@ -281,14 +281,16 @@ def figures(setting: Setting, commits: Sequence[Commit], looks: Sequence[Look]) 
         "flow": statistics.median(b.flow - a.flow for a, b in pairs) * each,
         "scheduler": statistics.median(b.scheduler - a.scheduler for a, b in pairs) * each,
         "server": statistics.median(b.server - a.server for a, b in pairs) * each,
-        "requests": statistics.median(c.metrics["store/requests"] for c in commits[1:])
-        / setting.shards,
-        "kib": statistics.median(
-            c.metrics["store/bytes_read"] + c.metrics["store/bytes_written"] for c in commits[1:]
-        )
+        "requests": median_of(commits, "store/requests") / setting.shards,
+        "kib": (median_of(commits, "store/bytes_read") + median_of(commits, "store/bytes_written"))
         / setting.shards
         / 1024,
     }
+
+
+def median_of(commits: Sequence[Commit], metric: str) -> float:
+    """Over the steps but the first."""
+    return statistics.median(commit.metrics[metric] or 0.0 for commit in commits[1:])
 
 
 def memory(looks: Sequence[Look]) -> str:

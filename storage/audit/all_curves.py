@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from storage.audit.comparison import first_step, outline_of
+from storage.evaluations.results import newest_evaluations
 from storage.runs.commit_log import head
-from storage.runs.evaluated import evaluated
 from storage.runs.run_store import RunStore
 
 
@@ -28,7 +28,7 @@ def points_of(run: RunStore) -> list[Point]:
     if last is None:
         raise ValueError(f"Run {run.run} has no committed step, so no curves.")
     measured: dict[int, dict[str, float]] = {}
-    for one in evaluated(run):
+    for one in newest_evaluations(run).values():
         named = {f"eval/{one.suite}/{name}": value for name, value in one.metrics.items()}
         measured.setdefault(one.version, {}).update(named)
     found = []

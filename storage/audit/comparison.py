@@ -9,11 +9,11 @@ from typing import cast
 from pydantic import JsonValue
 
 from storage.batches.refs import BatchRef
+from storage.evaluations.results import EvaluationResult, Interval, newest_evaluations
 from storage.objects.digests import Digester
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.commit_log import Outline, head, read_commit, read_outline
-from storage.runs.evaluated import Evaluated, evaluated
 from storage.runs.origins import committer, origin_of, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.working_tree import FIELD as GIT
@@ -96,7 +96,7 @@ def compare(first: RunStore, second: RunStore) -> Comparison:
         data=differences(*({"data": found[-1].cursor.get("digest")} for found in outlines)),
         differs=first_difference(runs, [(by_step[0][n], by_step[1][n]) for n in both]),
         curves=curves_of([(by_step[0][n], by_step[1][n]) for n in both]),
-        evaluations=paired(evaluated(first), evaluated(second)),
+        evaluations=paired(*(list(newest_evaluations(run).values()) for run in runs)),
     )
 
 
@@ -203,7 +203,7 @@ def curves_of(steps: list[tuple[Outline, Outline]]) -> dict[str, list[tuple[int,
     return found
 
 
-def paired(first: list[Evaluated], second: list[Evaluated]) -> list[Paired]:
+def paired(first: list[EvaluationResult], second: list[EvaluationResult]) -> list[Paired]:
     """Evaluations of the same suite, rows, manner and version, metric by metric."""
     others = {(one.suite, one.on, one.version): one for one in second}
     return [
@@ -213,10 +213,15 @@ def paired(first: list[Evaluated], second: list[Evaluated]) -> list[Paired]:
             metric=name,
             first=value,
             second=other.metrics[name],
-            intervals=(one.intervals.get(name), other.intervals.get(name)),
+            intervals=(bounds(one.interval(name)), bounds(other.interval(name))),
         )
         for one in first
         if (other := others.get((one.suite, one.on, one.version))) is not None
         for name, value in one.metrics.items()
         if name in other.metrics
     ]
+
+
+def bounds(interval: Interval | None) -> tuple[float, float] | None:
+    """Low and high."""
+    return None if interval is None else (interval.low, interval.high)

@@ -15,9 +15,9 @@ from storage.audit.all_curves import Point, as_csv, points_of
 from storage.audit.audit import Audit
 from storage.audit.audit_objects import sources_of
 from storage.audit.comparison import first_step
+from storage.evaluations.results import newest_evaluations
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.evaluated import evaluated
 from storage.runs.origins import committer, origin_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import MANIFEST, open_manifest_at
@@ -55,9 +55,9 @@ def write_dossier(run: RunStore, audited: Audit, folder: Path) -> str:
         },
         "reward_code.json": {key: code for one in commits for key, code in one.reward_code.items()},
         "evaluations.json": [
-            {"suite": e.suite, "version": e.version, "on": e.on, "result": e.key,
-             "metrics": e.metrics, "intervals_95": e.intervals}
-            for e in evaluated(run)
+            {"suite": e.suite, "version": e.version, "on": e.on, "result": key, "metrics": e.metrics,
+             "intervals_95": {name: [one.low, one.high] for name, one in e.intervals.items()}}
+            for key, e in newest_evaluations(run).items()
         ],
         "software.json": software(commits),
         "audit.json": {
@@ -142,8 +142,8 @@ def objects_of(run: RunStore, commits: Iterable[Commit]) -> dict[str, dict[str, 
             take(f"{folder}/{name}")
         if manifest.base is not None and f"{manifest.base.key}/{MANIFEST}" not in found:
             versions.add(manifest.base.key)
-    for one in evaluated(run):
-        take(one.key)
+    for key in newest_evaluations(run):
+        take(key)
     return found
 
 
@@ -206,7 +206,7 @@ def card(
         f"`python {VERIFY} --store FOLDER` checks every file here, and every object of the run in "
         "the store, without Refrain.",
     ]
-    measured = evaluated(run)
+    measured = newest_evaluations(run).values()
     if measured:
         lines += [
             "",
@@ -217,7 +217,7 @@ def card(
         ]
         lines += [
             f"| {one.suite} | {one.version} | {name} | {value:.4g} | "
-            + ("{:.4g} to {:.4g}".format(*one.intervals[name]) if name in one.intervals else "")
+            + ("" if (at := one.interval(name)) is None else f"{at.low:.4g} to {at.high:.4g}")
             + " |"
             for one in measured
             for name, value in one.metrics.items()

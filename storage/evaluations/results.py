@@ -118,3 +118,17 @@ def evaluations_of(
         if suite in (None, name) and version in (None, number)
     ]
     return sorted(found, key=lambda one: (one.suite, one.version, one.made_at))
+
+
+def newest_evaluations(run: RunStore) -> dict[str, EvaluationResult]:
+    """The newest evaluation of each suite on each version, ascending, by the key it lies under.
+
+    Raises ObjectMissing, ObjectDamaged.
+    """
+    newest: dict[tuple[str, int], tuple[str, EvaluationResult]] = {}
+    for suite, version, key in notes_of(run).values():
+        result = read_result(run.store, key).known_as(suite, version)
+        known = newest.get((suite, version))
+        if known is None or result.made_at >= known[1].made_at:
+            newest[suite, version] = (key, result)
+    return dict(newest[name] for name in sorted(newest))

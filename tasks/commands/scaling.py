@@ -13,8 +13,8 @@ import numpy as np
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from storage.audit.comparison import first_step, outline_of
+from storage.evaluations.results import newest_evaluations
 from storage.runs.commit_log import Outline, head
-from storage.runs.evaluated import evaluated
 from storage.runs.run_store import RunStore
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, HOUR, Pool, counted
 from storage.tracking.scaling_law import Fit, Floats, Interval, NotIdentified, fit
@@ -116,7 +116,7 @@ def rewards_of(run: RunStore, what: str, outlines: list[Outline]) -> dict[int, f
     """Step -> what is fitted. ConfigError where there is nothing of the name."""
     if what.startswith(EVALUATION):
         suite, _, metric = what.removeprefix(EVALUATION).rpartition("/")
-        measured = evaluated(run)
+        measured = newest_evaluations(run).values()
         found = {
             one.version: one.metrics[metric]
             for one in measured
