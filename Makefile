@@ -30,6 +30,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
+	@echo "Not tried here: $(PYTHONS). make check-pythons does, in minutes, with environments of its own."
 
 check-pythons: $(PYTHONS:%=check-%)
 

@@ -5,11 +5,13 @@
 
 Needs torch and transformers; vLLM is used where it is installed. First the checks, on the first
 shape: packed log-probs against plain forward passes, weights to the store and into the rollout
-engines, whether an update made again is equal to the bit, two ranks (FSDP2, sequence parallelism)
-against one where there are two devices. Then, for each shape, an update, and one of compiled layers
-(tokens a second, share of the device's peak, peak memory), and sampling (tokens a second). Each part
-is a process of its own with a limit, so that one that fails or hangs takes no other with it. Exit
-code 1 if a check does not hold.
+engines, an adapter merged against unmerged, whether an update made again is equal to the bit, two
+ranks (FSDP2, sequence parallelism) against one where there are two devices. Then, for each shape, an
+update, and one of compiled layers (tokens a second, share of the device's peak, peak memory beside
+the plan's), sampling (tokens a second), and weights on their ways to an engine. The train engine's
+settings are those of which the memory plan says that they fit the device. Each part is a process of
+its own with a limit, so that one that fails or hangs takes no other with it. Exit code 1 if a check
+does not hold.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKS = ("logprobs", "round_trip", "replay", "ranks")
-MEASUREMENTS = ("update", "update_compiled", "rollout", "sleep")
+CHECKS = ("logprobs", "round_trip", "lora", "replay", "ranks")
+MEASUREMENTS = ("update", "update_compiled", "rollout", "sync_paths", "sleep")
 LIMIT = 240.0  # seconds of one part
 ENOUGH = 20.0  # seconds without which no part is begun
 # samples, prompt and response tokens of each
@@ -44,10 +46,11 @@ def one_part(part: str, shape: str, folder: Path) -> int:
     from benchmarks.gpu_job import Job
     from benchmarks.gpu_parts import PARTS
     from benchmarks.gpu_turns import sleep
+    from benchmarks.gpu_versions import lora, sync_paths
 
     samples, prompt, response = SIZES[shape]
     job = Job(shape=shape, folder=folder, samples=samples, prompt=prompt, response=response)
-    found = {**PARTS, "sleep": sleep}[part](job)
+    found = {**PARTS, "sleep": sleep, "lora": lora, "sync_paths": sync_paths}[part](job)
     result = folder / f"{part}-{shape}.json"
     result.write_text(json.dumps(asdict(found)))
     return 0

@@ -20,10 +20,12 @@ import torch
 from configs.model import PretrainedModel, RandomModel
 from configs.rollout import RolloutConfig
 from configs.train import TrainConfig
+from engines.model_facts import ModelShape
 from engines.models import load_tokenizer, materialize
 from engines.rollout.contract import RolloutSpec
 from engines.rollout.engine import RolloutEngine
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.memory_plan import MemoryPlan, largest_batch, plan_rank
 from engines.train.spec import TrainSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -36,6 +38,16 @@ SHAPES = {
     "1.5b": (28, 1536, 12, 2, 8960, 151936),
     "7b": (28, 3584, 28, 4, 18944, 152064),
 }
+# What makes the update's memory less, the cheapest first; each with those before it.
+SMALLER: tuple[dict[str, Any], ...] = (
+    {"reshard_after_forward": True},
+    {"micro_batch_tokens": 16384},
+    {"optimizer_device": "host"},
+    {"micro_batch_tokens": 8192},
+    {"activation_offload": True},
+)
+ROOM = 0.94  # of a device: the plan does not count CUDA's context and the allocator's fragments
+GROUP = 8  # samples of a prompt
 TIED = ("small", "0.5b", "1.5b")  # have one embedding for both ends
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -65,32 +77,40 @@ class Job:
         """The shape's model, drawn when it is first asked for."""
         return PretrainedModel(path=str(drawn(self.shape, self.folder)))
 
+    @property
+    def store(self) -> str:
+        """Address of the store of all parts."""
+        return f"file://{self.folder}/store"
+
+    def train_spec(self, **facts: Any) -> TrainSpec:
+        """Of a policy, with settings by which it fits this device and with other facts than usual."""
+        given = TrainSpec(
+            model=self.model(),
+            model_cache=str(self.folder / "cache"),
+            train=settings_for(self, device_bytes()),
+            role="actor",
+            store_uri=self.store,
+            run=f"gpu-{self.shape}",
+            threads=torch.get_num_threads(),
+        )
+        return given.model_copy(update=facts)
+
     def train_engine(
         self, rank: int = 0, world: int = 1, port: int = 0, **train: Any
     ) -> FSDPEngine:
         """A rank that has joined: NCCL on a GPU, Gloo on a CPU."""
-        settings = {
-            "compute_dtype": self.compute,
-            "learning_rate": 1e-6,
-            "micro_batch_tokens": 32768 if CUDA else 2048,
-            "gradient_checkpointing": not self.small,
-        }
-        engine = FSDPEngine(
-            TrainSpec(
-                model=self.model(),
-                model_cache=str(self.folder / "cache"),
-                train=TrainConfig(**{**settings, **train}),
-                role="actor",
-                store_uri=f"file://{self.folder}/store",
-                run=f"gpu-{self.shape}",
-                threads=torch.get_num_threads(),
-            )
-        )
+        spec = self.train_spec()
+        own = TrainConfig(**{**spec.train.model_dump(), **train})
+        return self.joined(spec.model_copy(update={"train": own}), rank, world, port)
+
+    def joined(self, spec: TrainSpec, rank: int = 0, world: int = 1, port: int = 0) -> FSDPEngine:
+        """The engine of a spec, which has joined."""
+        engine = FSDPEngine(spec)
         engine.join(rank, world, "127.0.0.1", port, generation=1, timeout=300.0)
         return engine
 
-    def rollout_engine(self, kind: str, sleeps: bool = False) -> RolloutEngine:
-        """An engine without weights yet."""
+    def rollout_engine(self, kind: str, sleeps: bool = False, **facts: Any) -> RolloutEngine:
+        """An engine without weights yet; facts: of its spec, if other than usual."""
         from engines.rollout.hf_engine import HFEngine
         from engines.rollout.vllm_engine import VllmEngine
 
@@ -103,11 +123,59 @@ class Job:
                 kv_cache_gib=0.1,
                 gpu_memory_utilization=0.5,
             ),
-            store_uri=f"file://{self.folder}/store",
+            store_uri=self.store,
             sleeps=sleeps,
             max_model_len=self.prompt + self.response,
-        )
+        ).model_copy(update=facts)
         return HFEngine(spec) if kind == "transformers" else VllmEngine(spec)
+
+
+def plan(job: Job, train: TrainConfig, on_gpu: bool = CUDA) -> MemoryPlan:
+    """What a lone rank takes of the device in an update of the job's rows."""
+    layers, width, heads, keys, inner, words = SHAPES[job.shape]
+    shape = ModelShape(
+        hidden=width,
+        layers=layers,
+        intermediate=inner,
+        heads=heads,
+        kv_heads=keys,
+        head_size=width // heads,
+        vocabulary=words,
+        tied=job.shape in TIED,
+    )
+    budget = train.micro_batch_tokens
+    batch = largest_batch(budget, job.prompt, job.response, job.samples, GROUP, 1)
+    return plan_rank(shape, train, batch, role="actor", ranks=1, on_gpu=on_gpu)
+
+
+def settings_for(job: Job, device: int | None) -> TrainConfig:
+    """The fastest settings of which the plan says that they fit a device with so many bytes.
+
+    None, on a CPU: those of a small shape. Raises ValueError where none are enough.
+    """
+    usual: dict[str, Any] = {
+        "compute_dtype": job.compute if device is None else "bfloat16",
+        "learning_rate": 1e-6,
+        "micro_batch_tokens": 2048 if device is None else 32768,
+        "gradient_checkpointing": not job.small,
+    }
+    if device is None:
+        return TrainConfig(**usual)
+    changed: dict[str, Any] = {}
+    for more in ({}, *SMALLER):
+        changed |= more
+        found = TrainConfig(**{**usual, **changed})
+        if plan(job, found, on_gpu=True).peak <= ROOM * device:
+            return found
+    raise ValueError(
+        f"By the memory plan no settings let a {job.shape} model train on a device of "
+        f"{device / 2**30:.1f} GiB. Leave it out of --shapes."
+    )
+
+
+def device_bytes() -> int | None:
+    """Memory of the GPU; None on a CPU."""
+    return torch.cuda.get_device_properties(0).total_memory if CUDA else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,7 +225,7 @@ def drawn(shape: str, folder: Path) -> Path:
     return place
 
 
-def rows(job: Job, groups_of: int = 8) -> dict[str, Any]:
+def rows(job: Job, groups_of: int = GROUP) -> dict[str, Any]:
     """Prompts that `groups_of` responses share, of half to all of their length; drawn tokens."""
     random = np.random.default_rng(0)
     words = SHAPES[job.shape][-1]
@@ -178,8 +246,7 @@ def rows(job: Job, groups_of: int = 8) -> dict[str, Any]:
 
 def stored(job: Job) -> BatchRef:
     """The rows as a batch."""
-    store = Store(f"file://{job.folder}/store")
-    return write_batch(store, f"rows-{job.shape}.safetensors", rows(job))
+    return write_batch(Store(job.store), f"rows-{job.shape}.safetensors", rows(job))
 
 
 @contextmanager

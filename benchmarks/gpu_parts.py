@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_job import CUDA, DEVICE, Found, Job, free, has_vllm, rows, stored, timed
+from benchmarks.gpu_job import (
+    CUDA,
+    DEVICE,
+    Found,
+    Job,
+    free,
+    has_vllm,
+    plan,
+    rows,
+    stored,
+    timed,
+)
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.rollout.contract import RolloutRequest, Sampling
 from engines.train.compiled import lacking
@@ -178,7 +189,7 @@ def update_compiled(job: Job) -> Found:
 
 
 def update(job: Job, **train: Any) -> Found:
-    """Tokens a second, share of the device's peak and peak memory of an update."""
+    """Tokens a second, share of the device's peak, and peak memory beside the plan's."""
     engine, batch = job.train_engine(**train), stored(job)
     first: dict[str, float | str] = {}
     with timed(first, "first_seconds"):  # warms up, and compiles
@@ -196,12 +207,16 @@ def update(job: Job, **train: Any) -> Found:
             found.metrics[phase] = round(value, 3)
     if CUDA:
         found.metrics["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    used = job.train_spec().train
+    found.metrics["plan_gib"] = round(plan(job, used).peak / 2**30, 3)
+    set_here = used.model_dump(exclude_defaults=True, exclude={"learning_rate", "compute_dtype"})
+    found.metrics["settings"] = " ".join(f"{name}={value}" for name, value in set_here.items())
     return found
 
 
 def rollout(job: Job) -> Found:
     """Tokens a second of the rollout engines, all samples at once."""
-    found, store = Found(), Store(f"file://{job.folder}/store")
+    found, store = Found(), Store(job.store)
     random = np.random.default_rng(0)
     groups = max(1, job.samples // 8)
     prompts = write_batch(

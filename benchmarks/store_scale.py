@@ -103,7 +103,9 @@ def write_step(
 ) -> Commit:
     """A committed step of so many samples in so many shards."""
     groups = size.samples // GROUP
-    cursor = Cursor(epoch=0, position=0, seed=1, shuffle=True, size=DATA_ROWS, digest=Rows.digest)
+    cursor = Cursor(
+        epoch=0, position=0, seed=1, order="shuffled", size=DATA_ROWS, digest=Rows.digest
+    )
     if before is not None:
         cursor = Cursor.from_json(before.cursor)
     rows, cursor = draw(Rows(), cursor, groups)

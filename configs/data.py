@@ -80,6 +80,35 @@ Source = Annotated[
 ]
 
 
+class QuarantineConfig(Settings):
+    """Rows that leave the draw: each bound that is set, by the draws of a row so far."""
+
+    failures: int | None = Field(
+        None, ge=1, description="Draws in a row with a sample that failed or timed out."
+    )
+    no_variance: int | None = Field(
+        None, ge=1, description="Draws in a row whose samples all have the same reward."
+    )
+    tokens: float | None = Field(
+        None, gt=0, description="Response tokens of a sample, mean over a draw's; above it."
+    )
+    seconds: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of a sample in its environment, mean over a draw's; above it. "
+        "Episodes only.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_bound(self) -> "QuarantineConfig":
+        if self == QuarantineConfig.model_construct():
+            raise ValueError(
+                "data.quarantine has no bound, so no row would leave the draw. Set one of failures, "
+                "no_variance, tokens and seconds, or data.quarantine = null."
+            )
+        return self
+
+
 class DataConfig(Settings):
     """Prompts: source, template, order."""
 
@@ -103,7 +132,15 @@ class DataConfig(Settings):
     max_prompt_tokens: int = Field(
         512, ge=1, description="Longest prompt, in tokens; a longer one is dropped and counted."
     )
-    shuffle: bool = Field(True, description="Draw in an order shuffled anew each epoch.")
+    order: Literal["shuffled", "sequential", "difficulty"] = Field(
+        "shuffled",
+        description="shuffled: anew each epoch; sequential: as the source has them; difficulty: rows "
+        "not seen yet, shuffled, then by the mean reward of their draws so far, the easiest first; "
+        "an epoch's order is made when it begins.",
+    )
+    quarantine: QuarantineConfig | None = Field(
+        None, description="When a row leaves the draw; none: never (flows.quarantine shows which)."
+    )
     seed: int = Field(0, ge=0, description="Seed of the order.")
     epochs: int | None = Field(
         None, ge=1, description="Passes over the data before the run ends; none means no limit."
@@ -113,6 +150,11 @@ class DataConfig(Settings):
         description="What epochs leave over for a last step, if fewer than prompts_per_step: drop: "
         "not drawn; partial: trained on.",
     )
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether what became of each row is kept from step to step."""
+        return self.quarantine is not None or self.order == "difficulty"
 
     @model_validator(mode="after")
     def _template_fits(self) -> "DataConfig":

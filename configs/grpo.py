@@ -184,19 +184,55 @@ class GRPOConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _guard_has_its_metric(self) -> Self:
-        guard = self.staleness_guard
-        if guard is None:
+    def _guards_have_their_metrics(self) -> Self:
+        labels = [guard.label for guard in self.guards]
+        for guard in self.guards:
+            if labels.count(guard.label) > 1:
+                raise ValueError(
+                    f"guards: two are called {guard.label}, and commits tell them apart by that. "
+                    "Give one another name."
+                )
+            if guard.action == "synchronous" and self.max_staleness == 0:
+                raise ValueError(
+                    f"guards: the action of {guard.label} is synchronous, which ends the overlap of "
+                    "steps, and with max_staleness = 0 none do. Set max_staleness higher, or its "
+                    "action to stop or rollback."
+                )
+            if "correction" in guard.metric and not self.algorithm.correction:
+                raise ValueError(
+                    f"guards: the metric of {guard.label}, {guard.metric}, is of "
+                    "algorithm.correction, which is empty. Set it to "
+                    "train/rollout_effective_sample_size."
+                )
+            kl = self.algorithm.kl
+            if guard.metric == "train/kl_ref" and kl.coefficient == 0:
+                raise ValueError(
+                    f"guards: the metric of {guard.label}, train/kl_ref, is the KL from a reference, "
+                    "and the recipe has none. Set algorithm.kl.coefficient above 0, or remove the "
+                    "guard."
+                )
+            if guard.metric == "train/kl_ref" and kl.placement == "reward":
+                raise ValueError(
+                    f"guards: the metric of {guard.label}, train/kl_ref, is of a KL in the loss, and "
+                    "algorithm.kl.placement = reward. Set its metric to advantage/kl_ref."
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _quarantine_can_be_measured(self) -> Self:
+        quarantine = self.data.quarantine
+        if quarantine is None:
             return self
-        if self.max_staleness == 0:
+        if quarantine.seconds is not None and self.episodes is None:
             raise ValueError(
-                f"staleness_guard.metric = {guard.metric} guards steps that overlap, and with "
-                "max_staleness = 0 none do. Set max_staleness higher, or staleness_guard = null."
+                f"data.quarantine.seconds = {quarantine.seconds:g} is about the environments of "
+                "episodes, and episodes = null has none. Set data.quarantine.tokens instead."
             )
-        if "correction" in guard.metric and not self.algorithm.correction:
+        if quarantine.no_variance is not None and self.group_size == 1:
             raise ValueError(
-                f"staleness_guard.metric = {guard.metric} is of algorithm.correction, which is "
-                "empty. Set staleness_guard.metric = train/rollout_effective_sample_size."
+                f"data.quarantine.no_variance = {quarantine.no_variance} compares the samples of a "
+                "prompt, and group_size = 1 has one, which never varies. Set group_size higher, or "
+                "data.quarantine.no_variance = null."
             )
         return self
 

@@ -11,6 +11,7 @@ from configs.cluster.cluster import ClusterConfig, Role
 from configs.data import DataConfig
 from configs.episodes import EpisodesConfig, OpponentConfig
 from configs.evaluation import EvaluationConfig
+from configs.guards import GuardConfig
 from configs.lora import LoraConfig
 from configs.model import Model
 from configs.retraining import (
@@ -21,7 +22,6 @@ from configs.retraining import (
 )
 from configs.rewards import RewardsConfig
 from configs.rollout import RolloutConfig
-from configs.staleness_guard import StalenessGuardConfig
 from configs.storage import StoreConfig, TrackingConfig
 from configs.train import TrainConfig
 
@@ -48,8 +48,16 @@ class RunConfig(Settings):
         description="Policy versions by which a sample's oldest token may lag behind the version "
         "that trains on it. With n, n + 1 steps are under way at once; 0 is synchronous.",
     )
-    staleness_guard: StalenessGuardConfig | None = Field(
-        None, description="What is done where samples get too far off the policy that trains."
+    guards: list[GuardConfig] = Field(
+        default_factory=list,
+        description="Metrics that are watched step by step, and what is done where one leaves its "
+        "bound: warn, stop, or go back.",
+    )
+    max_rollbacks: int = Field(
+        3,
+        ge=0,
+        description="Times that guards may take the run back to an earlier step; then a guard that "
+        "would stops it.",
     )
     model: Model = Field(description="The language model that is trained.")
     data: DataConfig = Field(description="Prompts.")
@@ -92,6 +100,12 @@ class RunConfig(Settings):
     promotion: PromotionConfig | None = Field(
         None, description="When the last policy version becomes the champion."
     )
+
+    @property
+    def rollback_steps(self) -> int:
+        """Steps that guards may go back, whose trainer state retention keeps; 0: none does."""
+        back = [one.rollback.steps for one in self.guards if one.action == "rollback"]
+        return max(back, default=0) if self.max_rollbacks else 0
 
     @property
     def samples_per_step(self) -> int:

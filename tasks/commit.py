@@ -12,7 +12,10 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
+from engines.data.results import RowHistoryResult
 from engines.rewards.runner import code_digest
+from storage.batches.refs import BatchRef
+from storage.objects.digests import key_of
 from storage.objects.errors import StoreUnavailable
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger
@@ -20,12 +23,15 @@ from storage.runs.commit_log import commit as write_commit
 from storage.runs.curves import are_due, write_curves
 from storage.runs.gradients import remove_gradients
 from storage.runs.retention import sweep
+from tasks.guards.acting import bound_after, carry_out, guards_on
+from tasks.parts import Part, spread
 from tasks.reporting import events
 from tasks.reporting.artifacts import show_samples, show_step
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import metrics_of
 from tasks.results import (
     LeftOver,
+    Metrics,
     Prompts,
     Scored,
     StepSummary,
@@ -40,7 +46,6 @@ from tasks.run.flow_options import result_of
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
-from tasks.run.staleness_guard import carry_out, recorded, verdict_on
 from tasks.weight_sync import weight_sync
 
 
@@ -107,10 +112,11 @@ def commit(
     metrics |= critic.metrics if critic is not None else {}
     metrics |= logged_metrics(scored, metrics)
     left_over = run.left_over.get(step, LeftOver())
-    last = run.last if run.head > run.start else None  # a fork has its own bound
-    verdict = verdict_on(run.config, run.gate.max_staleness, last, metrics)
-    metrics |= recorded(run.config, verdict)
     samples = samples_of(run, step, scored)
+    rows = row_history(run, step, prompts, samples)
+    metrics |= {} if rows is None else quarantine_metrics(run, prompts, rows)
+    guards = guards_on(run, step, metrics)
+    metrics |= bound_after(run, guards)
     refs = {
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
@@ -122,6 +128,7 @@ def commit(
         "carried": left_over.carried.prompts,
         "begun": left_over.carried.begun,
         "left_out": left_over.samples,
+        **run.rows.named(step, None if rows is None else rows.ref),
     }
     record = Commit(
         step=step,
@@ -137,16 +144,18 @@ def commit(
         first_group=run.first_group(step),
         group_size=run.config.samples_per_prompt,
         carried=list(left_over.carried.groups),
+        readmissions=prompts.readmissions,
         dropped_rows=prompts.dropped,
         reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
         update=update_settings(run, updated),
         metrics=metrics,
+        guards=guards,
         attempts=[attempt.record() for attempt in run.attempts_of(step)],
         algorithm=run.algorithm.model_dump(mode="json"),
     )
     record = write_commit(run.files, record, run.lease)
     attempts = run.attempts_of(step)
-    carry_out(run, run.gate, step, verdict, metrics)
+    carry_out(run, record)
     run.advance(record)
     run.progress.step_done(step, metrics)
     run.live_metrics.committed(step, record.committed_at, metrics_of(record))
@@ -154,6 +163,45 @@ def commit(
     return StepSummary(
         step=step, version=updated.version, seconds=metrics["time/step"], metrics=metrics
     )
+
+
+def row_history(
+    run: Run, step: int, prompts: Prompts, samples: BatchRef
+) -> RowHistoryResult | None:
+    """What became of each row of the data, this step included; None where no draw goes by that."""
+    if not run.config.data.keeps_history:
+        return None
+    before, quarantine = run.rows.before(step), run.config.data.quarantine
+    again = run.rows.readmitted(step, prompts.readmissions)
+    bounds = None if quarantine is None else quarantine.model_dump(mode="json")
+    listed = None if again is None else sorted(again)
+    known = None if before is None else before.to_json()
+    key = key_of("row_history", known, samples.to_json(), bounds, listed)
+    part = Part(
+        out_key=run.files.stage_key(step, "row_history", 1, key),
+        arguments={
+            "before": before,
+            "prompts": prompts.ref[["group_id", "prompt_row"]],
+            "samples": samples,
+            "step": step,
+            "quarantine": quarantine,
+            "readmitted": listed,
+        },
+    )
+    (found,) = spread(run, step, "row_history", "row_history", [part], RowHistoryResult)
+    return found
+
+
+def quarantine_metrics(run: Run, prompts: Prompts, rows: RowHistoryResult) -> Metrics:
+    """Rows in quarantine after a step, in all and by reason, and those that its draw passed over."""
+    if run.config.data.quarantine is None:
+        return {}
+    return {
+        "quarantine/rows": float(sum(rows.quarantined.values())),
+        "quarantine/entered": float(rows.entered),
+        "quarantine/passed_over": float(prompts.passed_over),
+        **{f"quarantine/{reason}": float(n) for reason, n in rows.quarantined.items()},
+    }
 
 
 def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:
@@ -190,6 +238,7 @@ def ledger_after(
         filtered_by=dict(filtered_by),
         dropped=dict(dropped),
         in_flight=len(left_over.carried),
+        quarantined=before.quarantined + prompts.passed_over,
     )
 
 
@@ -227,6 +276,7 @@ def tidy(run: Run) -> None:
         keep_versions=keep.keep_versions,
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
+        rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
         tagged={*run.tracker.registered, *against, *run.to_be_evaluated()},
     )
     if removed:

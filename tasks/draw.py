@@ -47,6 +47,8 @@ def draw(run: Run, step: int) -> Prompts:
         drawn=found.drawn,
         dropped=found.dropped,
         carried=carried,
+        passed_over=found.passed_over,
+        readmissions=found.readmissions,
     )
 
 
@@ -58,6 +60,8 @@ class Drawn:
     cursor: Cursor  # after them
     drawn: int  # rows, those dropped included
     dropped: dict[str, list[int]]  # rows, by reason
+    passed_over: int  # rows in quarantine
+    readmissions: int  # requests to readmit rows that were taken account of
 
     @property
     def groups(self) -> int:
@@ -71,13 +75,19 @@ def draw_groups(
 
     before: parts that the step has already, for the names of the new ones.
     """
-    config = run.config
+    config, began = run.config, cursor
+    known = run.rows.for_draw(step)
     group, last, drawn = first_group, first_group + count, 0
     parts: list[BatchRef] = []
     dropped: dict[str, list[int]] = {}
-    made_by = config.data.model_dump(mode="json", exclude={"last_step"})
+    made_by = config.data.model_dump(mode="json", exclude={"last_step", "order", "quarantine"})
     while group < last and cursor.remaining(config.data.epochs) != 0:
-        rows, cursor = draw_rows(run.source, cursor, last - group, config.data.epochs, run.fresh)
+        rows, cursor = draw_rows(
+            *(run.source, cursor, last - group, config.data.epochs, run.fresh),
+            *(known.kept_out, known.ranks),
+        )
+        if not rows:  # all that was left is in quarantine
+            continue
         key = key_of("prompts", TOKENS, run.source.digest, rows, group, made_by)
         made = tokenized(run, step, rows, group, f"{before + len(parts) + 1}", key)
         drawn += len(rows)
@@ -86,7 +96,14 @@ def draw_groups(
         if made.ref is not None:
             parts.append(made.ref)
             group += len(made.ref)
-    return Drawn(parts=parts, cursor=cursor, drawn=drawn, dropped=dropped)
+    return Drawn(
+        parts=parts,
+        cursor=cursor,
+        drawn=drawn,
+        dropped=dropped,
+        passed_over=cursor.place - began.place - drawn,
+        readmissions=known.readmissions,
+    )
 
 
 def check_enough(config: GRPOConfig, step: int, drawn: int, carried: int = 0) -> None:

@@ -67,6 +67,8 @@ class Rounds:
             cursor=self.drawn[-1].cursor,
             drawn=sum(one.drawn for one in self.drawn),
             dropped=dropped,
+            passed_over=sum(one.passed_over for one in self.drawn),
+            readmissions=self.drawn[0].readmissions,
             metrics={
                 "sampling/rounds": float(len(self.drawn)),
                 "sampling/groups": float(groups),
@@ -97,6 +99,8 @@ def draw_round(run: Run, step: int, rounds: Rounds) -> Prompts:
         drawn=found.drawn,
         dropped=found.dropped,
         shards_before=shards,
+        passed_over=found.passed_over,
+        readmissions=found.readmissions,
     )
 
 

@@ -63,6 +63,8 @@ class Prompts:
     carried: Carried = field(default_factory=Carried)
     shards_before: int = 0  # of the step, in earlier rounds (tasks/dynamic_sampling.py)
     metrics: Metrics = field(default_factory=dict)  # of how they were drawn
+    passed_over: int = 0  # rows in quarantine that the draw passed over
+    readmissions: int = 0  # requests to readmit rows that it took account of, of the run so far
 
     @property
     def new(self) -> BatchRef:

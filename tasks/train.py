@@ -20,6 +20,9 @@ from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
 from tasks.evaluation.schedule import Evaluations, evaluations
+from tasks.guards.acting import WentBack
+from tasks.guards.judging import pending_rollback
+from tasks.guards.rollback import went_back
 from tasks.promotion import judge_policy, judged_before
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary, Updated
@@ -55,18 +58,33 @@ def train(
             except NothingNew as nothing:
                 return skipped(nothing)
             run = stack.enter_context(started(opened, Terminal()))
-        stack.enter_context(shown(run))
+        pages = stack.enter_context(contextlib.ExitStack())
+        pages.enter_context(shown(run))
         start_engines(run)
         tests = stack.enter_context(evaluations(run))
-        data_over = make_steps(step_flow, run, tests)
+        while isinstance(made := make_steps(step_flow, run, tests), WentBack):
+            pages.close()
+            run = stack.enter_context(went_back(run, made))
+            pages.enter_context(shown(run))
+            start_engines(run)
+            tests = stack.enter_context(evaluations(run))
         results = None if tests is None else tests.end()
         if not judged_before(run):
             judge_policy(run, results)
-        return finish(run, data_over)
+        return finish(run, data_over=made)
 
 
-def make_steps(step_flow: Callable[[Run, int], Any], run: Run, tests: Evaluations | None) -> bool:
-    """Make the steps that are left; whether the data's epochs were over before the last of them."""
+def make_steps(
+    step_flow: Callable[[Run, int], Any], run: Run, tests: Evaluations | None
+) -> bool | WentBack:
+    """Make the steps that are left; whether the data's epochs were over before the last of them.
+
+    WentBack where a guard ends them: the run goes on from an earlier step. That may have been decided
+    in its last commit, by a flow that died.
+    """
+    decided = pending_rollback(run.last) if run.head > run.start else None
+    if decided is not None:
+        return WentBack(decided, run.head)
     if tests is not None:
         tests.begin()
     steps = _in_turn if run.config.max_staleness == 0 else _overlapping
@@ -78,6 +96,8 @@ def make_steps(step_flow: Callable[[Run, int], Any], run: Run, tests: Evaluation
 
     try:
         steps(make, run)
+    except WentBack as back:
+        return back
     except Exhausted:  # found while drawing: some of the last prompts are too long
         if run.last is None:
             raise

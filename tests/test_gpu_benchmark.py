@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import CHECKS, MEASUREMENTS, line, outcome
+from benchmarks.gpu import CHECKS, MEASUREMENTS, SIZES, line, outcome
+from benchmarks.gpu_job import Job, plan, settings_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +26,11 @@ def test_every_part_runs_in_small(tmp_path: Path) -> None:
     parts = json.loads(result.read_text())["parts"]
     assert [part["part"] for part in parts] == [*CHECKS, *MEASUREMENTS]
     assert all(part["metrics"] for part in parts)
+    found = {part["part"]: part["metrics"] for part in parts}
+    assert found["update"]["plan_gib"] > 0
+    assert found["lora"]["moved_nats"] > 5 * found["lora"]["transformers_merged_gap_nats"]
+    paths = found["sync_paths"]
+    assert paths["difference_mbytes"] < paths["whole_mbytes"]
     assert len(done.stdout.splitlines()) == 1 + len(parts)
 
 
@@ -37,3 +43,15 @@ def test_a_part_that_ends_badly_is_told_and_hurts_no_other(tmp_path: Path) -> No
 def test_a_part_that_hangs_is_ended(tmp_path: Path) -> None:
     found = outcome("logprobs", "small", tmp_path, limit=0.2)
     assert found["failed"].startswith("no end in 0 s")
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_every_shape_fits_a_device_of_80_gb_by_the_plan(tmp_path: Path, shape: str) -> None:
+    samples, prompt, response = SIZES[shape]
+    job = Job(shape=shape, folder=tmp_path, samples=samples, prompt=prompt, response=response)
+    device = int(79.2 * 2**30)  # what torch says of an H100
+    found = settings_for(job, device)
+    assert plan(job, found, on_gpu=True).peak < 78 * 2**30
+    assert (found.optimizer_device == "host") == (shape == "7b")
+    with pytest.raises(ValueError, match="Leave it out of --shapes"):
+        settings_for(job, 2**20)

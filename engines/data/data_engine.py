@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from configs.data import Source
+from configs.data import QuarantineConfig, Source
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import state_number, tokenize
 from engines.data.given_answers import write_answers
@@ -30,6 +30,7 @@ from engines.data.results import (
     ModelScores,
     PartResult,
     PromptsResult,
+    RowHistoryResult,
     RowsSpec,
     SampleFailure,
     ScoreResult,
@@ -46,6 +47,7 @@ from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
+from storage.rows.row_history import RowHistory, updated
 
 PLAYER = "player"  # what reward functions get besides of several players: whose sample it is
 ERROR = "error"  # extra/<reward model>/error: why a sample has no score
@@ -76,6 +78,7 @@ class DataEngine(Engine):
         "advantages",
         "advantage_statistics",
         "advantage_part",
+        "row_history",
     )
 
     def __init__(self, spec: DataSpec) -> None:
@@ -178,8 +181,12 @@ class DataEngine(Engine):
         seconds = time.monotonic() - began
         code = self._rewards.code(() if models is None else models.code)
         failed = scores.failed | (status == SampleStatus.FAILED)  # of episodes, said already
+        from engines.data.repetition import repeated_ngrams
+
+        columns = score_columns(scores, status, code_digest(code))
+        columns["repeated_ngrams"] = repeated_ngrams(self._store, samples)
         return ScoreResult(
-            ref=write_batch(self._store, out_key, score_columns(scores, status, code_digest(code))),
+            ref=write_batch(self._store, out_key, columns),
             failures=tuple(
                 SampleFailure(sample=int(sample_ids[f.index]), function=f.function, error=f.error)
                 for f in scores.failures
@@ -298,6 +305,32 @@ class DataEngine(Engine):
         from engines.data.advantage_parts import write_part
 
         return write_part(self._store, parts, number, statistics, algorithm, out_key, version)
+
+    def row_history(
+        self,
+        before: BatchRef | None,
+        prompts: BatchRef,
+        samples: BatchRef,
+        step: int,
+        quarantine: QuarantineConfig | None,
+        readmitted: list[int] | None,
+        out_key: str,
+    ) -> RowHistoryResult:
+        """Write what became of each row of the data, after one more step.
+
+        before: the same before the step. prompts: of the step, of which `samples` are the scored
+        samples. readmitted: rows that are let in again; None: all.
+        """
+        from engines.data.row_outcomes import row_outcomes
+
+        old = RowHistory.read(self._store, before)
+        outcomes = row_outcomes(self._store, prompts, samples)
+        new = updated(old, outcomes, step, quarantine, readmitted)
+        return RowHistoryResult(
+            ref=write_batch(self._store, out_key, new.columns()),
+            quarantined=new.counts(),
+            entered=int((new.since == step).sum()),
+        )
 
     def close(self) -> None:
         """End the reward functions' processes."""

@@ -21,6 +21,7 @@ def sample_metrics(
     truncated: NDArray[np.bool_],
     lengths: NDArray[np.int64],
     groups: NDArray[np.int64],
+    repeated: NDArray[np.float32] | None = None,
 ) -> dict[str, float]:
     """Reward, length and group metrics of the samples of a step; a failed one counts nowhere.
 
@@ -32,15 +33,21 @@ def sample_metrics(
         truncated: [N], ended by the limit of new tokens.
         lengths: [N], response tokens.
         groups: [N], samples of one prompt share a number.
+        repeated: [N], share of each response's n-grams that came before in it; None: not measured.
 
     Returns:
-        samples/total and samples/failed, and over the samples that did not fail, if there are any:
-        response/*, reward/mean, std, min, max (std with the divisor n - 1); over the groups that
-        have such samples: reward/group_std, the mean of their deviations (n - 1; 0 for one sample),
-        and groups/without_variance, the share whose rewards are all equal. reward/<name>: the mean
-        over the samples to which the function applies; absent where it applies to none.
+        samples/total, samples/failed and samples/failed_fraction, and over the samples that did not
+        fail, if there are any: response/*, reward/mean, std, min, max (std with the divisor n - 1);
+        over the groups that have such samples: reward/group_std, the mean of their deviations
+        (n - 1; 0 for one sample), and groups/without_variance, the share whose rewards are all
+        equal. reward/<name>: the mean over the samples to which the function applies; absent where
+        it applies to none.
     """
-    metrics = {"samples/total": float(len(rewards)), "samples/failed": float(failed.sum())}
+    metrics = {
+        "samples/total": float(len(rewards)),
+        "samples/failed": float(failed.sum()),
+        "samples/failed_fraction": float(failed.mean()),
+    }
     good = torch.from_numpy(~failed)
     if not bool(good.any()):
         return metrics
@@ -52,6 +59,10 @@ def sample_metrics(
         "response/truncated_fraction": float(torch.from_numpy(truncated)[good].double().mean()),
         **_reward_metrics(scores, torch.from_numpy(groups)[good]),
     }
+    if repeated is not None:
+        metrics["response/repeated_ngrams"] = float(
+            torch.from_numpy(repeated)[good].double().mean()
+        )
     for name, component in components.items():
         given = torch.from_numpy(component)[good].double()
         if not bool(given.isnan().all()):

@@ -382,6 +382,9 @@ def metrics_of(
         truncated=status == SampleStatus.TRUNCATED,
         lengths=policy_tokens(store, samples),
         groups=groups,
+        repeated=(
+            dense(store, samples, "repeated_ngrams") if "repeated_ngrams" in samples.names else None
+        ),
     )
     if "episode" in samples.names:
         turns = "turn_order" if "turn_order" in samples.names else "turn_rewards"

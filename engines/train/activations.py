@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -14,6 +16,7 @@ from engines.train.fsdp import layers
 from engines.train.memory_plan import checkpointed
 
 SMALL = 2**16  # bytes; a tensor below it is not worth a transfer
+Room: TypeAlias = Callable[[Tensor], Tensor | None]  # of the tensor's shape and number format
 
 
 def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
@@ -31,28 +34,62 @@ def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
                 module.gradient_checkpointing = False
 
 
+def pinned(tensor: Tensor) -> Tensor | None:
+    """Room for a device's tensor in the host's memory; None for one that is there already.
+
+    Pinned, so that the copy runs in the device's queue; what follows there may use the memory.
+    """
+    if tensor.device.type == "cpu":
+        return None
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
 @contextlib.contextmanager
-def kept_on_host(wanted: bool) -> Iterator[None]:
+def kept_on_host(wanted: bool, room: Room = pinned) -> Iterator[None]:
     """What forward passes in the body keep for the backward pass goes to the host, and comes back.
 
-    Weights do not: FSDP gathers them anew. On a CPU nothing moves.
+    Weights do not: FSDP gathers them anew. On a CPU nothing moves. What several operations keep goes
+    once.
+
+    room: Where a tensor goes; None: it stays.
     """
     if not wanted:
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(_put_away, _bring_back):
+    away = _Away(room)
+    with torch.autograd.graph.saved_tensors_hooks(away.put, _bring_back):
         yield
+    away.forget()
 
 
-def _put_away(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    device = tensor.device
-    weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-    if weight or device.type == "cpu" or tensor.nbytes < SMALL:
-        return device, tensor
-    # Pinned, so that the copy runs in the device's queue; what follows there may use the memory.
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    kept.copy_(tensor, non_blocking=True)
-    return device, kept
+class _Away:
+    """What forward passes have put away so far."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        # By storage and view of it. A storage is known by a weak reference, which keeps its address
+        # from being given to another, and not its memory.
+        self._copies: dict[tuple[object, ...], tuple[StorageWeakRef, Tensor]] = {}
+
+    def put(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+        weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if weight or tensor.nbytes < SMALL:
+            return tensor.device, tensor
+        storage = StorageWeakRef(tensor.untyped_storage())
+        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        place = (storage.cdata, *view, tensor._version)
+        if place in self._copies:
+            return tensor.device, self._copies[place][1]
+        kept = self._room(tensor)
+        if kept is None:
+            return tensor.device, tensor
+        kept.copy_(tensor, non_blocking=True)
+        self._copies[place] = (storage, kept)
+        return tensor.device, kept
+
+    def forget(self) -> None:
+        """Leave the copies to the graph alone."""
+        self._copies.clear()
 
 
 def _bring_back(kept: tuple[torch.device, Tensor]) -> Tensor:

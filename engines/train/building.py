@@ -23,13 +23,17 @@ from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 
 
-def build(spec: TrainSpec, directory: Path, sharing: int) -> Policy | Critic:
+def build(spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype) -> Policy | Critic:
     """The model of `spec.role` on the meta device, with adapters where it has any.
+
+    Weights that never change are held in the number format in which they are multiplied: what is
+    computed is the same to the bit. Buffers, such as rotary frequencies, stay as they are.
 
     Args:
         spec: Of the engine.
         directory: Of the model's files.
         sharing: Ranks that share a sequence. Raises ValueError where they do not divide its heads.
+        compute: In what weights are multiplied.
     """
     model = build_empty(directory)
     check_heads(model.config.get_text_config().num_attention_heads, sharing)
@@ -38,6 +42,8 @@ def build(spec: TrainSpec, directory: Path, sharing: int) -> Policy | Critic:
     policy = Critic(model) if spec.role == "critic" else Policy(model)
     if spec.frozen:
         policy.requires_grad_(False)
+        for parameter in policy.parameters():
+            parameter.data = parameter.data.to(compute)
     return policy
 
 

@@ -41,8 +41,8 @@ def shard(
     """Shard a module that holds a language model over a group, in place; its values are not set.
 
     Args:
-        module: A policy or a critic in float32 on the meta device; weights and sums of gradients
-            stay float32. Of each weight the rank gets memory for its rows alone.
+        module: A policy or a critic on the meta device; weights stay in the format they have, sums
+            of gradients in float32. Of each weight the rank gets memory for its rows alone.
         group: All ranks.
         device: This rank's.
         compute: In what a layer's weights are gathered and multiplied.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 import torch
@@ -20,14 +20,19 @@ PUT_AWAY = "weights and optimizer, put away while another role has the device"
 
 
 def held_by_rank(
-    module: nn.Module | None, optimizer: Optimizer | None, device: torch.device, memory: Memory
+    parameters: Sequence[nn.Parameter],
+    optimizer: Optimizer | None,
+    device: torch.device,
+    memory: Memory,
 ) -> dict[str, int]:
     """Bytes of this process by what holds them; of a device also those of other processes.
 
     What is no weight, gradient or moment is taken to be of the pass that is under way. On the
     machine's side that is everything else of the process, its libraries too.
+
+    parameters: This rank's parts, as they were when the model had been sharded. In the middle of a
+    pass a module's own are the gathered ones, which have no gradients yet.
     """
-    parameters = [] if module is None else list(module.parameters())
     moments = [] if optimizer is None else list(optimizer.moments().values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     kind = "cpu" if memory == "host" else device.type
@@ -56,7 +61,7 @@ def on_device(module: nn.Module, optimizer: Optimizer | None, device: torch.devi
     return [tensor for tensor in held if tensor.device.type == device.type]
 
 
-def _size(tensors: list[Tensor] | list[nn.Parameter], kind: str) -> int:
+def _size(tensors: Sequence[Tensor], kind: str) -> int:
     """Bytes of this rank's parts of those tensors that are on a kind of device."""
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.nbytes for tensor in own if tensor.device.type == kind)

@@ -123,13 +123,14 @@ def plan_rank(
     parameters = shape.parameters - (0 if shape.tied or role != "critic" else head)
     adapter = 0 if lora is None else adapter_parameters(shape, lora)
     trained = adapter or parameters
-    weights = FLOAT * (parameters + adapter) // shards
+    frozen = role in ("ref", "teacher")
+    weights = (c if frozen else FLOAT) * (parameters + adapter) // shards
     logits = 0 if role == "critic" else logits_bytes(shape, train, batch, on_gpu)
     gathered, one = (
         gathered_bytes(shape, train, shards, c),
         layer_bytes(shape, batch, c, on_gpu, lora),
     )
-    if role in ("ref", "teacher"):  # nothing is kept for a backward pass
+    if frozen:  # nothing is kept for a backward pass
         passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
         stages = {"log-probs": weights + sum(passing.values())}
         return MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.model_tokens import tokens_of_student
 from engines.models import prepared
@@ -65,6 +65,7 @@ class ShardedModel(Ranked):
             student = prepared(spec.student, Path(spec.model_cache))
             self._readable = tokens_of_student(student, self._directory, spec.name)
         self._policy: Policy | Critic | None = None
+        self._parameters: tuple[nn.Parameter, ...] = ()  # this rank's parts
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
         self._meeting: Meeting | None = None
@@ -86,13 +87,13 @@ class ShardedModel(Ranked):
         config = self._spec.train
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
         report("building the model")
-        policy = build(self._spec, self._directory, self._sequence.size)
+        policy = build(self._spec, self._directory, self._sequence.size, self._compute)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
         materialize(
             *(policy, self._spec, self._checkpoint, self._meeting, self._store, self._compute)
         )
-        self._policy = policy.train()
+        self._policy, self._parameters = policy.train(), tuple(policy.parameters())
         self._begin_versions(policy)
         self._optimizer = self._new_optimizer(policy)
         self.version = 0
@@ -114,6 +115,7 @@ class ShardedModel(Ranked):
         if self._published is not None:
             self._published.close()
         self._meeting = self._policy = self._optimizer = self._published = self.version = None
+        self._parameters = ()
         self._storages = Storages()
         gc.collect()
 
@@ -139,7 +141,7 @@ class ShardedModel(Ranked):
     def memory_held(self, memory: Memory) -> dict[str, int]:
         if self._storages.away:
             return {PUT_AWAY: self._storages.on_host if memory == "host" else 0}
-        return held_by_rank(self._policy, self._optimizer, self._device, memory)
+        return held_by_rank(self._parameters, self._optimizer, self._device, memory)
 
     @classmethod
     def memory_setting(

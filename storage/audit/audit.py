@@ -63,13 +63,8 @@ RECORDS = (
 )
 # Several counts read the same columns, which of a store over HTTP are kept meanwhile.
 CACHE_BYTES = 32 * 2**20
-FOLDERS = (
-    "children",
-    "rescored",
-    "judged",
-    "taught",
-    NOTES,
-)  # whose objects are kept for as long as the run
+# Folders whose objects are kept for as long as the run.
+FOLDERS = ("children", "rescored", "judged", "taught", "readmissions", NOTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,9 +50,12 @@ def check_counts(
     after = commit.ledger
     drawn = after.drawn - before.drawn
     moved = _place(commit.cursor) - _place(cursor or {})
-    if commit.cursor and moved != drawn:
+    passed = after.quarantined - before.quarantined
+    if commit.cursor and moved != drawn + passed:
+        over = f" and {passed} passed over" if passed else ""
         raise ValueError(
-            f"Step {commit.step} counts {drawn} prompts drawn, but its data cursor moved by {moved}."
+            f"Step {commit.step} counts {drawn} prompts drawn{over}, but its data cursor moved by "
+            f"{moved}."
         )
     counted = {name: len(ref) for name, ref in commit.refs.items()}
     if commit.rows != counted:

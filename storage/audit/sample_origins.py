@@ -163,7 +163,7 @@ class Columns:
         return self._lists[name]
 
 
-def _seat(columns: Columns, row: int) -> dict[str, int]:
+def _seat(columns: Columns, row: int) -> dict[str, Any]:
     """Player and episode of a sample, of those that have them."""
     player, episode = (int(columns.numbers(name)[row]) for name in ("player", "episode_id"))
     return {"player": player, "episode": episode} if player >= 0 else {}

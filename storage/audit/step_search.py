@@ -153,13 +153,14 @@ def drew_row(segment: Segment, row: int) -> Iterator[tuple[int, bool]]:
     """The steps of a segment that drew a row of the data, ascending, each with True.
 
     By the data cursors: once per epoch. Where these do not tell, in runs of before there were any,
-    and in a first epoch of unseen rows that are not recorded, every step is named, with False.
+    in a first epoch of unseen rows that are not recorded, and where rows are drawn by difficulty or
+    were passed over, every step is named, with False.
     """
     if not len(segment):
         return
     last = _cursor(read_outline(segment.run, segment.last))
     fresh = fresh_rows_of(segment.run) if last is not None and last.fresh else ()
-    if last is None or fresh is None:
+    if last is None or fresh is None or _not_by_cursor(segment, last):
         yield from ((step, False) for step in range(segment.first, segment.last + 1))
         return
     begin = _begin(segment)
@@ -169,6 +170,11 @@ def drew_row(segment: Segment, row: int) -> Iterator[tuple[int, bool]]:
         for place in ((epoch, int(at)) for at in found):
             if begin <= place < (last.epoch, last.position):
                 yield _step_at(segment, place), True
+
+
+def _not_by_cursor(segment: Segment, last: Cursor) -> bool:
+    passed_over = read_outline(segment.run, segment.last).ledger.quarantined
+    return last.order == "difficulty" or passed_over > 0
 
 
 def _step_at(segment: Segment, place: tuple[int, int]) -> int:

@@ -91,6 +91,7 @@ COLUMNS: dict[str, Declared] = {
     "embedding_error": Declared("str", "U8", "why there is no embedding; empty where there is one"),
     "reward": Declared("dense", "F32", "score of the completion, [N]"),
     "reward_code": Declared("str", "U8", "digest of the functions that scored; see the commit"),
+    "repeated_ngrams": Declared("dense", "F32", "share of the response's 4-grams that repeat, [N]"),
     "token_rewards": Declared("jagged", "F32", "reward of each response token"),
     "advantages": Declared("jagged", "F32", "advantage of each response token"),
     "returns": Declared("jagged", "F32", "return of each response token"),

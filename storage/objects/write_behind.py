@@ -7,6 +7,7 @@ one object after the other. Nothing may count on the store before `settle` has r
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
+
+logger = logging.getLogger(__name__)
 
 PIECE = 16 * 2**20  # bytes handed to the store at a time
 
@@ -39,6 +42,13 @@ class WriteBehind:
         """Takes an object of so many bytes, in pieces; what does not fit here goes to the store."""
         with self.cache.kept(key, size) as keeping:
             if not keeping.there:
+                logger.warning(
+                    "%s (%d bytes) goes to the store, which its readers wait for: this machine does "
+                    "not keep it. Set store.node_cache_gib higher, or make room in its temporary "
+                    "folder.",
+                    key,
+                    size,
+                )
                 with self._store.write_stream(key) as out:
                     yield out.write
                 return

@@ -6,7 +6,7 @@ it with the very rows that an uninterrupted run would have drawn. Rows themselve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Protocol
@@ -36,7 +36,7 @@ class Cursor:
     epoch: int  # passes over the data that are finished
     position: int  # rows of the current epoch already drawn, 0 <= position < size
     seed: int  # seed of the order
-    shuffle: bool  # whether each epoch has an order of its own, or that of the source
+    order: str  # of each epoch: data.order
     size: int  # rows in an epoch
     digest: str  # content that the order was made for
     fresh: int = 0  # rows of epoch 0, where that is over the unseen rows only; 0: over all
@@ -48,11 +48,18 @@ class Cursor:
             epoch=0,
             position=0,
             seed=config.seed,
-            shuffle=config.shuffle,
+            order=config.order,
             size=len(source),
             digest=source.digest,
             fresh=fresh,
         )
+
+    @property
+    def place(self) -> int:
+        """Rows that lie before it, of all epochs."""
+        first = self.fresh or self.size
+        before = 0 if self.epoch == 0 else first + (self.epoch - 1) * self.size
+        return before + self.position
 
     def to_json(self) -> dict[str, int | bool | str]:
         """A plain dict, for a commit record."""
@@ -61,8 +68,9 @@ class Cursor:
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> Cursor:
         """The cursor of a commit record; ValueError when a field is missing or of another type."""
-        kinds = {"shuffle": bool, "digest": str}
-        values = {}
+        kinds, values = {"order": str, "digest": str}, {}
+        if "order" not in record and type(record.get("shuffle")) is bool:  # of an older Refrain
+            record = {**record, "order": "shuffled" if record["shuffle"] else "sequential"}
         for field in fields(cls):
             missing = field.default if field.name == "fresh" else None
             value, kind = record.get(field.name, missing), kinds.get(field.name, int)
@@ -94,17 +102,25 @@ def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def current_order(cursor: Cursor, fresh: Sequence[int] = ()) -> np.ndarray:
+def current_order(
+    cursor: Cursor, fresh: Sequence[int] = (), ranks: np.ndarray | None = None
+) -> np.ndarray:
     """The row numbers of the cursor's epoch in the order in which they are drawn.
 
-    `fresh`: the unseen rows, which make up epoch 0 of a cursor that has some.
+    `fresh`: the unseen rows, which make up epoch 0 of a cursor that has some. `ranks`: of all rows
+    [size], in whose order they come where that is by difficulty; None: nothing was measured yet.
     """
     first = bool(cursor.fresh) and cursor.epoch == 0
     size = cursor.fresh if first else cursor.size
     if first and len(fresh) != size:
         raise ValueError(f"The cursor's first epoch has {size} unseen rows, not {len(fresh)}.")
     rows = np.asarray(fresh, np.int64) if first else np.arange(size, dtype=np.int64)
-    return rows[epoch_order(size, cursor.seed, cursor.epoch)] if cursor.shuffle else rows
+    if cursor.order == "sequential":
+        return rows
+    rows = rows[epoch_order(size, cursor.seed, cursor.epoch)]
+    if cursor.order == "shuffled" or ranks is None:
+        return rows
+    return rows[np.argsort(ranks[rows], kind="stable")]
 
 
 def drawn(cursor: Cursor, fresh: Sequence[int] = ()) -> np.ndarray:
@@ -114,19 +130,31 @@ def drawn(cursor: Cursor, fresh: Sequence[int] = ()) -> np.ndarray:
     return current_order(cursor, fresh)[: cursor.position]
 
 
+class NothingToDraw(RuntimeError):
+    """Every row of the data is in quarantine."""
+
+
+def unranked(epoch: int) -> np.ndarray | None:
+    """The ranks of an epoch's rows where nothing is measured."""
+    return None
+
+
 def draw(
     source: Countable,
     cursor: Cursor,
     n: int,
     epochs: int | None = None,
     fresh: Sequence[int] = (),
+    kept_out: np.ndarray | None = None,
+    ranks: Callable[[int], np.ndarray | None] = unranked,
 ) -> tuple[list[int], Cursor]:
     """The next `n` row numbers and the cursor after them.
 
-    `fresh`: see `current_order`. Every row comes once per epoch; a draw may cross from one epoch
-    into the next. With `epochs` set, the last draw is short when fewer than `n` rows are left, and
-    the one after it raises Exhausted. ValueError when the source is not the one that the cursor was
-    made for.
+    `fresh`: see `current_order`. `kept_out`: bool [size], rows that are passed over. `ranks`: those
+    of an epoch. Every other row comes once per epoch; a draw may cross from one epoch into the next.
+    With `epochs` set, the last draw is short when fewer than `n` rows are left, and the one after it
+    raises Exhausted. ValueError when the source is not the one that the cursor was made for,
+    NothingToDraw where all rows are kept out.
     """
     if len(source) != cursor.size or source.digest != cursor.digest:
         raise ValueError(
@@ -134,15 +162,22 @@ def draw(
             f"{cursor.digest} then, {len(source)} rows with digest {source.digest} now. "
             "Restore the data, or start a new run."
         )
-    remaining = cursor.remaining(epochs)
-    if remaining == 0:
+    if cursor.remaining(epochs) == 0:
         raise Exhausted(f"All {epochs} epochs of {cursor.size} rows have been drawn.")
-    wanted = n if remaining is None else min(n, remaining)
+    if kept_out is not None and kept_out.all():
+        raise NothingToDraw(
+            f"All {cursor.size} rows of the data are in quarantine. Let rows in again by python -m "
+            "flows.quarantine RUN --readmit all, or set data.quarantine to wider bounds or to null, "
+            "and resume the run."
+        )
     taken: list[int] = []
-    while len(taken) < wanted:
-        order = current_order(cursor, fresh)
-        stop = min(len(order), cursor.position + wanted - len(taken))
-        taken.extend(order[cursor.position : stop].tolist())
+    while len(taken) < n and cursor.remaining(epochs) != 0:
+        order = current_order(cursor, fresh, ranks(cursor.epoch))
+        rest = order[cursor.position :]
+        (there,) = np.nonzero(np.ones(len(rest), bool) if kept_out is None else ~kept_out[rest])
+        chosen = there[: n - len(taken)]
+        taken.extend(rest[chosen].tolist())
+        stop = cursor.position + int(chosen[-1]) + 1 if len(taken) == n else len(order)
         if stop == len(order):
             cursor = replace(cursor, epoch=cursor.epoch + 1, position=0)
         else:

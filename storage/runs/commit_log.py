@@ -51,6 +51,8 @@ class Ledger(Record):
     filtered_by: dict[str, int] = Field(default_factory=dict)
     dropped: dict[str, int] = Field(default_factory=dict)  # failed or not wanted, by reason
     in_flight: int = Field(default=0, ge=0)  # whose groups are carried to the next step
+    # Rows in quarantine that draws passed over; they were not drawn, so no part of the balance.
+    quarantined: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _balances(self) -> Self:
@@ -84,6 +86,25 @@ class CarriedGroup(Record):
     oldest: int | None = None  # policy version of its oldest token
 
 
+class GuardRecord(Record):
+    """What a guard found after a step, and where it stands: its next verdict goes on from this."""
+
+    guard: str  # its name
+    metric: str
+    value: float | None  # of the step; None: it has none, or none that is a finite number
+    threshold: float | None  # in the metric's unit; None: one by the mean that is not known yet
+    crossed: bool = False  # whether the step was beyond it
+    beyond: int = Field(default=0, ge=0)  # steps in a row beyond the threshold, this one included
+    within: int = Field(default=0, ge=0)  # steps in a row within it
+    armed: bool = True  # whether it may act; not after a warning, until enough steps were within
+    mean: float | None = None  # running mean of the values within the threshold
+    seen: int = Field(default=0, ge=0)  # how many values that is of
+    action: str | None = None  # that follows from this step: warn, synchronous, stop, rollback
+    # Of a rollback: the step that the run goes on from, and the settings that change, as key=value.
+    back_to: int | None = None
+    change: list[str] = Field(default_factory=list)
+
+
 class Outline(Record):
     """What a step was, but for its long lists: what commit.json alone says of it."""
 
@@ -99,11 +120,14 @@ class Outline(Record):
     rows: dict[str, int] = Field(default_factory=dict)  # of each of its refs; filled in by `commit`
     first_group: int | None = None  # number of the first group that it drew; None: not recorded
     group_size: int | None = None  # samples of a prompt: prompt g has sample_ids g * size + k
+    # Requests to readmit rows that its draw took account of, counted from 1 (readmissions.py).
+    readmissions: int = Field(default=0, ge=0)
     # What scored the samples, by the digest in their column reward_code: a record per function.
     reward_code: dict[str, list[dict[str, JsonValue]]] = Field(default_factory=dict)
     # What the update was made with besides the algorithm: settings, seed, ranks.
     update: dict[str, JsonValue] = Field(default_factory=dict)
     metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number
+    guards: list[GuardRecord] = Field(default_factory=list)  # verdicts on the step, by guard
     epoch: int = 0  # fencing token of the lease under which it was made
     committed_at: float = Field(default_factory=time.time)  # seconds since 1970
     parent_digest: str | None = None  # of the parent's commit.json; filled in by `commit`
@@ -185,7 +209,7 @@ def _same(run: RunStore, record: Commit) -> Commit:
     # How long it took, and which attempts, is not what a step did: a commit that is tried again
     # after an answer was lost measures anew.
     own = {"committed_at", "epoch", "parent_digest", "parent_run", "metrics", "attempts"}
-    own |= {"rows", "lists"}  # they follow from the rest
+    own |= {"rows", "lists", "guards"}  # they follow from the rest
     if stored.model_dump(mode="json", exclude=own) != record.model_dump(mode="json", exclude=own):
         raise Conflict(
             f"Step {record.step} of run {run.run} is already committed with other results, "

@@ -5,10 +5,12 @@ has ended; who writes the run now is in storage/runs/run_lease.py.
 
 end.json says that nothing is left to do: after the last commit the policy is tested and promoted,
 and MLflow is told the end. A run that dies in between is not done, though all its steps are there.
+Nor is anything left of one that a guard took back to an earlier step: another run goes on with it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict
@@ -51,13 +53,25 @@ class DataOver(BaseModel):
         return cls(epochs=config.epochs, last_step=config.last_step)
 
 
+class RolledBack(BaseModel):
+    """How a branch of a run ended that a guard took back to an earlier step."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    to: int  # step from which it goes on
+    child: str  # the run that does
+    guard: str  # its name
+    why: str  # as a sentence
+
+
 class End(BaseModel):
     """The end of a run, until it is given more steps or more data."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     step: int  # its last
-    data_over: DataOver | None = None  # None: it made all steps that were asked for
+    data_over: DataOver | None = None  # the data gave no further step
+    rolled_back: RolledBack | None = None  # another run goes on with it; both None: no step is left
 
 
 def write_live(run: RunStore, live: Live) -> None:
@@ -96,6 +110,14 @@ def read_end(run: RunStore) -> End | None:
         return documents.validated(End, key, documents.read(run.store, key, END))
     except ObjectMissing:
         return None
+
+
+def goes_on_as(run: RunStore) -> RunStore:
+    """The run that goes on with one that a guard rolled back, perhaps more than once; or itself."""
+    end = read_end(run)
+    if end is None or end.rolled_back is None:
+        return run
+    return goes_on_as(replace(run, run=end.rolled_back.child))
 
 
 def is_done(run: RunStore, step: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from storage.objects.errors import ObjectDamaged
 from storage.runs.run_store import RunStore
@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FIELD = "origin"  # of run.json
+
+
+class RollbackCause(BaseModel):
+    """Why a run began: a guard took another one back to an earlier step."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    run: str  # that went back; the origin's, or one that had begun there
+    after: int  # its step after which the guard decided so
+    guard: str  # its name
+    why: str  # as a sentence
+    number: int = Field(ge=1)  # of rollbacks in a row, this one included
+    change: list[str] = Field(default_factory=list)  # settings that changed, as key=value
 
 
 class Origin(BaseModel):
@@ -35,6 +48,7 @@ class Origin(BaseModel):
     trainer_state: bool  # optimizer and schedule go on too, not the weights alone
     cursor: bool  # the data go on where the step's draw ended, not from their beginning
     first_group: int = 0  # number of the first group of prompts that the child draws
+    rollback: RollbackCause | None = None  # None: a person began the child
 
     @property
     def fork(self) -> bool:

@@ -40,21 +40,23 @@ def sweep(
     keep_steps: int | None,
     keep_snapshots: int,
     tagged: Collection[int] = (),
+    rebuilt_from: int | None = None,
 ) -> list[str]:
     """Remove what is no longer needed; returns the keys removed, in that order.
 
     keep_versions: policy versions; keep_steps: steps whose batches stay, None for all;
-    keep_snapshots: of the trainer's state; tagged: versions that always stay. It may be stopped
-    and run again at any time. Run it only under the run's lease.
+    keep_snapshots: of the trainer's state; tagged: versions that always stay; rebuilt_from: the
+    trainer's state of this step and those after it can be rebuilt, whatever the settings keep. It
+    may be stopped and run again at any time. Run it only under the run's lease.
     """
     head = commits.head(run)
     if head is None:
         return []
     index, start = read_index(run, head) or make_index(run, head), start_of(run)
-    kept = index.snapshots.get("actor", [])[-keep_snapshots:]
+    kept = _kept(index, keep_snapshots, head if rebuilt_from is None else rebuilt_from)
     shared = pins(run)
     stay = {*kept} | {pin.snapshot for pin in shared if pin.snapshot is not None}
-    oldest = kept[0] if kept else start
+    oldest = kept[0] if kept and (rebuilt_from is None or kept[0] <= rebuilt_from) else start
     first_kept = start + 1 if keep_steps is None else min(head - keep_steps, oldest) + 1
     # Where every batch is kept every step can be replayed, those after a fork's beginning too.
     stay |= {start} if first_kept <= start + 1 else set()
@@ -68,11 +70,19 @@ def sweep(
             step
             for pin in shared
             if pin.snapshot is not None
-            for step in range(pin.snapshot + 1, pin.step + 1)
+            for step in range(min(pin.snapshot + 1, pin.step), pin.step + 1)
         }
         removed += _sweep_batches(run, index, range(max(first_kept, start + 1), head + 1), pinned)
     write_index(run, index)
     return removed
+
+
+def _kept(index: RunIndex, keep: int, rebuilt_from: int) -> list[int]:
+    """The newest snapshots, and those before them down to one from which a step is rebuilt."""
+    known = index.snapshots.get("actor", [])
+    before = [step for step in known if step <= rebuilt_from]
+    first = min(len(known) - keep, len(before) - 1 if before else 0)
+    return known[max(0, first) :]
 
 
 def _sweep_snapshots(

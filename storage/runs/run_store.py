@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from configs.stored import upgraded_settings
+from configs.stored import renamed_settings, upgraded_settings
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
@@ -121,7 +121,17 @@ def _from_version_1(record: dict[str, object]) -> dict[str, object]:
     return {"flow": flow, **record, "config": upgraded_settings(settings)}
 
 
-RUN_READERS: dict[str, documents.Reader] = {RUN_FORMAT: dict, "refrain.run/1": _from_version_1}
+def _of_today(record: dict[str, object]) -> dict[str, object]:
+    """Settings that have another name by now; a record without settings stays as it is."""
+    if "config" not in record:
+        return record
+    return {**record, "config": renamed_settings(cast("dict[str, object]", record["config"]))}
+
+
+RUN_READERS: dict[str, documents.Reader] = {
+    RUN_FORMAT: _of_today,
+    "refrain.run/1": _from_version_1,
+}
 
 
 def _numbers(names: Iterable[str]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
 
+logger = logging.getLogger(__name__)
+
 PATIENCE = 600.0  # seconds in which a version that was announced is in the store
 Share = tuple[int, int]  # number of a reader, and how many there are
 ALL: Share = (0, 1)
@@ -48,7 +51,7 @@ def wait_until_readable(
     later, where it does not come.
     """
     began, (pause, longest) = time.monotonic(), LOOKS
-    while not (_is_here(cache, ref) or store.exists(f"{ref.key}/{MANIFEST}")):
+    while not (here := _is_here(cache, ref)) and not store.exists(f"{ref.key}/{MANIFEST}"):
         if (waited := time.monotonic() - began) > patience:
             raise ObjectMissing(
                 f"Policy version {ref.version} ({ref.key}) is not in the store {waited:.0f} s after "
@@ -56,6 +59,8 @@ def wait_until_readable(
             )
         time.sleep(pause)
         pause = min(1.5 * pause, longest)
+    if not here and cache.has(f"{ref.key}/{MANIFEST}"):
+        logger.warning("%s is read from the store: this machine has lost a part of it", ref.key)
     return time.monotonic() - began
 
 

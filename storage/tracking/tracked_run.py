@@ -36,6 +36,7 @@ class TrackedRun:
     flow_run_url: str | None = None  # of its page on Prefect's dashboard
     forked_from: str | None = None  # run in the same store that this one continues from
     forked_at: int | None = None  # its step
+    rollback: str | None = None  # why a guard had it go on from there; None: a person did
     git_commit: str | None = None  # of the working folder
 
 
@@ -59,6 +60,7 @@ def tags_of(tracked: TrackedRun) -> dict[str, str]:
         STORE_TAG: tracked.store_uri,
         "refrain.forked_from": tracked.forked_from,
         "refrain.forked_at": None if tracked.forked_at is None else str(tracked.forked_at),
+        "refrain.rollback": tracked.rollback,
         "prefect.flow_run_id": tracked.flow_run_id,
         "prefect.flow_run_url": tracked.flow_run_url,
         "mlflow.source.name": "refrain",

@@ -136,9 +136,8 @@ class Tracker:
         page = f"/#/experiments/{self._run.info.experiment_id}/runs/{self.run_id}{CURVES}"
         if self._uri.startswith("http"):
             return self._uri.rstrip("/") + page
-        needs = "" if _has_pages() else "pip install 'refrain-rl[ui]', "
-        command = f"mlflow ui --backend-store-uri {self._uri}"
-        return f"{needs}{command}, then {UI_ADDRESS}{page}"
+        needs = "" if _has_pages() else " (needs pip install 'refrain-rl[ui]')"
+        return f"mlflow ui --backend-store-uri {self._uri}{needs}, then {UI_ADDRESS}{page}"
 
     @property
     def last_step(self) -> int | None:

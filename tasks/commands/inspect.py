@@ -17,7 +17,7 @@ from engines.processes.certificates import Certificates, certificates_for
 from engines.workers.inspection import NotReached, WorkerView, look
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.live import Live, is_done, read_live
+from storage.runs.live import Live, RolledBack, is_done, read_end, read_live
 from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore
@@ -64,17 +64,20 @@ def answer(request: Request) -> Answer:
     config, flow = settings_of(files), flow_of(files)
     holder, live, origin = holder_of(files), read_live(files), origin_of(files)
     done, start = head(files) or start_of(files), start_of(files)
-    finished = is_done(files, done)
+    finished, end = is_done(files, done), read_end(files)
+    back = None if end is None or not finished else end.rolled_back
     steps = [
         step_view(files, read_commit(files, step))
         for step in range(max(start, done - request.arguments.steps) + 1, done + 1)
     ]
     record: dict[str, Any] = {
         "run": files.run,
-        "state": "running" if holder else "finished" if finished else "stopped",
+        "state": _state(bool(holder), finished, back),
         "steps_committed": done,
         "steps": config.steps,
         "origin": None if origin is None else str(origin),
+        "rollback": None if origin is None or origin.rollback is None else origin.rollback.why,
+        "rolled_back": None if back is None else back.model_dump(mode="json"),
         "holder": None if holder is None else f"process {holder.pid} on {holder.host}",
         "resume": None if holder or finished else resume_command(flow, request.store, files.run),
         "committed": [asdict(one) for one in steps],
@@ -96,6 +99,12 @@ def answer(request: Request) -> Answer:
     elif holder is not None:
         shown.append(text("Its workers are being started."))
     return Answer(record=record, shown=[*shown, *_committed(steps)], good=good)
+
+
+def _state(running: bool, finished: bool, back: RolledBack | None) -> str:
+    if back is not None:
+        return f"rolled back to step {back.to} by {back.guard}, continued as {back.child}"
+    return "running" if running else "finished" if finished else "stopped"
 
 
 def _workers_of(files: RunStore, live: Live, config: GRPOConfig) -> list[WorkerView] | None:

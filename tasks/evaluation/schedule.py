@@ -17,6 +17,7 @@ from storage.runs.commit_log import version_weights
 from storage.runs.weights import MANIFEST, WeightsRef
 from tasks.evaluation.engines import Place, SuiteEngines
 from tasks.evaluation.evaluate import Evaluator, evaluation
+from tasks.reporting.mlflow_page import evaluation_metrics
 from tasks.run.run import Run
 from tasks.run.suite import Suite
 
@@ -103,6 +104,7 @@ class Evaluations:
 
     def _tell(self, result: EvaluationResult, version: int) -> None:
         self._run.tracker.evaluated(result, version)
+        self._run.measured |= evaluation_metrics(result)
 
 
 def _place(run: Run) -> Place:

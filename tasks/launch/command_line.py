@@ -125,7 +125,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
             f"{summary.steps} of {summary.asked} steps are committed; the data's epochs are over."
         )
     terminal.facts(
-        f"{name}: {steps}",
+        f"{summary.run}: {steps}",
         {
             "checkpoint": summary.checkpoint,
             "curves": summary.plot,

@@ -32,7 +32,7 @@ from engines.clusters.slurm_jobs import Task, listed, slurm_says
 from engines.processes.node_process import python_path
 from storage.objects.store import Store
 from storage.runs.commit_log import head
-from storage.runs.live import is_done
+from storage.runs.live import goes_on_as, is_done
 from storage.runs.run_store import RunStore
 
 RECORD = "submission.json"
@@ -98,13 +98,18 @@ class Submission:
         return Store(self.record.store, self.record.store_options)
 
     def run(self) -> str | None:
-        """Name of the run that the flow began; None before it did."""
+        """Name of the run that the flow began; None before it did.
+
+        Not of one that goes on with it after a rollback: that has other settings, and is found by it.
+        """
         store = self._store
         for name in reversed(store.children()):
             if not name.startswith(f"{self.record.family}-"):
                 continue
             written = RunStore(store, name).read_run() or {}
             match written:
+                case {"origin": {"rollback": dict()}}:
+                    continue
                 case {"config": {"cluster": {"slurm": {"name": self.name}}}}:
                     return name
         return None
@@ -119,7 +124,7 @@ class Submission:
         """Jobs from the queue, progress from the store."""
         run = self.run()
         jobs = self._jobs()
-        files = None if run is None else RunStore(self._store, run)
+        files = None if run is None else goes_on_as(RunStore(self._store, run))
         step = 0 if files is None else head(files) or 0
         flow = jobs.pop(self.flow_job, [])
         return SubmissionStatus(

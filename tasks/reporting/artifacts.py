@@ -28,8 +28,10 @@ from storage.audit.transcripts import (
 )
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import history
+from storage.runs.live import read_end
 from storage.tracking.timeline import Work, timeline_png
 from tasks.reporting.cost_note import cost_lines
+from tasks.reporting.guard_notes import continued, guard_table, went_back
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
@@ -174,6 +176,7 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
         f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
         *left_out(ledger),
         *sampled_in_rounds(commit),
+        *guard_table(commit),
         "",
         "#### Where the time went",
         "",
@@ -249,6 +252,8 @@ def show_run(run: RunView) -> None:
     if run.origin is not None:
         what = "trainer state" if run.origin.trainer_state else "weights"
         lines.append(f"- Goes on from the {what} of **{escaped(run.origin)}**")
+        lines += went_back(run.origin)
+    lines += continued(read_end(run.files))
     if run.cursor.fresh:
         lines.append(f"- {run.cursor.fresh} rows had not been seen; they are drawn first")
     if run.head:

@@ -13,7 +13,8 @@ STEP_COMMITTED = "refrain.step.committed"
 ATTEMPT_FAILED = "refrain.attempt.failed"
 NOT_FINITE = "refrain.guard.not-finite"  # an update was left out
 SCORING_FAILED = "refrain.guard.scoring-failed"  # samples without a reward
-STALENESS_GUARD = "refrain.guard.staleness"  # samples were too far off the policy
+GUARD = "refrain.guard.acted"  # a metric was beyond the bound of one of the run's guards
+ROLLED_BACK = "refrain.run.rolled-back"  # the run goes on from an earlier step, as another
 PROMOTED = "refrain.policy.promoted"
 NOT_PROMOTED = "refrain.policy.not-promoted"
 

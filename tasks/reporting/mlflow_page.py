@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import read_commit
 from storage.runs.curves import History, read_history, shown
-from storage.runs.origins import start_of
+from storage.runs.origins import Origin, start_of
 from storage.runs.working_tree import working_tree
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
 from storage.tracking.plots import progress_png
@@ -176,8 +176,17 @@ class RunTracker:
             flow_run_url=flow_run_url(),
             forked_from=None if run.origin is None else run.origin.run,
             forked_at=None if run.origin is None else run.origin.step,
+            rollback=rollback_of(run.origin),
             git_commit=None if (tree := working_tree(Path.cwd())) is None else tree.commit,
         )
+
+
+def rollback_of(origin: Origin | None) -> str | None:
+    """Why a run goes on from an earlier step of another one, as its page says it."""
+    cause = None if origin is None else origin.rollback
+    if cause is None:
+        return None
+    return f"{cause.number}, of {cause.run} after its step {cause.after}: {cause.why}"
 
 
 def evaluation_metrics(result: EvaluationResult) -> Metrics:

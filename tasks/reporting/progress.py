@@ -162,8 +162,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def live(self) -> Iterator[None]:
-        """Keep the live line on screen during the body."""
-        if not self.console.is_terminal:
+        """Keep the live line on screen during the body; within another such body nothing is new."""
+        if not self.console.is_terminal or self.is_live:
             yield
             return
         with self.console.status("starting") as status:

@@ -15,6 +15,7 @@ from storage.prompts.cursor import Cursor
 from storage.prompts.datasets import open_source
 from storage.runs.commit_log import read_commit
 from storage.runs.forks import NoSuchOrigin, begin_at
+from storage.runs.live import goes_on_as
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
 from storage.runs.seen_rows import seen_at, seen_before, unseen
@@ -109,11 +110,13 @@ def place_of(
 ) -> tuple[RunStore, int | None]:
     """The run that models:/NAME@ALIAS, RUN or RUN@STEP names, and the step; None for its last.
 
-    setting: that names it. Raises ConfigError.
+    The last of a run that a guard rolled back is that of the run which goes on with it. setting: that
+    names it. Raises ConfigError.
     """
     if not named.startswith(REGISTERED):
         name, _, step = named.partition("@")
-        return RunStore(store, name), int(step) if step else None
+        run = RunStore(store, name)
+        return (run, int(step)) if step else (goes_on_as(run), None)
     model, _, alias = named.removeprefix(REGISTERED).partition("@")
     try:
         found = Registry(tracking).by_alias(model, alias)

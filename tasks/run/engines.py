@@ -77,20 +77,20 @@ class Engines:
         self._services = [one for one in teachers_of(run.config).values() if one.service]
         self.roles += ["teacher_service"] if self._services else []
 
-    def launch(self) -> None:
-        """Begin to start workers and engines; returns at once.
+    def launch(self, cluster: Cluster | None = None) -> None:
+        """Begin to start engines, on the workers of a cluster or on new ones; returns at once.
 
         All roles start at once, but for those that share devices: they start in the order of `roles`.
         So do the opponent's engines, which may be beside others on their devices.
         """
         self._run.terminal.doing("starting workers")
         self.launched = time.time()
-        self._handles = self._threads.submit(open_engines, self._run)
-        cluster = self._run.config.cluster
+        self._handles = self._threads.submit(open_engines, self._run, cluster)
+        settings = self._run.config.cluster
         before: dict[str, Future[None]] = {}  # by pool, the start of the role before
         for role in self._run.config.engine_roles:
-            pool = cluster.roles.pool_of(role)
-            in_order = cluster.share_devices or role == "opponent"
+            pool = settings.roles.pool_of(role)
+            in_order = settings.share_devices or role == "opponent"
             after = before.get(pool) if in_order else None
             before[pool] = self._started[role] = self._threads.submit(self._start, role, after)
         for name in self.roles:
@@ -302,6 +302,17 @@ class Engines:
     def trained(self) -> list[Trainer]:
         """What has a state to store; the policy last."""
         return [self.critic, self.actor] if self._run.config.has_critic else [self.actor]
+
+    def hand_over(self) -> Cluster:
+        """The workers with their engines, for another run; this one has none from now on.
+
+        Only while no call is under way.
+        """
+        handles, self._handles = self._made(), None
+        self._threads.shutdown(wait=True)
+        for service in handles.services.values():
+            service.close()
+        return handles.cluster
 
     def close(self) -> None:
         """End every engine and worker."""

@@ -72,13 +72,14 @@ class Handles:
     encoders: EnginePool | None  # of what episodes see
 
 
-def open_engines(run: RunView) -> Handles:
-    """Open the cluster, and make the clients of all engines that the run needs."""
+def open_engines(run: RunView, cluster: Cluster | None = None) -> Handles:
+    """Open the cluster, unless one is given, and make the clients of all engines of the run."""
     config = run.config
     pools = {name: pool for name, pool in config.cluster.pools.items() if name in config.used_pools}
-    settings = config.cluster.model_copy(update={"pools": pools})
-    environment = environments_of(config)
-    cluster = open_cluster(settings, environment, cancel=run.cancelled, preload=ENGINE_MODULES)
+    if cluster is None:
+        settings = config.cluster.model_copy(update={"pools": pools})
+        environment = environments_of(config)
+        cluster = open_cluster(settings, environment, cancel=run.cancelled, preload=ENGINE_MODULES)
     return Handles(
         cluster=cluster,
         actor=trainer_of(run, cluster, "actor", run.files, config),

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from engines.failures import ClusterLost, InfrastructureError
+from engines.workers.cluster import Cluster
 from storage.prompts.datasets import open_source
 from storage.runs.live import DataOver, End, workers_ended, write_end
 from storage.runs.orphans import clear
@@ -28,15 +29,21 @@ ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seco
 
 @contextlib.contextmanager
 def started(
-    opened: OpenedRun, terminal: Terminal, last_words: Callable[[], object] = lambda: None
+    opened: OpenedRun,
+    terminal: Terminal,
+    last_words: Callable[[], object] = lambda: None,
+    cluster: Cluster | None = None,
 ) -> Iterator[Run]:
     """Take a run over, begin it, and start its engines in the background; all ends with the body.
 
-    `last_words` are said before a process that cannot be stopped in order ends itself. Raises
-    LeaseHeld while another process writes the run.
+    `last_words` are said before a process that cannot be stopped in order ends itself. `cluster`:
+    workers on which the engines start; None: on new ones. Raises LeaseHeld while another process
+    writes the run.
     """
-    lease, position = take_over(opened)
     with contextlib.ExitStack() as failed:
+        if cluster is not None:
+            failed.callback(cluster.close)
+        lease, position = take_over(opened)
         failed.callback(lease.release)
         begin(opened, position)
         run = Run(opened, lease, position, terminal)
@@ -45,7 +52,7 @@ def started(
     with signals_end(run.cancelled, last_words):
         try:
             with set_closes(run.cancelled, run.engines.close), terminal.live():
-                run.engines.launch()
+                run.engines.launch(cluster)
                 yield run
         except BaseException as error:
             failure = error
@@ -88,16 +95,8 @@ def finish(run: Run, data_over: bool) -> RunSummary:
     The last thing that a run does: from now on it is done. `data_over`: it made fewer steps than it
     was asked for, because the data's epochs are over.
     """
-    run.background.drain()
-    clear(run.files, run.head)
+    plot = last_pages(run)
     _keep_rows(run)
-    plot = f"{run.name}/progress.png"
-    image = run.tracker.plot()
-    if image is not None:
-        show_picture(run, "curves", "reward, KL and time by stage", image)
-        show_steps(run, run.tracker.history)
-        run.store.write(plot, image)
-        show_timeline(run)
     run.tracker.finish(None)
     over = DataOver.of(run.config.data) if data_over else None
     write_end(run.files, End(step=run.head, data_over=over))
@@ -111,6 +110,20 @@ def finish(run: Run, data_over: bool) -> RunSummary:
         tracking=run.tracker.link,
         plot=run.store.url(plot),
     )
+
+
+def last_pages(run: Run) -> str:
+    """Finish what people see of a run that makes no further step; the key of its curves."""
+    run.background.drain()
+    clear(run.files, run.head)
+    plot = f"{run.name}/progress.png"
+    image = run.tracker.plot()
+    if image is not None:
+        show_picture(run, "curves", "reward, KL and time by stage", image)
+        show_steps(run, run.tracker.history)
+        run.store.write(plot, image)
+        show_timeline(run)
+    return plot
 
 
 def _keep_rows(run: Run) -> None:

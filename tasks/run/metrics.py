@@ -33,6 +33,7 @@ STAGES = (
     "update",
     "weight_sync",
     "snapshot",
+    "row_history",
 )
 
 

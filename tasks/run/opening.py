@@ -25,7 +25,7 @@ from storage.runs.commit_log import Commit, Ledger, head, read_commit
 from storage.runs.forks import pin
 from storage.runs.opponents import FIELD as OPPONENT
 from storage.runs.opponents import Opponent, keep, recorded_opponent
-from storage.runs.origins import FIELD, Origin, origin_of, parent_of
+from storage.runs.origins import FIELD, Origin, RollbackCause, origin_of, parent_of
 from storage.runs.orphans import clear
 from storage.runs.run_lease import RunLease
 from storage.runs.run_store import RunStore
@@ -37,7 +37,7 @@ from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
 from tasks.run.opponent import frozen_version
 from tasks.run.preflight import installed
-from tasks.run.resuming import check_resumable
+from tasks.run.resuming import check_resumable, going_on_as
 from tasks.run.teachers import keep_versions, pinned
 
 
@@ -86,22 +86,30 @@ class Position:
 
 
 def open_run(
-    flow: str, config: GRPOConfig, resume: str | None = None, fork: str | None = None
+    flow: str,
+    config: GRPOConfig,
+    resume: str | None = None,
+    fork: str | None = None,
+    name: str | None = None,
+    cause: RollbackCause | None = None,
 ) -> OpenedRun:
     """The run that these settings mean: a stored one that goes on, or a new one, perhaps a fork.
 
-    `flow`: package.module:function that is to make it. `fork`: RUN@STEP. Raises ConfigError where it
-    cannot be, and NothingNew where there is nothing to do.
+    `flow`: package.module:function that is to make it. `resume`: of a run that was rolled back, the
+    one that goes on with it is meant. `fork`: RUN@STEP; `name`, `cause`: of a fork that a rollback
+    makes. Raises ConfigError where it cannot be, and NothingNew where there is nothing to do.
     """
     store = Store(config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20)
-    files = RunStore(store, resume or new_name(config.name))
+    if resume is not None:
+        resume, config = going_on_as(RunStore(store, resume), config, flow)
+    files = RunStore(store, resume or name or new_name(config.name))
     source = open_source(config.data.source)
     origin, seen = None, np.empty(0, np.uint64)
     if resume is not None:
         check_resumable(files, config, flow)
         origin, seen = origin_of(files), seen_before(files)
     elif fork is not None:
-        origin = origin_of_fork(config, fork, flow)
+        origin = origin_of_fork(config, fork, flow).model_copy(update={"rollback": cause})
         seen = seen_before(parent_of(files, origin))
     elif config.continue_from is not None:
         origin, seen = beginning(config)

@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING
 from configs.cluster.cluster import Role
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
+from configs.guards import check_rollbacks
 from configs.model import RandomModel
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
 from configs.storage import TrackingConfig
+from engines.rollout.memory_plan import BYTES
 from engines.train.compiled import check_compiling
-from tasks.run.preflight_memory import check_memory
+from tasks.memory.check import check_memory
 
 if TYPE_CHECKING:
     from engines.model_facts import ModelFacts
 
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -60,6 +61,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
         memory = check_memory(config)
+        check_rollbacks(config, config.guards)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     return [
@@ -303,7 +305,7 @@ def _check_rollout_device(
     elif config.cluster.kind == "local" and not gpus and installed("vllm") is not None:
         raise PreflightError(
             f"cluster.pools.{pool}.gpus = 0, but the vLLM that is installed needs a GPU. Set "
-            f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or install refrain[cpu]."
+            f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or install refrain-rl[cpu]."
         )
 
 
@@ -352,7 +354,7 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"{what}, more than the {limit} of the model's {of}. Set data.max_prompt_tokens or "
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
-        if limit is not None and config.longest_sequence > limit:
+        if limit is not None and config.longest_sequence > max(limit, longest):
             raise PreflightError(
                 f"The longest sequence of evaluation.suites has {config.longest_sequence} tokens, "
                 f"prompt and completion together, more than the {limit} of the model's {of}. Set a "

@@ -7,7 +7,7 @@ from typing import Any
 
 from configs.grpo import GRPOConfig
 from configs.judge import HOW_ASKED
-from configs.overrides import ConfigError
+from configs.overrides import ConfigError, validate
 from storage.runs.commit_log import head
 from storage.runs.live import DataOver, read_end
 from storage.runs.run_store import RunStore
@@ -30,7 +30,9 @@ MAY_CHANGE = (
     "store.whole_every",
     "store.node_cache_gib",
     "store.uri",
-    "staleness_guard",
+    "data.quarantine",
+    "guards",
+    "max_rollbacks",
     "dynamic_sampling.max_rounds",
     "dynamic_sampling.on_shortage",
     "rollout.deadline",
@@ -66,16 +68,7 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
             f"There is no run {files.run} in {files.store.uri}. "
             "Give --resume the name of a run of that store, or set store.uri."
         )
-    check_same_flow(files, flow, config.store)
-    written = settings_of(files).model_dump(mode="json")
-    changed = [
-        key for key in differing(written, config.model_dump(mode="json")) if not may_change(key)
-    ]
-    if changed:
-        raise ConfigError(
-            f"Run {files.run} was made with other values of {', '.join(changed)}. Set them back, or "
-            f"start a new run. On resuming only these may change: {', '.join(MAY_CHANGE)}."
-        )
+    check_unchanged(files, config, flow)
     committed = head(files) or 0
     end = read_end(files)
     if end is None or end.step != committed:
@@ -89,6 +82,49 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
             f"{done}, and data.epochs = {config.data.epochs} is over. Set data.epochs higher{rest} "
             "to train on."
         )
+
+
+def check_unchanged(files: RunStore, config: GRPOConfig, flow: str) -> None:
+    """ConfigError unless the flow made the run, with settings that differ where they may."""
+    check_same_flow(files, flow, config.store)
+    written = settings_of(files).model_dump(mode="json")
+    changed = [
+        key for key in differing(written, config.model_dump(mode="json")) if not may_change(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"Run {files.run} was made with other values of {', '.join(changed)}. Set them back, or "
+            f"start a new run. On resuming only these may change: {', '.join(MAY_CHANGE)}."
+        )
+
+
+def going_on_as(files: RunStore, config: GRPOConfig, flow: str) -> tuple[str, GRPOConfig]:
+    """The run that goes on with a run, and its settings: another one where a guard rolled it back.
+
+    `config`: for the run that was named; where it differs from what that began with, so do the
+    settings of the one that goes on. Raises ConfigError where it may not.
+    """
+    end = read_end(files)
+    if end is None or end.rolled_back is None:
+        return files.run, config
+    check_unchanged(files, config, flow)
+    before = settings_of(files).model_dump(mode="json")
+    given = config.model_dump(mode="json")
+    child = RunStore(files.store, end.rolled_back.child)
+    settings = settings_of(child).model_dump(mode="json")
+    for key in differing(before, given):
+        _place(settings, key, given)
+    return going_on_as(child, validate(type(config), settings), flow)
+
+
+def _place(settings: Any, key: str, given: Any) -> None:
+    """Put the value that `given` has at a dotted name into settings of the same form."""
+    *parents, last = key.split(".")
+    for part in parents:
+        index: Any = int(part) if isinstance(settings, list) else part
+        settings, given = settings[index], given[index]
+    index = int(last) if isinstance(settings, list) else last
+    settings[index] = given[index]
 
 
 def may_change(key: str) -> bool:

@@ -32,9 +32,9 @@ from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
+from tasks.run.row_histories import RowHistories
 from tasks.run.shard_driver import AtOnce, ShardDriver, task_runs
-from tasks.run.staleness_gate import Gate
-from tasks.run.staleness_guard import bound_in_force
+from tasks.run.staleness_gate import Gate, bound_in_force
 
 
 class Run:
@@ -47,8 +47,8 @@ class Run:
     __slots__ = (
         "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time",
         "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh", "gate",
-        "lease", "left_over", "live_metrics", "name", "origin", "position", "progress", "shards",
-        "source", "start", "stopped", "store", "terminal", "tracker",
+        "lease", "left_over", "live_metrics", "measured", "name", "origin", "position", "progress",
+        "rows", "shards", "source", "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +71,11 @@ class Run:
         self.drawn: dict[int, Cursor] = {}  # step -> where it began to draw, from the head on
         self.drawn[position.head + 1] = position.cursor
         self.carried = {position.head + 1: position.carried}  # step -> groups handed on to it
+        self.rows = RowHistories(opened, position)
         self.left_over: dict[int, LeftOver] = {}  # step -> groups that it did not wait for
+        # Metrics of versions that were measured after their step's commit, such as evaluations: the
+        # guards look at them with the step that is committed next.
+        self.measured: dict[str, float] = {}
         self.evaluated: set[int] = set()  # versions that wait for no evaluation any more
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
         self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
@@ -107,6 +111,12 @@ class Run:
         """Prompts of all steps so far."""
         return self.position.ledger
 
+    @property
+    def rollbacks(self) -> int:
+        """How often guards have taken it, and the runs that it goes on with, back to a step."""
+        cause = None if self.origin is None else self.origin.rollback
+        return 0 if cause is None else cause.number
+
     def steps_left(self) -> Iterator[int]:
         """The steps that are not committed yet, counted from 1, each when it may begin.
 
@@ -120,6 +130,7 @@ class Run:
 
     def has_drawn(self, step: int, cursor: Cursor, carried: Carried) -> None:
         """A step has drawn its prompts, up to `cursor`, and hands groups on: the next one may."""
+        self.rows.has_drawn(step, cursor)
         self.drawn[step + 1], self.carried[step + 1] = cursor, carried
         self.gate.drawn(step)
 
@@ -272,6 +283,7 @@ class Run:
         self.carried[record.step + 1] = self.position.carried
         for before in (self.drawn, self.carried, self.left_over):
             before.pop(record.step, None)
+        self.rows.committed(record)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         for step in [step for step in list(self.attempts) if step <= record.step]:

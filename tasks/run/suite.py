@@ -14,7 +14,8 @@ from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 
 HOW_FAST = {"processes", "at_once", "python", "memory_gib"}  # episodes.…
-ORDER = {"source", "shuffle", "seed", "epochs", "last_step"}  # data.…: which rows, in what order
+# data.…: which rows, in what order
+ORDER = {"source", "order", "quarantine", "seed", "epochs", "last_step"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
+from tasks.memory.check import check_memory
 from tasks.run.preflight import PreflightError, check_lengths
-from tasks.run.preflight_memory import check_memory
 from tasks.run.resuming import may_change
 
 ELASTIC = "train.engine=elastic"

@@ -12,7 +12,6 @@ from configs.recipe import load_recipe, recipe_names
 from configs.settings_help import fields
 
 OVERLAP = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
-GUARD = "staleness_guard.metric=train/rollout_effective_sample_size"
 INTERPOLATED = (*OVERLAP, "algorithm.proximal=loglinear", "train.mini_batches=2")
 
 
@@ -54,13 +53,6 @@ def test_the_named_recipes_are_there() -> None:
         ([*INTERPOLATED, "max_staleness=0"], "Set max_staleness higher, algorithm.proximal = recompute"),
         ([*INTERPOLATED, "train.mini_batches=1"], "the update's first pass has the exact log-probs"),
         ([*INTERPOLATED, "train.recompute_old_logprobs=true"], "Set train.recompute_old_logprobs = auto"),
-        ([GUARD, "staleness_guard.bound=0.5"], "with max_staleness = 0 none do"),
-        ([*OVERLAP, GUARD, "staleness_guard.bound=1.5"], "train/rollout_effective_sample_size is a share"),
-        ([*OVERLAP, GUARD], "staleness_guard.bound: a value is needed"),
-        ([*OVERLAP, "staleness_guard={metric: reward/mean, bound: 1}"], "staleness_guard.metric = 'reward/mean'"),
-        (["max_staleness=1", "algorithm.loss.kind=decoupled", "staleness_guard.bound=0.5",
-          "staleness_guard.metric=train/correction_effective_sample_size"],
-         "is of algorithm.correction, which is empty"),
         (["nonsense"], "nonsense is no setting"),
         (["steps.deep=1"], "steps is a single value, not a group"),
     ],

@@ -97,7 +97,7 @@ def rows(files: RunStore, commit: Commit, *names: str) -> list[tuple[Any, ...]]:
 
 def texts(files: RunStore, commit: Commit, ids: np.ndarray, authors: np.ndarray) -> list[str]:
     """What was written, author by author in turn."""
-    words, found, place = tokenizer_of(files, commit), [], 0
+    words, found, place = tokenizer_of(files, (commit.version_out,)), [], 0
     for _, run in groupby(authors.tolist()):
         stop = place + len(list(run))
         found.append(words.decode(ids[place:stop].tolist()))

@@ -21,7 +21,7 @@ def words(folder: Path, rows: int, long: int = 0) -> list[str]:
     lines = [{"question": f"{n} + {n} = ", "answer": str(2 * n)} for n in range(rows)]
     lines += [{"question": "1 + " * 50, "answer": "50"}] * long
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    source = ["data.source.kind=file", "data.source.path=rows.jsonl", "data.shuffle=false"]
+    source = ["data.source.kind=file", "data.source.path=rows.jsonl", "data.order=sequential"]
     return ["tiny", "steps=5", *source, "data.epochs=1", "store.snapshot_every=10"]
 
 

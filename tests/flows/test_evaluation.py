@@ -171,7 +171,7 @@ def aside(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.mark.slow
 def test_beside_the_steps_every_version_is_measured_though_retention_is_short(
-    aside: Launched, launch: Launch
+    aside: Launched,
 ) -> None:
     found = evaluations_of(aside.files)
     assert [one.version for one in found] == [0, 1, 2, 3, 4, 5]
@@ -187,7 +187,7 @@ def test_beside_the_steps_every_version_is_measured_though_retention_is_short(
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_evaluates_goes_on_at_the_shard(
-    launch: Launch, aside: Launched, tmp_path: Path
+    launch: Launch, tmp_path: Path
 ) -> None:
     kill = Fault(id="kill", target="tasks.evaluation.evaluate:of_record", action="kill", nth=6)
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [kill])

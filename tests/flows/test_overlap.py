@@ -163,7 +163,9 @@ def test_the_end_of_the_data_is_its_end(launch: Launch, tmp_path: Path) -> None:
 def test_beyond_the_guards_bound_the_run_is_synchronous(launch: Launch, tmp_path: Path) -> None:
     """Its first step crosses it. What is under way is finished, after a kill and a resume too."""
     slow = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [SLOW, AFTER_STEP_5])
-    guard = "staleness_guard={metric: train/rollout_mismatch, bound: 1.0e-9, patience: 1}"
+    guard = (
+        "guards=[{metric: train/rollout_mismatch, above: 1.0e-9, patience: 1, action: synchronous}]"
+    )
     broken = launch("tiny", "steps=8", *ASYNC, guard, environment=slow.environment)
     code, out = broken.end()
     assert (code, slow.missed) == (-9, []), out
@@ -184,23 +186,21 @@ def test_beyond_the_guards_bound_the_run_is_synchronous(launch: Launch, tmp_path
 
 @pytest.mark.slow
 def test_beyond_the_guards_bound_the_run_stops(launch: Launch, tmp_path: Path) -> None:
-    guard = (
-        "staleness_guard={metric: train/rollout_mismatch, bound: 1.0e-9, patience: 2, action: stop}"
-    )
+    guard = "guards=[{metric: train/rollout_mismatch, above: 1.0e-9, patience: 2, action: stop}]"
     run = launch("tiny", "steps=8", *ASYNC, guard)
     code, out = run.end()
     assert code == 1, out
     assert re.findall(r"^step (\d)/8", out, re.MULTILINE) == ["1", "2"]
     assert re.search(
-        r"StalenessGuardStopped: train/rollout_mismatch of step 2 was \S+, above "
-        r"staleness_guard.bound = 1e-09 for 2 steps in a row by now. Resume with",
+        r"GuardStopped: Guard train/rollout_mismatch: train/rollout_mismatch of step 2 was \S+, "
+        r"above 1e-09 for 2 steps in a row by now. Look at the run",
         out,
     )
     assert "Traceback" not in out
     assert f"To go on from the last step: python -m flows.grpo --resume {run.files.run}" in out
     assert len(run.commits()) == 2
     assert run.children() == []
-    code, out = launch("--resume", run.files.run, "steps=4", "staleness_guard=null").end()
+    code, out = launch("--resume", run.files.run, "steps=4", "guards=[]").end()
     assert code == 0, out
     assert [commit.metrics["staleness/bound"] for commit in run.commits()] == [2.0] * 4
 

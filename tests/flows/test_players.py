@@ -45,7 +45,7 @@ def whole(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Launche
 
 def parts(files: RunStore, commit: Commit, row: dict[str, object]) -> list[tuple[int, str]]:
     """Who wrote what in a sample, in turn."""
-    words, found, place = tokenizer_of(files, commit), [], 0
+    words, found, place = tokenizer_of(files, (commit.version_out,)), [], 0
     ids, authors = np.asarray(row["response_ids"]), np.asarray(row["author"])
     for author, run in groupby(authors.tolist()):
         stop = place + len(list(run))

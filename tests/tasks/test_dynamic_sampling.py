@@ -36,7 +36,7 @@ def settings(*words: str) -> DAPOConfig:
 def prompts(groups: int, position: int = 0, epoch: int = 0, long: tuple[int, ...] = ()) -> Prompts:
     """A round that drew so many prompts, besides rows that were too long."""
     cursor = Cursor(
-        epoch=epoch, position=position, seed=0, shuffle=False, size=ROWS, digest="of the data"
+        epoch=epoch, position=position, seed=0, order="sequential", size=ROWS, digest="of the data"
     )
     dropped = {"too_long": list(long)} if long else {}
     ref = BatchRef(groups, {})

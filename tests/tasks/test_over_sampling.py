@@ -103,7 +103,7 @@ def test_due_groups_come_first_then_the_oldest() -> None:
 
 
 def place(position: int, size: int = 100) -> Cursor:
-    return Cursor(epoch=0, position=position, seed=0, shuffle=True, size=size, digest="d")
+    return Cursor(epoch=0, position=position, seed=0, order="shuffled", size=size, digest="d")
 
 
 def test_a_step_draws_what_is_missing_and_the_last_one_leaves_nothing() -> None:
@@ -215,7 +215,7 @@ def test_whatever_finishes_when(
             assert all(step - group.since < int(most) for _, group in handed_on)
         ledger = ledger_after(
             ledger,
-            cast("Prompts", SimpleNamespace(drawn=new, dropped={})),
+            cast("Prompts", SimpleNamespace(drawn=new, dropped={}, passed_over=0)),
             cast(
                 "TrainBatch",
                 SimpleNamespace(trained=len(chosen), filtered=0, filtered_by={}, dropped={}),

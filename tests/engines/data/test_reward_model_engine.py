@@ -61,7 +61,7 @@ def run(config: GRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = Mock(config=config, store=Store(config.store.uri))
     found.cache = tmp_path / "models"
     found.files = RunStore(found.store, "r")
-    found.drawn = {1: Cursor(epoch=0, position=0, size=8, seed=0, shuffle=False, digest="")}
+    found.drawn = {1: Cursor(epoch=0, position=0, size=8, seed=0, order="sequential", digest="")}
     found.engines.scorers.call.side_effect = calls_of(scorer)
     found.engines.reward_models.call.side_effect = calls_of(models)
     attempt = SimpleNamespace(assignment=None)

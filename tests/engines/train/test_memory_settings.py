@@ -25,6 +25,7 @@ from engines.train.memory import OTHERS, PASS, setting_for_less
 from engines.train.memory_plan import checkpointed
 from engines.train.micro_batch import pack
 from storage.batches.refs import BatchRef
+from storage.objects.store import Store
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     TEMPERATURE,
@@ -33,6 +34,7 @@ from tests.engines.train.train_ranks import (
     spec,
     stored,
 )
+from tests.ports import free_ports
 
 SAME = {  # to the bit
     "one layer of two checkpointed": {"gradient_checkpointing": 0.5},
@@ -156,6 +158,40 @@ def test_moments_in_bfloat16_train_alike_and_go_on_from_a_snapshot(
     seen = pair.seen("bfloat16", optimizer_dtype="bfloat16", optimizer_device="host")
     assert seen.digest == seen.again
     assert 0 < farthest(seen, plain) < 2e-3  # two steps of 1e-2, each by a tenth at most
+
+
+def scored(
+    rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """A rank's log-probs in bfloat16 by a policy and by frozen models, and bytes of weights."""
+    store, found, held = Store(str(folder / "store")), {}, {}
+    for role, port in zip(("actor", "ref", "teacher"), ports, strict=False):
+        given = spec(folder, run=f"frozen-{world}", role=role, compute_dtype="bfloat16")
+        if role == "teacher":
+            given = given.model_copy(update={"student": given.model, "name": "t"})
+        engine = FSDPEngine(given)
+        engine.join(rank, world, "127.0.0.1", port, 1, 60.0)
+        key = f"run/{role}-{world}.safetensors"
+        if role == "teacher":
+            made, column = engine.teach(batch, key, TEMPERATURE, 3).batch, "teacher_logprobs"
+        else:
+            column = "old_logprobs" if role == "actor" else "ref_logprobs"
+            made = engine.logprobs(batch, column, key, TEMPERATURE).batch  # type: ignore[arg-type]
+        assert made is not None
+        found[role] = made.fetch_numpy(store, column)[0]
+        held[role] = engine.memory_held("host")["weights"]
+        engine.leave()
+    return found, held
+
+
+def test_frozen_models_are_held_as_they_are_multiplied_with_the_same_log_probs(
+    pair: Settings, folder: Path, batches: list[BatchRef]
+) -> None:
+    alone = scored(0, 1, free_ports(3), folder, batches[0])
+    for found, held in (alone, *pair.ranks.run(scored, folder, batches[0])):
+        assert held["ref"] == held["teacher"] == held["actor"] // 2
+        assert np.array_equal(found["ref"], found["actor"])
+        assert np.array_equal(found["teacher"], found["actor"])
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ class Simulated:
 
     def step(self, step: int) -> None:
         cursor = self.cursor or Cursor(
-            epoch=0, position=0, seed=7, shuffle=True, size=self.rows.size, digest="rows"
+            epoch=0, position=0, seed=7, order="shuffled", size=self.rows.size, digest="rows"
         )
         at_once = 2 + self.over
         numbers, cursor = draw(self.rows, cursor, at_once - len(self.carried))

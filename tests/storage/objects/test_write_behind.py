@@ -121,10 +121,16 @@ def test_an_attempt_that_is_given_up(behind: WriteBehind, memory: Store, gate: G
 
 
 def test_what_does_not_fit_goes_straight(
-    behind: WriteBehind, memory: Store, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    behind: WriteBehind,
+    memory: Store,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate.open.set()
     put(behind, "large", DATA * 11)
+    assert f"large ({11 * len(DATA)} bytes) goes to the store" in caplog.text
+    assert "Set store.node_cache_gib higher" in caplog.text
     assert memory.read("large") == DATA * 11
     assert not behind.cache.has("large")
 
@@ -181,7 +187,7 @@ def test_a_version_is_read_here_before_the_store_has_it(
 
 
 def test_a_version_of_which_the_machine_has_lost_a_part(
-    behind: WriteBehind, memory: Store, gate: Gate
+    behind: WriteBehind, memory: Store, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = version(behind, memory, "one")
     ref = announce(behind.cache, made)
@@ -191,7 +197,9 @@ def test_a_version_of_which_the_machine_has_lost_a_part(
     gate.open.set()
     behind.settle()  # its writer has the pages still
     finish(memory, made)
+    assert "is read from the store" not in caplog.text
     wait_until_readable(memory, ref, behind.cache)
+    assert f"{ref.key} is read from the store: this machine has lost a part of it" in caplog.text
     assert same(memory, ref, behind.cache)
 
 

@@ -305,7 +305,11 @@ class Counted:
 
 def start(size: int, shuffle: bool = True, seed: int = 0) -> tuple[Counted, Cursor]:
     source = Counted(size)
-    config = DataConfig(source=FileSource(path="x.jsonl"), shuffle=shuffle, seed=seed)
+    config = DataConfig(
+        source=FileSource(path="x.jsonl"),
+        order="shuffled" if shuffle else "sequential",
+        seed=seed,
+    )
     return source, Cursor.start(config, source)
 
 

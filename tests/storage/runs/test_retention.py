@@ -157,6 +157,20 @@ def test_what_is_not_committed_is_not_touched(swept: RunStore) -> None:
     assert head(swept) == 10
 
 
+@pytest.mark.parametrize(
+    ("back", "states", "below"),
+    [(10, [9], 10), (8, [6, 9], 7), (6, [6, 9], 7), (5, [3, 6, 9], 4), (2, [3, 6, 9], 1)],
+)
+def test_a_step_to_which_a_guard_may_go_back_can_be_rebuilt(
+    swept: RunStore, back: int, states: list[int], below: int
+) -> None:
+    """The snapshot at or before it stays with the batches since, or all batches before the first."""
+    sweep(swept, keep_versions=1, keep_steps=1, keep_snapshots=1, rebuilt_from=back)
+    assert snapshots(swept) == states
+    there = [step for step in range(1, 11) if swept.store.list(f"{swept.step_key(step)}/rollout")]
+    assert there == list(range(below, 11))
+
+
 def test_a_critics_snapshots_stay_and_go_with_the_policys(run: RunStore) -> None:
     critic = replace(run, role="critic")
     for step in range(1, 7):

@@ -228,7 +228,6 @@ def test_versions_are_registered_once(tracker: Tracker, config: TrackingConfig) 
     )
     models = {one.tags["refrain.version"]: one for one in found}
     assert sorted(models) == ["0", "5"] and len(found) == 2, "each version is a model once"
-    assert latest.model_id == models["5"].model_id
     assert models["5"].status == "READY" and models["5"].model_type == "policy"
     outputs = mlflow.get_run(tracker.run_id).outputs.model_outputs
     assert {(one.model_id, one.step) for one in outputs} == {

@@ -183,6 +183,7 @@ def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(preflight, "installed", lambda name: "0.32.0")
     said = refused(tmp_path, "rollout.engine=vllm")
     assert "cluster.pools.rollout.gpus = 0, but the vLLM that is installed needs a GPU" in said
+    assert said.endswith("or install refrain-rl[cpu].")
 
 
 def test_a_resumed_run_kept_to_its_lengths(tmp_path: Path) -> None:

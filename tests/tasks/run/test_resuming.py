@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.run.resuming import differing, may_change
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.recipe import load_recipe
+from storage.objects.store import Store
+from storage.runs.live import End, RolledBack, goes_on_as, write_end
+from storage.runs.run_store import RunStore
+from tasks.run.resuming import differing, going_on_as, may_change
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,44 @@ def test_entries_of_lists_of_one_length_are_compared_one_by_one() -> None:
     old = {"functions": [{"a": 1, "b": 2}, 3]}
     assert differing(old, {"functions": [{"a": 1, "b": 4}, 3]}) == ["functions.0.b"]
     assert differing(old, {"functions": [{"a": 1, "b": 2}]}) == ["functions"]
+
+
+FLOW = "flows.grpo:grpo"
+
+
+def stored(store: Store, name: str, *words: str) -> tuple[RunStore, GRPOConfig]:
+    """A run on record with the settings of `tiny` and some changes."""
+    run = RunStore(store, name)
+    config = load_recipe(GRPOConfig, "tiny", ["store.uri=file:///elsewhere", *words])
+    run.write_run({"config": config.model_dump(mode="json"), "flow": FLOW})
+    return run, config
+
+
+def rolled_back(run: RunStore, child: str) -> None:
+    back = RolledBack(to=2, child=child, guard="g", why="It was beyond.")
+    write_end(run, End(step=4, rolled_back=back))
+
+
+def test_a_run_that_was_rolled_back_goes_on_as_its_last_child() -> None:
+    store = Store("memory://rolled-back")
+    guard = "guards=[{metric: m, above: 1}]"
+    run, config = stored(store, "r", guard)
+    assert going_on_as(run, config, FLOW) == ("r", config)
+    rates = ["train.learning_rate=0.001", "train.learning_rate=0.0001"]
+    first, _ = stored(store, "r-rollback-1", guard, rates[0])
+    rolled_back(run, first.run)
+    _, last = stored(store, "r-rollback-2", guard, rates[1])
+    rolled_back(first, "r-rollback-2")
+    assert going_on_as(run, config, FLOW) == ("r-rollback-2", last)
+    assert goes_on_as(run).run == goes_on_as(first).run == "r-rollback-2"
+    # What may change on resuming is given to the child; all else stays the child's own.
+    words = ["store.uri=file:///elsewhere", "steps=9", "guards=[{metric: m, above: 2}]"]
+    given = load_recipe(GRPOConfig, "tiny", words)
+    name, settings = going_on_as(run, given, FLOW)
+    assert (name, settings.steps, settings.guards[0].above) == ("r-rollback-2", 9, 2.0)
+    assert settings.train.learning_rate == 0.0001
+    other = load_recipe(GRPOConfig, "tiny", [*words, "train.learning_rate=1"])
+    with pytest.raises(
+        ConfigError, match=r"Run r was made with other values of train.learning_rate"
+    ):
+        going_on_as(run, other, FLOW)

@@ -13,8 +13,8 @@ from configs.recipe import load_recipe
 from engines.models import materialize
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
+from tasks.memory.check import check_memory
 from tasks.run.preflight import PreflightError, check
-from tasks.run.preflight_memory import check_memory
 from tasks.run.teachers import check_teachers
 
 Check = Callable[..., str]

@@ -15,8 +15,9 @@ from configs.reward_model import RewardModelReward
 from engines.models import materialize
 from engines.rewards.reward_model import RewardModel
 from engines.workers.machine_memory import gpu_memory, host_memory
-from tasks.run import preflight_memory
-from tasks.run.preflight_memory import check_memory, reward_model_bytes
+from tasks.memory import check, places
+from tasks.memory.check import check_memory
+from tasks.memory.holders import reward_model_bytes
 from tests.engines.rewards.reward_models import draw_reward_model
 
 MIB = 2**20
@@ -92,16 +93,8 @@ def test_two_roles_on_a_gpu_share_it() -> None:
     assert planned(alone) < planned(both) < 1.5 * planned(alone)
 
 
-def test_vllms_share_of_a_gpu_counts() -> None:
-    shared = ("cluster.roles.rollout=train", "rollout.engine=vllm", "rollout.dtype=bfloat16")
-    limit = "cluster.pools.train.gpu_memory_gib=100"
-    said = refused(*LARGE, *shared, limit, "rollout.gpu_memory_utilization=0.95")
-    assert "most of it for vLLM" in said
-    assert "rollout.gpu_memory_utilization lower" in said
-
-
 def test_the_machine_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_memory, "host_memory", lambda: (8 * MIB, "its memory"))
+    monkeypatch.setattr(places, "host_memory", lambda: (8 * MIB, "its memory"))
     said = refused("rollout.max_new_tokens=64")
     assert said.startswith("By the memory plan this machine has to hold ")
 
@@ -120,7 +113,7 @@ def test_a_container_has_what_its_group_may_use(tmp_path: Path) -> None:
 def test_a_model_whose_sizes_are_not_known_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preflight_memory, "model_facts", lambda config: None)
+    monkeypatch.setattr(check, "model_facts", lambda config: None)
     (line,) = check_memory(settings())
     assert line.startswith("no plan")
 
@@ -164,12 +157,17 @@ def test_judges_of_the_runs_own_are_in_the_plan(tmp_path: Path) -> None:
     *_, line, _ = check_memory(settings(*words("engine: transformers, dtype: float32")))
     # 64 answers of 2,048 tokens at once, of two layers with two heads of 32 numbers, twice.
     assert line.endswith(f"judge's keys and values {64 * 2048 * 2 * 2 * 2 * 32 * 4 // MIB} MiB")
-    *_, line, _ = check_memory(settings(*words("kv_cache_gib: 1.5")))
+    *_, line, machine = check_memory(settings(*words("kv_cache_gib: 1.5")))
     assert line.endswith("judge's keys and values 1.5 GiB")
+    assert machine.startswith("this machine: 1.6 GiB")  # all others are a few MiB
 
     on_gpu = "workers: 1, gpus: 1, gpu_memory_gib: 80"
     far = ("cluster.kind=address", "cluster.address=tcp://s:8786", "store.uri=file:///shared")
-    check_memory(settings(*words("votes: 1", pool=on_gpu), *far))
+    *_, line, gpu = check_memory(settings(*words("votes: 1", pool=on_gpu), *far))
+    assert line.startswith(
+        "judge, each engine: 0.85 of the GPU, of it weights 0 MiB, keys and values"
+    )
+    assert gpu == "a GPU of pool models: 68.0 GiB of 80.0 GiB (cluster.pools.models.gpu_memory_gib)"
     said = refused(*words("name: one", "name: two", pool=on_gpu), *far)
     assert "a GPU of pool models has to hold 136.0 GiB, and has 80.0 GiB" in said
     assert "gpu_memory_utilization, lower" in said
@@ -209,4 +207,6 @@ def test_an_opponents_engines_are_counted_where_they_are() -> None:
     assert check_memory(settings(*gpu))
     said = refused(*gpu, *played)
     assert "a GPU of pool rollout has to hold 96.0 GiB" in said
-    assert "lower, or cluster.roles.opponent to a pool of its own" in said
+    assert (
+        "Set rollout.gpu_memory_utilization to 0.5 or less, or cluster.roles.opponent to a" in said
+    )

@@ -1,0 +1,135 @@
+"""What guards say after a step: numbers in, records out, nothing is done yet.
+
+What a verdict goes on from stands in the commit before, so a resumed run judges as one that was never
+interrupted. Presets and bounds are in configs/guards.py, what follows is in acting.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from configs.grpo import GRPOConfig
+from configs.guards import GuardConfig, settings_after
+from storage.runs.commit_log import Commit, GuardRecord
+
+
+def verdicts(
+    config: GRPOConfig,
+    step: int,
+    last: Commit | None,
+    start: int,
+    max_staleness: int,
+    rollbacks: int,
+    metrics: Mapping[str, float],
+) -> list[GuardRecord]:
+    """What every guard says of a step that is about to be committed; at most one of them acts last.
+
+    Args:
+        config: of the run.
+        step: the step.
+        last: the commit before; None where there is none.
+        start: the version that the run begins with; up to there the steps are of an earlier run.
+        max_staleness: in force until now; at 0 a guard whose action is synchronous has no work left.
+        rollbacks: how often guards have taken the run back so far.
+        metrics: of the step.
+    """
+    before = {} if last is None else {one.guard: one for one in last.guards}
+    found = []
+    for guard in config.guards:
+        if guard.action == "synchronous" and max_staleness == 0:
+            continue
+        earlier = before.get(guard.label)
+        earlier = anew(earlier, step > start + 1) if earlier is not None else None
+        record = judge(guard, earlier, metrics.get(guard.metric))
+        found.append(_with_action(config, guard, step, rollbacks, record))
+    return one_end(found)
+
+
+def anew(record: GuardRecord, own: bool) -> GuardRecord:
+    """Where a guard stands before the next step: its mean stays, counts may begin anew.
+
+    They do in a fork (`own`: false), and where the guard had stopped the run: a person resumed it.
+    """
+    if own and record.action not in ("stop", "rollback"):
+        return record
+    return record.model_copy(update={"beyond": 0, "within": 0, "armed": True})
+
+
+def judge(guard: GuardConfig, before: GuardRecord | None, value: float | None) -> GuardRecord:
+    """A guard's verdict on a step.
+
+    It acts at the last of `patience` steps in a row beyond the bound, and after that not before as
+    many in a row were within it. The running mean is of the values within the bound, each with the
+    weight 1 / min(seen, window), so that what is beyond it does not move it.
+
+    Args:
+        guard: its settings.
+        before: its record of the step before; None: this is the first.
+        value: of the metric; None where the step has none, which leaves everything as it is.
+    """
+    old = before or GuardRecord(guard=guard.label, metric=guard.metric, value=None, threshold=None)
+    known = old.mean if old.seen >= guard.window else None
+    threshold = guard.threshold(known)
+    finite = value is not None and math.isfinite(value)
+    update: dict[str, object] = {
+        "metric": guard.metric,
+        "value": value if finite else None,
+        "threshold": threshold,
+        "crossed": False,
+        "action": None,
+        "back_to": None,
+        "change": [],
+    }
+    if value is None or (threshold is None and not finite):
+        return old.model_copy(update=update)
+    if threshold is not None and guard.crossed_by(value, threshold):
+        beyond = old.beyond + 1
+        acts = old.armed and beyond >= guard.patience
+        update |= {"crossed": True, "beyond": beyond, "within": 0, "armed": old.armed and not acts}
+        update |= {"action": guard.action if acts else None}
+        return old.model_copy(update=update)
+    seen, within = old.seen + 1, old.within + 1
+    mean = value if old.mean is None else old.mean + (value - old.mean) / min(seen, guard.window)
+    armed = old.armed or within >= guard.patience
+    update |= {"beyond": 0, "within": within, "armed": armed, "mean": mean, "seen": seen}
+    return old.model_copy(update=update)
+
+
+def _with_action(
+    config: GRPOConfig, guard: GuardConfig, step: int, rollbacks: int, record: GuardRecord
+) -> GuardRecord:
+    """The record with what its action comes to: after the last step, or with no rollback left."""
+    last = step == config.steps
+    if record.action in ("stop", "synchronous") and last:  # no step is left to overlap, or to make
+        return record.model_copy(update={"action": None})
+    if record.action != "rollback":
+        return record
+    back_to = max(1, step - guard.rollback.steps)
+    if rollbacks >= config.max_rollbacks or back_to >= step:
+        return record.model_copy(update={"action": None if last else "stop"})
+    change = settings_after(config.model_dump(mode="json"), guard.rollback.change)
+    return record.model_copy(update={"back_to": back_to, "change": change})
+
+
+def one_end(records: Sequence[GuardRecord]) -> list[GuardRecord]:
+    """At most one guard ends the branch: the rollback that goes back furthest, or else a stop.
+
+    Of the others the record stays, with its count, and the action warn.
+    """
+    ends = [one for one in records if one.action in ("stop", "rollback")]
+    if len(ends) < 2:
+        return list(records)
+    back = [one for one in ends if one.back_to is not None]
+    chosen = min(back, key=lambda one: one.back_to or 0) if back else ends[0]
+    warned: dict[str, object] = {"action": "warn", "back_to": None, "change": []}
+    return [
+        one.model_copy(update=warned) if one in ends and one is not chosen else one
+        for one in records
+    ]
+
+
+def pending_rollback(last: Commit | None) -> GuardRecord | None:
+    """The rollback that a commit decided on; None where it did not."""
+    found = [] if last is None else [one for one in last.guards if one.action == "rollback"]
+    return found[0] if found else None

@@ -1,0 +1,92 @@
+"""The memory plan: what each device and this machine will have to hold, before anything starts.
+
+It is put together in this room from what the engines' own plans say (holders.py), and held against
+what there is (places.py). A run that cannot fit is refused with the setting that would make it fit
+(remedies.py, and vllm_shares.py for a share in which a vLLM cannot start).
+"""
+
+from __future__ import annotations
+
+from configs.cluster.cluster import Role
+from configs.grpo import GRPOConfig
+from engines.model_facts import ModelShape, model_facts
+from engines.workers.out_of_memory import size_of
+from tasks.memory.holders import (
+    Vllm,
+    judge_bytes,
+    plan_of,
+    reward_model_bytes,
+    rollout_bytes,
+    teacher_bytes,
+    train_roles,
+    vllms,
+)
+from tasks.memory.places import gpu_limit, places
+from tasks.memory.remedies import too_large
+from tasks.memory.vllm_shares import no_room
+
+
+def check_memory(config: GRPOConfig) -> list[str]:
+    """What the plan says, line by line; ValueError, in one sentence, where it cannot fit."""
+    facts = model_facts(config.model)
+    shape = None if facts is None else facts.shape
+    if shape is None:
+        return ["no plan: the model's files do not say its sizes, or not as Llama's do"]
+    found = list(places(config, shape))
+    for place in found:
+        if not place.fits:
+            raise ValueError(too_large(config, shape, place))
+    if said := no_room(config, shape):
+        raise ValueError(said)
+    lines = [_of_role(config, of, role, name) for role, name, of in train_roles(config, shape)]
+    on_gpus = list(vllms(config, shape))
+    apart = {one.whose for one in on_gpus}
+    lines += [
+        f"{role}, each engine: {_listed(rollout_bytes(config, shape, role))}"
+        for role in config.sampling_roles
+        if role not in apart
+    ]
+    lines += [_of_vllm(config, one) for one in on_gpus]
+    lines += [
+        f"{name}, each engine: {_listed(each)}" for name, each in teacher_bytes(config, shape)
+    ]
+    if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
+        lines.append(f"reward_model, each worker: {_listed(taken)}")
+    for place in found:
+        bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
+        lines.append(f"{place.what}: {size_of(place.planned)}{bound}")
+    return lines
+
+
+def _of_role(config: GRPOConfig, shape: ModelShape, role: Role, name: str) -> str:
+    pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
+    plan = plan_of(config, shape, role)
+    several = pool.workers > 1 and role != "aggregator"
+    ranks = f"each of {pool.workers} ranks" if several else "its rank"
+    if role == "actor" and config.train.engine == "elastic":
+        ranks = "each worker"
+    stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
+    host = f"; on the host {_listed(plan.host)}" if plan.host else ""
+    return (
+        f"{name}, {ranks}: holds {_listed(plan.held)}; in an update {_listed(plan.passing)}; at "
+        f"most in {stages}{host}"
+    )
+
+
+def _of_vllm(config: GRPOConfig, vllm: Vllm) -> str:
+    """Its share of a GPU, and what that has room for as far as it is known."""
+    parts = vllm.settings.tensor_parallel_size
+    of = "the GPU" if parts == 1 else f"each of {parts} GPUs"
+    begin = f"{vllm.whose}, each engine: {vllm.settings.gpu_memory_utilization:g} of {of}"
+    share = vllm.share(gpu_limit(config, vllm.pool)[0])
+    if share is None:
+        return f"{begin}; what it has room for is not known"
+    return (
+        f"{begin}, of it weights {size_of(share.weights)}, keys and values "
+        f"{size_of(share.keys_and_values)}: {share.tokens:,} tokens, {share.samples:,} samples of "
+        f"{share.longest:,} tokens"
+    )
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{what} {size_of(size)}" for what, size in sizes.items() if size)

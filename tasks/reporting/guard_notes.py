@@ -1,0 +1,77 @@
+"""What people read of a run's guards and of its way back: sentences and markdown."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from storage.runs.commit_log import Commit, GuardRecord
+    from storage.runs.live import End
+    from storage.runs.origins import Origin
+
+DOES = {"warn": "warns", "synchronous": "ends the overlap of steps", "stop": "stops the run"}
+
+
+def guard_sentence(record: GuardRecord, step: int) -> str:
+    """What a guard found after a step, as a sentence."""
+    often = "" if record.beyond < 2 else f" for {record.beyond} steps in a row by now"
+    if record.value is None or record.threshold is None:
+        return (
+            f"Guard {record.guard}: {record.metric} of step {step} was no finite number, which is "
+            f"beyond every bound{often}."
+        )
+    side = "above" if record.value > record.threshold else "below"
+    mean = "" if record.mean is None or record.seen == 0 else f" (running mean {record.mean:.4g})"
+    return (
+        f"Guard {record.guard}: {record.metric} of step {step} was {record.value:.4g}, {side} "
+        f"{record.threshold:.4g}{mean}{often}."
+    )
+
+
+def guard_table(commit: Commit) -> list[str]:
+    """Markdown lines: what every guard of the run found in a step; none where it has none."""
+    if not commit.guards:
+        return []
+    lines = ["", "#### Guards", "", "| guard | metric | value | bound | beyond, steps in a row | |"]
+    lines.append("|---|---|---|---|---|---|")
+    for one in commit.guards:
+        value, bound = _shown(one.value), _shown(one.threshold)
+        lines.append(
+            f"| {one.guard} | `{one.metric}` | {value} | {bound} | {one.beyond} | {_does(one)} |"
+        )
+    return lines
+
+
+def went_back(origin: Origin) -> list[str]:
+    """Markdown lines of a run that began as the way back of another one."""
+    back = origin.rollback
+    if back is None:
+        return []
+    changes = f" with {', '.join(f'`{word}`' for word in back.change)}" if back.change else ""
+    return [
+        f"- Rollback {back.number}: **{html.escape(back.run)}** went back to step {origin.at} after "
+        f"its step {back.after}, and this run goes on from there{changes}. {html.escape(back.why)}"
+    ]
+
+
+def continued(end: End | None) -> list[str]:
+    """Markdown lines of a run that ended by going back."""
+    if end is None or end.rolled_back is None:
+        return []
+    back = end.rolled_back
+    return [
+        f"- **Rolled back to step {back.to} by {html.escape(back.guard)}, continued as "
+        f"{html.escape(back.child)}.** {html.escape(back.why)}"
+    ]
+
+
+def _does(record: GuardRecord) -> str:
+    if record.action == "rollback":
+        changes = "".join(f", `{word}`" for word in record.change)
+        return f"**goes back to step {record.back_to}{changes}**"
+    return "" if record.action is None else f"**{DOES[record.action]}**"
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,144 @@
+"""What a run knows of the rows of its data, step by step, and what each draw goes by.
+
+The draw of step k goes by the rows as they stood after step k - 1 - max_staleness: steps that are
+still under way may end sooner or later, and have no part in it. So a resumed run draws what it would
+have drawn. Commits name the tables that later draws need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.batches.refs import BatchRef
+from storage.prompts.cursor import Cursor, unranked
+from storage.rows import readmissions
+from storage.rows.row_history import RowHistory
+from storage.runs.commit_log import Commit, read_outline
+
+if TYPE_CHECKING:
+    from tasks.run.opening import OpenedRun, Position
+
+HISTORY = "row_history"  # refs of a commit: after its step; with -1, -2, … after those before it
+DIFFICULTY = "difficulty"  # by which the epoch is ordered in which the next step draws
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownRows:
+    """What a draw goes by besides its cursor."""
+
+    kept_out: NDArray[np.bool_] | None = None  # [rows of the data] in quarantine; None: no row
+    ranks: Callable[[int], np.ndarray | None] = unranked  # epoch -> by which its rows are ordered
+    readmissions: int = 0  # requests to readmit rows that it takes account of
+
+
+def begun(cursor: Cursor) -> int:
+    """The last epoch of which rows were drawn before a place, and whose order is thus decided."""
+    return cursor.epoch if cursor.position else cursor.epoch - 1
+
+
+class RowHistories:
+    """The tables of the steps from which draws that are still to come go on."""
+
+    def __init__(self, opened: OpenedRun, position: Position) -> None:
+        self._config, self._files = opened.config, opened.files
+        self._size, self._start = position.cursor.size, opened.start
+        self._after: dict[int, BatchRef] = {}  # step -> the rows after it
+        self._ordered_by: dict[int, BatchRef | None] = {}  # step -> by which the epoch begun is
+        self._seen: dict[int, int] = {self._start: 0}  # step -> requests that its draw knew of
+        # Step -> the epoch that was begun before it.
+        self._epochs = {position.head + 1: begun(position.cursor)}
+        last, origin = position.last, opened.origin
+        same_data = origin is None or origin.cursor or position.head > opened.start
+        if last is None or not same_data or not self._config.data.keeps_history:
+            return
+        self._take(position.head, last)
+        for step in range(max(self._start + 1, position.head - self._lag), position.head + 1):
+            self._seen[step] = read_outline(self._files, step).readmissions
+
+    @property
+    def _lag(self) -> int:
+        """Steps that may be under way when one draws, besides itself."""
+        return self._config.max_staleness
+
+    def before(self, step: int) -> BatchRef | None:
+        """The rows after the step before; None: none was drawn yet, or nobody asks."""
+        return self._after.get(step - 1)
+
+    def for_draw(self, step: int) -> KnownRows:
+        """What the draw of a step goes by."""
+        data = self._config.data
+        if not data.keeps_history:
+            return KnownRows()
+        of_epoch = {self._epochs[step]: self._ordered_by.get(step)}
+
+        def ranks(epoch: int) -> NDArray[np.float64] | None:
+            ref = of_epoch.get(epoch, self._known(step))
+            return None if ref is None else self._read(ref).ranks(self._size)
+
+        ranked = ranks if data.order == "difficulty" else unranked
+        if data.quarantine is None:
+            return KnownRows(ranks=ranked)
+        asked = readmissions.asked(self._files)
+        again = readmissions.between(self._files, self._seen[self._point(step)], asked)
+        known = self._known(step)
+        kept_out = None if known is None else self._read(known).kept_out(self._size, again)
+        return KnownRows(kept_out=kept_out, ranks=ranked, readmissions=asked)
+
+    def has_drawn(self, step: int, cursor: Cursor) -> None:
+        """A step has drawn up to a place: in the epoch under way there, if one is, it drew too."""
+        ordered_by = self._known(step)
+        if begun(cursor) == self._epochs[step]:
+            ordered_by = self._ordered_by.get(step)
+        self._ordered_by[step + 1] = ordered_by if cursor.position else None
+        self._epochs[step + 1] = begun(cursor)
+
+    def named(self, step: int, after: BatchRef | None) -> dict[str, BatchRef]:
+        """The refs that the commit of a step names, after which the rows are `after`."""
+        if after is None:
+            return {}
+        found = {HISTORY: after}
+        for back in range(1, self._lag + 1):
+            if (ref := self._after.get(step - back)) is not None:
+                found[f"{HISTORY}-{back}"] = ref
+        ordered_by = self._ordered_by.get(step + 1)
+        return found if ordered_by is None else {**found, DIFFICULTY: ordered_by}
+
+    def readmitted(self, step: int, seen: int) -> set[int] | None:
+        """Rows that a step lets in again, whose draw knew of so many requests; None: all."""
+        return readmissions.between(self._files, self._seen.get(step - 1, 0), seen)
+
+    def committed(self, commit: Commit) -> None:
+        """A step is committed."""
+        if not self._config.data.keeps_history:
+            return
+        self._take(commit.step, commit)
+        self._seen[commit.step] = commit.readmissions
+        oldest = commit.step - self._lag
+        for known in (self._after, self._seen):
+            for step in [step for step in known if step < oldest]:
+                del known[step]
+        for begun in (self._ordered_by, self._epochs):
+            begun.pop(commit.step, None)
+
+    def _take(self, step: int, commit: Commit) -> None:
+        for back in range(self._lag + 1):
+            ref = commit.refs.get(HISTORY if back == 0 else f"{HISTORY}-{back}")
+            if ref is not None and step - back >= self._start:
+                self._after[step - back] = ref
+        self._ordered_by[step + 1] = commit.refs.get(DIFFICULTY)
+        self._epochs[step + 1] = begun(Cursor.from_json(commit.cursor))
+
+    def _point(self, step: int) -> int:
+        """The step after which the rows are those that a step's draw goes by."""
+        return max(self._start, step - 1 - self._lag)
+
+    def _known(self, step: int) -> BatchRef | None:
+        return self._after.get(self._point(step))
+
+    def _read(self, ref: BatchRef) -> RowHistory:
+        return RowHistory.read(self._files.store, ref)

@@ -1,0 +1,107 @@
+"""Samples of a step as outcomes of rows, and the history that the data engine writes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from configs.data import QuarantineConfig
+from engines.data.data_engine import DataEngine
+from engines.data.repetition import repeated_ngrams
+from engines.data.row_outcomes import row_outcomes
+from engines.data.sample_metrics import sample_metrics
+from storage.batches.columns import SampleStatus
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
+from storage.rows.row_history import RowHistory
+
+STORE = Store("memory://row-outcomes")
+OK, FAILED = int(SampleStatus.OK), int(SampleStatus.FAILED)
+
+
+def batches(key: str) -> tuple[BatchRef, BatchRef]:
+    """Groups 8, 9, 10 and 11 of rows 30, 5, 5 and 7; of group 11 no sample was taken."""
+    prompts = write_batch(
+        STORE, f"{key}-prompts.safetensors",
+        {"group_id": np.array([8, 9, 10, 11]), "prompt_row": np.array([30, 5, 5, 7])},
+    )  # fmt: skip
+    masks = [np.ones(n, np.uint8) for n in (2, 4, 3, 3, 5, 1)]
+    samples = write_batch(
+        STORE, f"{key}-samples.safetensors",
+        {
+            "group_id": np.array([10, 10, 8, 8, 9, 9]),
+            "reward": np.array([1, 1, 0, 1, np.nan, np.nan], np.float32),
+            "status": np.array([OK, OK, OK, OK, FAILED, FAILED]),
+            "response_mask": masks,
+        },
+    )  # fmt: skip
+    return prompts, samples
+
+
+def test_groups_are_outcomes_of_their_rows() -> None:
+    found = row_outcomes(STORE, *batches("plain"))
+    assert found.row.tolist() == [30, 5, 5]
+    assert found.reward[[0, 2]].tolist() == [0.5, 1.0] and np.isnan(found.reward[1])
+    assert found.failed.tolist() == [False, True, False]
+    assert found.uniform.tolist() == [False, True, True]
+    assert found.tokens.tolist() == [3, 3, 3]
+    assert np.isnan(found.seconds).all()
+
+
+def test_players_of_a_prompt_vary_each_for_itself() -> None:
+    prompts, _ = batches("players")
+    rewards = np.array([0, 1, 0, 0], np.float32)
+    seats = write_batch(
+        STORE, "players.safetensors",
+        {
+            "group_id": np.array([8, 8, 8, 8]), "player": np.array([0, 1, 0, 1]),
+            "reward": rewards, "status": np.full(4, OK), "response_mask": [np.ones(1, np.uint8)] * 4,
+        },
+    )  # fmt: skip
+    assert row_outcomes(STORE, prompts, seats).uniform.tolist() == [False]  # player 1 varies
+    apart = seats.take([0, 2])
+    assert row_outcomes(STORE, prompts, apart).uniform.tolist() == [True]
+
+
+def test_the_engine_writes_a_table_that_goes_on(monkeypatch: object) -> None:
+    engine = DataEngine.__new__(
+        DataEngine
+    )  # without model and reward functions, which it needs not
+    engine._store = STORE
+    prompts, samples = batches("engine")
+    bounds = QuarantineConfig(failures=1)
+    one = engine.row_history(None, prompts, samples, 1, bounds, [], "one.safetensors")
+    assert (one.quarantined, one.entered) == ({"failures": 1}, 1)
+    two = engine.row_history(
+        one.ref, prompts, samples.rows(0, 4), 2, bounds, None, "two.safetensors"
+    )
+    assert (two.quarantined, two.entered) == ({}, 0), "all were let in, and then nothing failed"
+    table = RowHistory.read(STORE, two.ref)
+    assert (table.prompt_row.tolist(), table.draws.tolist()) == ([5, 30], [3, 2])
+    assert RowHistory.read(STORE, None).prompt_row.tolist() == []
+
+
+def test_repeated_ngrams_are_a_share_of_all() -> None:
+    ids = [
+        np.array(row, np.int32) for row in ([1] * 7, [1, 2, 3, 4, 5], [1, 2, 3, 4, 1, 2, 3, 4], [9])
+    ]
+    ref = write_batch(STORE, "ngrams.safetensors", {"response_ids": ids})
+    assert repeated_ngrams(STORE, ref).tolist() == [np.float32(0.75), 0.0, np.float32(0.2), 0.0]
+    said = {"author": [np.ones(len(one), np.uint8) for one in ids]}
+    said["response_mask"] = [np.array([1, 1, 1, 1, 0, 0, 0]), *(np.ones(len(x)) for x in ids[1:])]
+    said["response_mask"] = [one.astype(np.uint8) for one in said["response_mask"]]
+    own = ref.with_columns(write_batch(STORE, "authors.safetensors", said))
+    assert repeated_ngrams(STORE, own).tolist()[0] == 0.0, "only what the policy wrote counts"
+
+
+def test_the_metrics_of_guards_leave_failed_samples_out() -> None:
+    found = sample_metrics(
+        rewards=np.array([1, 0, np.nan, 1], np.float32),
+        components={},
+        failed=np.array([False, False, True, False]),
+        truncated=np.zeros(4, bool),
+        lengths=np.ones(4, np.int64),
+        groups=np.zeros(4, np.int64),
+        repeated=np.array([0.5, 0.25, 1.0, 0.0], np.float32),
+    )
+    assert (found["samples/failed_fraction"], found["response/repeated_ngrams"]) == (0.25, 0.25)

@@ -1,0 +1,115 @@
+"""The settings that the memory plan proposes, and what fits with them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tasks.memory.check import check_memory
+from tests.tasks.memory.settings import settings, words
+
+SAME = ("reshard_after_forward", "gradient_checkpointing", "optimizer_device", "activation_offload")
+# A 7B model on one device that holds 80 GB, which trainer and vLLM have in turn.
+ONE_DEVICE = (
+    "cluster.roles.rollout=train",
+    "cluster.share_devices=true",
+    "train.optimizer_device=host",
+    "train.gradient_checkpointing=1",
+    "train.reshard_after_forward=true",
+)
+# A 70B model on sixteen of them: twelve ranks, and one engine on four.
+SIXTEEN_DEVICES = (
+    "cluster.pools.train.workers=12",
+    "cluster.pools.rollout.gpus=4",
+    "rollout.tensor_parallel_size=4",
+    "train.optimizer_device=host",
+    "train.gradient_checkpointing=1",
+    "train.activation_offload=true",
+)
+
+
+def refused(*given: str) -> tuple[str, list[str]]:
+    """What is said of a run that does not fit, and the settings that it proposes."""
+    with pytest.raises(ValueError, match="^By the memory plan [^\n]*$") as caught:
+        check_memory(settings(*given))
+    found = re.search(r"Set ([^:]*): then it is", str(caught.value))
+    return str(caught.value), [] if found is None else found.group(1).split()
+
+
+def of_gpu(lines: list[str]) -> tuple[float, float]:
+    """GiB planned of a GPU of the pool train, and what it has."""
+    (line,) = (line for line in lines if line.startswith("a GPU of pool train: "))
+    planned, has = re.findall(r"([\d.]+) GiB", line)
+    return float(planned), float(has)
+
+
+def test_a_7b_model_fits_one_device_of_80_gb(tmp_path: Path) -> None:
+    planned, has = of_gpu(check_memory(settings(*words(tmp_path, "7b", *ONE_DEVICE))))
+    assert planned == pytest.approx(68.1, abs=0.5)  # as docs/memory.md says
+    assert planned < 0.9 * has  # with room for what the plan does not count
+
+
+def test_a_70b_model_fits_sixteen_devices_of_80_gb(tmp_path: Path) -> None:
+    lines = check_memory(settings(*words(tmp_path, "70b", *SIXTEEN_DEVICES)))
+    planned, has = of_gpu(lines)
+    assert planned == pytest.approx(60.9, abs=0.5)  # as docs/memory.md says
+    assert planned < 0.9 * has
+    (engine,) = (line for line in lines if line.startswith("rollout, each engine: 0.85 of each"))
+    assert "of 4 GPUs, of it weights 32.9 GiB, keys and values 34.8 GiB" in engine
+
+
+@pytest.mark.parametrize("size", ["7b", "70b"])
+def test_settings_that_keep_the_bits_are_proposed_first(tmp_path: Path, size: str) -> None:
+    given = words(tmp_path, size, *(SIXTEEN_DEVICES[:3] if size == "70b" else ()))
+    _, proposed = refused(*given)
+    assert proposed
+    assert {word.partition("=")[0] for word in proposed} <= {f"train.{name}" for name in SAME}
+    check_memory(settings(*given, *proposed))
+
+
+def test_one_setting_is_proposed_where_it_is_enough(tmp_path: Path) -> None:
+    tight = ("train.optimizer_device=host", "train.gradient_checkpointing=1")
+    tight = (*tight, "cluster.pools.train.gpu_memory_gib=75")
+    said, proposed = refused(*words(tmp_path, "7b", *tight))
+    assert proposed == ["train.reshard_after_forward=true"]
+    assert "has to hold 79.0 GiB" in said
+    assert said.endswith("Set train.reshard_after_forward=true: then it is 68.1 GiB.")
+
+
+def test_other_settings_follow_those_that_keep_the_bits(tmp_path: Path) -> None:
+    limit = "cluster.pools.train.gpu_memory_gib"
+    one = words(tmp_path, "7b", *ONE_DEVICE[2:], "train.activation_offload=true")
+    _, proposed = refused(*one, f"{limit}=64")
+    assert proposed == ["train.micro_batch_tokens=8192"]
+    _, proposed = refused(*one, "train.micro_batch_tokens=1536", f"{limit}=62.5")
+    assert proposed == ["train.logit_chunk_tokens=256"]
+
+
+def test_ranks_can_share_sequences_that_are_too_long_for_one(tmp_path: Path) -> None:
+    long = ("rollout.max_new_tokens=65536", "train.micro_batch_tokens=66048")
+    ranks = ("cluster.pools.train.workers=8", "cluster.pools.train.gpu_memory_gib=20")
+    given = words(tmp_path, "7b", *ONE_DEVICE[2:4], *long, *ranks, "train.activation_offload=true")
+    _, proposed = refused(*given)
+    assert proposed == ["train.sequence_parallel=2", "train.micro_batch_tokens=33024"]
+    check_memory(settings(*given, *proposed))
+
+
+def test_what_needs_more_ranks_could_be_an_adapter(tmp_path: Path) -> None:
+    given = words(tmp_path, "7b", "cluster.pools.train.gpu_memory_gib=48")
+    said, proposed = refused(*given)
+    assert "cluster.pools.train.workers=2" in proposed
+    check_memory(settings(*given, *proposed))
+    found = re.search(r"Or train an adapter, (lora.rank=32[^:]*): then it is", said)
+    assert found is not None
+    check_memory(settings(*given, *found.group(1).split()))
+
+
+def test_nothing_is_proposed_that_fills_the_host_instead(tmp_path: Path) -> None:
+    _, proposed = refused(*words(tmp_path, "7b"))
+    assert "train.optimizer_device=host" in proposed  # which takes 56.7 GiB there
+    given = words(tmp_path, "7b", "cluster.pools.train.memory_gib=40")
+    _, others = refused(*given)
+    assert others != proposed
+    check_memory(settings(*given, *others))
