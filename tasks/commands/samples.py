@@ -43,7 +43,7 @@ def answer(request: Request) -> Answer:
     try:
         rewards, failed, groups = judged(files, commit.refs["samples"])
         numbers = episodes_of(files, commit.refs["samples"])
-        rows = chosen(asked, rewards, failed, groups, numbers)
+        rows = chosen(asked, rewards, failed, groups, numbers, f"Step {commit.step}")
         found = transcripts(files, commit, rows)
     except ObjectMissing as error:
         raise ValueError(
@@ -67,7 +67,7 @@ def of_evaluation(request: Request) -> Answer:
     result = evaluation_of(files, asked.evaluation)
     rewards, failed, groups = judged(files, result.samples)
     numbers = episodes_of(files, result.samples)
-    rows = chosen(asked, rewards, failed, groups, numbers)
+    rows = chosen(asked, rewards, failed, groups, numbers, asked.evaluation)
     found = evaluation_transcripts(files, result, rows)
     shown: list[RenderableType] = [
         heading(
@@ -112,10 +112,11 @@ def chosen(
     failed: np.ndarray,
     groups: np.ndarray,
     numbers: np.ndarray,
+    of: str,
 ) -> list[int]:
     """Rows of the samples that were asked for, at most asked.limit. Raises ValueError for none.
 
-    numbers: [K, N], numbers by which each sample's episode is named.
+    numbers: [K, N], numbers by which each sample's episode is named; of: whose samples they are.
     """
     scored = np.flatnonzero(~failed)
     by_reward = scored[np.argsort(-rewards[scored], kind="stable")].tolist()
@@ -135,7 +136,7 @@ def chosen(
         there = (
             f" Its groups are {groups.min()} to {groups.max()}." if asked.group is not None else ""
         )
-        raise ValueError(f"There is no sample {what}.{there}")
+        raise ValueError(f"{of} has no sample {what}.{there}")
     return rows[: asked.limit]
 
 

@@ -396,7 +396,7 @@ def test_samples(world: World, ask: Ask) -> None:
     for words, said in (
         ((f"{name}@7",), "has no committed step 7. Name one from 1 to 3."),
         ((f"{name}@x",), "names no step. Write RUN@STEP"),
-        ((name, "--failed"), "has no sample whose scoring failed."),
+        ((name, "--failed"), "Step 3 has no sample whose scoring failed."),
         ((name, "--group", "99"), "has no sample of group 99. Its groups are 8 to 11."),
         ((f"{world.child.run}@1",), "has no committed step 1. Name one from 2 to 3."),
     ):
