@@ -26,7 +26,10 @@ WORKERS = (
 SHORT = ("data.max_prompt_tokens=48", "train.micro_batch_tokens=56")
 UNITS = (*WORKERS, *SHORT, "train.unit_tokens=56")  # several of them in a step
 
-WRITE, MARK = "storage.runs.weights_writing:write_shard", "storage.runs.run_store:RunStore.finish"
+WRITE, MARK = (
+    "storage.runs.weights_writing:write_shard",
+    "storage.runs.stage_store:StageStore.finish",
+)
 SUM, STEP = (f"engines.train.optimizer:Optimizer.{name}" for name in ("_report", "step_by_tensor"))
 AGGREGATOR, TRAINER = "engines.elastic.aggregator:Aggregator", "engines.elastic.trainer"
 REMOVE = "storage.runs.gradients:remove_gradients"

@@ -85,7 +85,7 @@ FLOW = {
     ),
     "prompts": Fault(id="prompts", target="storage.prompts.cursor:draw", nth=2, action="kill"),
     "rollout": Fault(
-        id="rollout", target="storage.runs.run_store:RunStore.finish", nth=3, action="kill"
+        id="rollout", target="storage.runs.stage_store:StageStore.finish", nth=3, action="kill"
     ),
     "advantage": Fault(
         id="advantage", target="engines.train.trainer:Trainer.update", nth=2, action="kill"

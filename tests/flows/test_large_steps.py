@@ -53,7 +53,9 @@ WORKER_DIES = Fault(
 )
 # A step removes three things: statistics (none here), what was decided of each sample, and the plan.
 # The eighth is what was decided in step 3, whose update has not begun.
-FLOW_DIES = Fault(id="flow", target="storage.runs.run_store:RunStore.discard", action="kill", nth=8)
+FLOW_DIES = Fault(
+    id="flow", target="storage.runs.stage_store:StageStore.discard", action="kill", nth=8
+)
 
 SHARDS = 40
 STEP = ("tiny", "steps=2", f"prompts_per_step={SHARDS}", "group_size=2")
