@@ -147,10 +147,12 @@ def test_the_page_is_one_of_model_training_and_its_reward_is_first(
     assert mlflow.get_run(tracker.run_id).data.tags["mlflow.source.git.commit"] == "c0ffee"
 
 
-def test_an_experiment_of_an_older_refrain_gets_its_kind(config: TrackingConfig) -> None:
+def test_an_experiment_of_an_older_refrain_gets_its_kind(
+    config: TrackingConfig, tmp_path: Path
+) -> None:
     old = config.model_copy(update={"experiment": "old"})
     mlflow = Tracker(old).connect()
-    mlflow.create_experiment("old")
+    mlflow.create_experiment("old", artifact_location=(tmp_path / "artifacts").as_uri())
     with Tracker(old) as tracker:
         tracker.start(page("kind"))
     kind = mlflow.get_experiment_by_name("old").tags["mlflow.experimentKind"]
