@@ -40,13 +40,14 @@ def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d")
     run.engines.actor.score.return_value = [[0.0]]
     run.engines.actor.settle.side_effect = settle
     run.engines.rollouts.sync.side_effect = sync
+    run.engines.holding.return_value = contextlib.nullcontext()
     return run
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No Prefect task around it."""
-    monkeypatch.setattr(weight_sync, "attempted", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(weight_sync, "attempted", lambda *_: contextlib.nullcontext(Mock()))
 
 
 @pytest.mark.parametrize(

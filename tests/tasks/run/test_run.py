@@ -34,6 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, fake in {
         "config": SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0),
         "progress": SimpleNamespace(attempt=lambda *words: None),
+        "rows": SimpleNamespace(has_drawn=lambda *words: None, committed=lambda *words: None),
         "shards": SimpleNamespace(committed=lambda step: None),
         "gate": SimpleNamespace(committed=lambda step: None, drawn=lambda step: None),
         "engines": SimpleNamespace(
