@@ -23,8 +23,8 @@ WORKERS = (
     "cluster.roles.aggregator=aggregator",
     "cluster.pools.aggregator={workers: 1, threads: 1}",
 )
-SHORT = ("data.max_prompt_tokens=48", "train.micro_batch_tokens=56")
-UNITS = (*WORKERS, *SHORT, "train.unit_tokens=56")  # several of them in a step
+SHORT = ("data.max_prompt_tokens=80", "train.micro_batch_tokens=88")
+UNITS = (*WORKERS, *SHORT, "train.unit_tokens=88")  # several of them in a step
 
 WRITE, MARK = (
     "storage.runs.weights_writing:write_shard",

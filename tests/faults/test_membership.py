@@ -129,11 +129,11 @@ def test_elastic_train_workers_come_and_go(
     launch: Launch, workers: Workers, undisturbed: Callable[..., list[Commit]], tmp_path: Path
 ) -> None:
     """Weights are those of FSDP, whoever was there; the aggregator is on the pool that stays."""
-    split = ("data.max_prompt_tokens=48", "train.micro_batch_tokens=56")
+    split = ("data.max_prompt_tokens=80", "train.micro_batch_tokens=88")
     plain = (*split, "algorithm.kl.coefficient=0", "steps=12")
     place = ("cluster.kind=address", f"cluster.address={workers.address}")
     store = f"store.uri=file://{tmp_path}/.refrain/store"
-    elastic = ("train.engine=elastic", "train.unit_tokens=56", "cluster.roles.aggregator=cpu")
+    elastic = ("train.engine=elastic", "train.unit_tokens=88", "cluster.roles.aggregator=cpu")
     run = launch(*WORDS, *plain, *elastic, *place, store)
     wait_for_step(run, 1)
     workers.join("late", "train", 2)

@@ -179,7 +179,7 @@ def test_a_planted_collapse_ends_better_with_a_guard_than_without(launch: Launch
         last = [one.metrics["reward/mean"] or 0.0 for one in commits[-4:]]
         rewards[name.partition("-")[0] + name[-11:] * ("rollback" in name)] = sum(last) / 4
     (child,) = (RunStore(store, name) for name in store.children() if name.endswith("rollback-1"))
-    assert rewards["guardedrollback-1"] > 2 * rewards["without"], rewards
+    assert rewards["guarded-rollback-1"] > 2 * rewards["without"], rewards
     origin = origin_of(child)
     assert origin is not None and origin.rollback is not None
     assert origin.rollback.change == ["train.learning_rate=0.003"]
