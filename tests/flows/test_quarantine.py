@@ -17,7 +17,7 @@ from storage.audit.audit import audit
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit
 from tests.faults.ledger import committed
-from tests.faults.planted import Fault
+from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched, ends_alike
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -138,3 +138,28 @@ def test_a_killed_run_draws_the_same_rows(launch: Launch, tmp_path: Path, prefec
                 return again(*given, files=FILES, **rest)
 
             ends_alike(whole, broken, tmp_path, list(WORDS), fault)
+
+
+def test_steps_that_overlap_draw_the_same_rows_after_a_kill(
+    launch: Launch, tmp_path: Path, prefect_api: str
+) -> None:
+    """Weights depend on time there, and so do rewards; which questions cannot be scored does not."""
+    from tests.flows.conftest import starting
+
+    words = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]", "data.order=shuffled")
+    drawn = []
+    for name, faulty in (("whole", False), ("broken", True)):
+        (tmp_path / name).mkdir()
+        fault = Fault(id="x", target="tasks.run.run:Run.advance", action="kill", nth=5)
+        faults = Faults(tmp_path / f"{name}-faults", [fault] if faulty else [])
+        with starting(tmp_path / name, prefect_api) as start:
+            run = start(*WORDS, *words, files=FILES, environment=faults.environment)
+            code, out = run.end()
+            if faulty:
+                assert code != 0 and faults.missed == [], out
+                code, out = start("--resume", run.files.run).end()
+            assert code == 0, out
+            drawn.append([rows_of(one, run) for one in committed(run.files, max_staleness=2)])
+            assert audit(run.files).problems == []
+    assert drawn[0] == drawn[1]
+    assert not {2, 5} & {row for rows in drawn[0][-2:] for row in rows}, "they have left the draw"
