@@ -21,6 +21,7 @@ from engines.data.chat_template import prompt_of
 from engines.data.tool_calls import tool_calls
 from engines.environments.adapters import ClassAdapter
 from engines.environments.tools import schema
+from engines.rewards.protocol import TrainerState
 from engines.rewards.runner import RewardRunner
 from storage.prompts.datasets import open_source
 from storage.runs.commit_log import Commit, read_commit
@@ -227,6 +228,20 @@ def test_a_game_is_shown_before_it_says_its_rules() -> None:
     chat = prompt_of(row, DataConfig(source=source), "[GAME] Enter your guess.")
     assert [one["role"] for one in chat] == ["user", "assistant"] * 6 + ["user"]
     assert chat[-1]["content"] == "You win. A new game:\n\n[GAME] Enter your guess."
+
+
+def test_any_prize_says_nothing_of_the_game() -> None:
+    """The same for the same episode of a step, in any order; another one in the next step."""
+    any_prize = runpy.run_path(str(EXAMPLES / "guess_the_number.py"))["any_prize"]
+    said = [[{"role": "assistant", "content": f"[{number}]"}] for number in range(200)]
+
+    def prizes(step: int, order: int = 1) -> list[float]:
+        state = TrainerState(global_step=step)
+        return any_prize([""] * 200, said[::order], trainer_state=state)[::order]
+
+    assert prizes(1) == prizes(1, order=-1)
+    assert abs(np.corrcoef(prizes(1), prizes(2))[0, 1]) < 0.3
+    assert abs(np.mean(prizes(1)) - 0.5) < 0.1
 
 
 @pytest.mark.slow
