@@ -32,7 +32,7 @@ TILES, ACTIONS, GOAL = 16, 4, 15
 GROUPS, GROUP, TURNS = 8, 16, 12
 RATE = 4.8  # of learning
 EPSILON = 1e-6  # beside the deviation
-KEPT = {"all groups": (0.0, 1.0), "with a success": (0.05, 1.0), "0.1 to 0.9": (0.1, 0.9)}
+KEPT = {"all groups": (0.0, 1.0), "with a success": (0.01, 1.0), "0.1 to 0.9": (0.1, 0.9)}
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
