@@ -17,10 +17,10 @@ from engines.encoders.memory_plan import encoder_bytes
 from engines.model_facts import model_facts
 from engines.models import materialize
 from engines.rewards.reward_model import RewardModel
-from engines.workers.machine_memory import gpu_memory, host_memory
 from tasks.memory import check, places
 from tasks.memory.check import check_memory
 from tasks.memory.holders import reward_model_bytes
+from tasks.memory.machine_memory import gpu_memory, host_memory
 from tests.engines.encoders.test_encoders import drawn
 from tests.engines.rewards.reward_models import draw_reward_model
 
