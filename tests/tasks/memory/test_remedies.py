@@ -10,7 +10,10 @@ import pytest
 from tasks.memory.check import check_memory
 from tests.tasks.memory.settings import settings, words
 
-SAME = ("reshard_after_forward", "gradient_checkpointing", "optimizer_device", "activation_offload")
+SAME = (
+    *("reshard_after_forward", "gradient_checkpointing", "optimizer_device"),
+    *("weights_dtype", "activation_offload"),
+)
 # A 7B model on one device that holds 80 GB, which trainer and vLLM have in turn.
 ONE_DEVICE = (
     "cluster.roles.rollout=train",
