@@ -24,8 +24,8 @@ class Probe:
 
     tokens: list[list[int]]  # [S][T] prompt and response of each sequence
     prompt_lengths: list[int]  # [S] tokens
-    # [S][T - prompt length] of the response tokens, nats. The trainer may be making them while engines
-    # load: then this waits, and raises its failure.
+    # [S][T - prompt length] of the response tokens, nats. The trainer may be making them while
+    # engines load: then this waits, and raises its failure.
     expected: Callable[[], list[list[float]]]
 
 

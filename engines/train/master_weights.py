@@ -45,9 +45,9 @@ def sum_gradients_in_float32(module: nn.Module) -> None:
     """Have FSDP add the gradients of micro-batches up in float32, whatever the weights are in.
 
     It reduces them over the ranks in float32, and would then cast them to the format of the sharded
-    weights before it adds them (torch 2.13, `foreach_reduce`). The format is no setting of FSDP's
-    (not asked for upstream), so the one that it has found is replaced. Optimizer.step checks what
-    comes of it.
+    weights before it adds them (torch 2.13, `foreach_reduce`). That format is no setting of FSDP's,
+    so the one that it has found is replaced, until `grad_dtype` is enough:
+    https://github.com/pytorch/pytorch/issues/170648. Optimizer.step checks what comes of it.
     """
     for parameter in module.parameters():
         if parameter.requires_grad:
