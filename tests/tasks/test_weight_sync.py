@@ -103,7 +103,7 @@ def test_the_trainer_scores_the_probe_while_engines_load(shared: bool, order: li
 
 def test_a_trainer_that_fails_to_score_is_what_the_step_fails_of() -> None:
     run = a_run([], kept=False)
-    run.engines.actor.score.side_effect = WorkerLost("train-0 is gone")
+    run.engines.actor.score.side_effect = WorkerLost("train-0", "killed")
     run.engines.rollouts.sync.side_effect = lambda weights, probe: probe.expected()
     with pytest.raises(WorkerLost, match="train-0"):
         weight_sync.publish_and_sync(run, 3, 3)

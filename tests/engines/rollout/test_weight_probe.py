@@ -22,7 +22,7 @@ def report(version: int = 3, digest: str = "xxh3:1") -> SyncReport:
 
 
 def test_the_error_is_the_mean_over_all_tokens():
-    assert mean_absolute_error([[-1.5, -2.0], [-2.0]], PROBE.logprobs) == pytest.approx(0.5)
+    assert mean_absolute_error([[-1.5, -2.0], [-2.0]], PROBE.expected()) == pytest.approx(0.5)
 
 
 def test_a_score_within_the_tolerance_passes_and_one_beyond_it_names_the_worker():
