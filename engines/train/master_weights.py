@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from engines.train.fsdp import own_part
+
 
 class MasterWeights:
     """The masters of some (sharded) parameters; what has none is its own."""
@@ -38,7 +40,7 @@ class MasterWeights:
     def round(self) -> None:
         """Set the device's weights by the masters, once these have been filled."""
         for parameter, master in self._of.items():
-            parameter.copy_(master)
+            own_part(parameter)[0].copy_(own_part(master)[0])
 
 
 def sum_gradients_in_float32(module: nn.Module) -> None:
