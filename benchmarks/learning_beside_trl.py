@@ -80,12 +80,13 @@ def ours(setting: Setting, folder: Path) -> Curve:
     seed, problems = setting.seed, json.dumps(PROBLEMS)
     command = [
         sys.executable, "-m", "flows.grpo", "smollm2-arithmetic", f"steps={setting.steps}",
-        f"prompts_per_step={setting.prompts}", f"group_size={setting.group}", f"seed={seed}",
-        f"rollout.seed={seed}", f"data.source.seed={seed}", f"data.source.params={problems}",
+        f"prompts_per_step={setting.prompts}", f"rollout.shards={min(4, setting.prompts)}",
+        f"group_size={setting.group}", f"seed={seed}", f"rollout.seed={seed}",
+        f"data.source.seed={seed}", f"data.source.params={problems}",
         "data.order=sequential", f"rollout.max_new_tokens={setting.tokens}",
         "rewards.functions=[{kind: function, path: benchmarks.learning_beside_trl:exact}]",
         f"train.learning_rate={RATE}", f"train.beta2={BETA2}",
-        f"algorithm.advantage.epsilon={EPSILON}",
+        f"algorithm.advantage={{kind: grpo, epsilon: {EPSILON}}}",
     ]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(f"file://{folder}/.refrain/store")
