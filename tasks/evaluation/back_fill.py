@@ -16,7 +16,6 @@ from configs.cluster.cluster import ClusterConfig
 from configs.evaluation import BackFillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
-from engines.algorithms.evaluation import PairedTest, paired_test
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.workers.cluster import Cluster
@@ -33,7 +32,7 @@ from storage.runs.weights import WeightsRef, open_chain
 from storage.tracking.tracker import Tracker, TrackingError
 from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
-from tasks.evaluation.summary import paired, scores_of
+from tasks.evaluation.summary import Compared, tested
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.flow_run import flow_run_id
 from tasks.reporting.mlflow_page import evaluation_metrics
@@ -53,16 +52,6 @@ class Subject:
     files: RunStore
     config: GRPOConfig  # of the run, with the suites that are asked for and no others
     versions: Mapping[int, WeightsRef]  # by the run's number, ascending
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """A version against one of another run, in a suite."""
-
-    suite: str
-    version: int
-    against: int  # the other run's version
-    found: PairedTest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,12 +208,8 @@ def compared(
     for (suite, version), result in ours.items():
         numbers = [number for name, number in theirs if name == suite]
         other = numbers[0] if len(numbers) == 1 else version
-        scores = [
-            scores_of(store, one.samples, one.right_from) for one in (result, theirs[suite, other])
-        ]
-        pairs = paired(*scores)
-        if len(pairs[0]):
-            test = paired_test(*pairs)
+        test = tested(store, result, theirs[suite, other])
+        if test is not None:
             found.append(Compared(suite=suite, version=version, against=other, found=test))
     return found
 
