@@ -33,7 +33,7 @@ from storage.tracking.tracker import Tracker, TrackingError
 from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
-from tasks.reporting.attempts import Attempt
+from tasks.reporting.attempts import AttemptLog
 from tasks.reporting.flow_run import flow_run_id
 from tasks.reporting.mlflow_page import evaluation_metrics
 from tasks.reporting.progress import Progress, Terminal
@@ -78,7 +78,7 @@ class BackFill:
         # Not the run's name: a worker answers a call that it knows from its record.
         self.name = f"{self.files.run}-evaluation-{uuid.uuid4().hex[:8]}"
         self.epoch, self.cancelled, self.terminal = 1, cancelled, terminal
-        self.attempts: dict[int, list[Attempt]] = {}
+        self.attempts = AttemptLog()
         self.progress = Progress(terminal, 0)
         self.device_time = DeviceTime()  # of no step
 
@@ -265,7 +265,7 @@ def _evaluator(caller: BackFill, cluster: Cluster) -> Evaluator:
         if page is not None:
             page.log_metrics(version, evaluation_metrics(result), at=result.made_at)
 
-    return Evaluator(caller, place, suites, tell)
+    return Evaluator(caller, place, suites, tell, back_fill=True)
 
 
 def _page(caller: BackFill) -> Tracker | None:

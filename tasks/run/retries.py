@@ -88,7 +88,7 @@ def attempted(
         raise
     finally:
         attempt.ended = time.time()
-        run.attempts.setdefault(step, []).append(attempt)
+        run.attempts.add(attempt)
         where = attempt.assignment.worker or "the train workers"
         logger.log(
             logging.WARNING if attempt.error else logging.INFO,

@@ -11,6 +11,7 @@ import pytest
 
 from engines.workers.device_time import DeviceTime
 from tasks import train
+from tasks.reporting.attempts import AttemptLog
 from tasks.results import Carried, LeftOver
 from tasks.run import run as runs
 from tasks.run.retries import attempted
@@ -28,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runs, "Position", SimpleNamespace(after=lambda record: after))
     made = object.__new__(Run)
     made.name = "run"
-    made.attempts, made.drawn, made.carried, made.left_over = {}, {}, {}, {}
+    made.attempts, made.drawn, made.carried, made.left_over = AttemptLog(), {}, {}, {}
     made.start, made.device_time = 0, DeviceTime()
     told: list[tuple[int, int]] = []
     for name, fake in {
