@@ -3,12 +3,12 @@
     python -m benchmarks.evaluation [--engine sleep|real] [--rounds 3] [--steps 8]
 
 Three sides, in turn, as often as there are rounds: no evaluation; `between`, on the run's engines
-between two steps; `aside`, on a pool of its own while the steps go on. With --engine sleep the engines
-that sample sleep for a second a shard, as on devices of their own: what is left is the flow's work.
-With --engine real they decode on this machine's processors, which all pools share: a pool beside
-the steps then takes its share of them. Printed: the median seconds from commit to commit, without the
-first two steps of a run; its ratio to no evaluation; and of `aside` the processor seconds of its
-pool for each step, as a share of what the machine has in that time.
+between two steps; `aside`, on a pool of its own while the steps go on. With --engine sleep the
+engines that sample sleep for a second a shard, as on devices of their own: what is left is the flow's
+work. With --engine real they decode on this machine's processors, which all pools share: a pool
+beside the steps then takes its share of them. Printed: the median seconds from commit to commit,
+without the first two steps of a run; its ratio to no evaluation; and of `aside` the processor seconds
+of its pool for each step, as a share of what the machine has in that time.
 """
 
 from __future__ import annotations
