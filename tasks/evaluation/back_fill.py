@@ -29,7 +29,8 @@ from storage.runs.opponents import opponent_of
 from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_chain
-from storage.tracking.tracker import Tracker, TrackingError
+from storage.tracking.connection import TrackingError
+from storage.tracking.tracker import Tracker
 from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
