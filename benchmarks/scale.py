@@ -1,7 +1,7 @@
 """What it costs to drive many rollout workers and shards, on the real flow with engines that sleep.
 
     python -m benchmarks.scale [--workers 1 16 64 256] [--shards 64 256 1024] [--steps 5]
-                               [--staleness 2]
+                               [--staleness 2] [--floor]
 
 Rollout workers are simulated, many in one process: each is a Dask worker with an engine host and an
 engine of its own, which loads weights as ever and then sleeps instead of decoding. The flow joins
@@ -16,6 +16,9 @@ shows what a step leaves. With --staleness steps overlap, and the engines of the
 while one trains: what counts then are the seconds a step, beside shards / workers times what a shard
 takes.
 
+With --floor, beside it: what Prefect and Dask alone cost a flow of as many task runs and calls that
+do nothing (benchmarks/scale_floor.py), in the same minute on the same cluster.
+
 Prefect's server keeps its data in SQLite, or where PREFECT_SERVER_DATABASE_CONNECTION_URL says; a
 database server's own processor time is not in the figures.
 """
@@ -29,6 +32,7 @@ import itertools
 import math
 import os
 import socket
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -203,7 +207,7 @@ def spent(process: psutil.Process) -> float:
     return 0.0
 
 
-def measured(setting: Setting) -> tuple[dict[str, float], str]:
+def measured(setting: Setting, floor: bool) -> tuple[dict[str, float], str]:
     """One run in a folder of its own: its figures, and memory."""
     with tempfile.TemporaryDirectory(prefix="scale-") as name:
         folder = Path(name)
@@ -229,7 +233,31 @@ def measured(setting: Setting) -> tuple[dict[str, float], str]:
                 if flow.poll() is None:
                     flow.kill()
                     flow.wait()
-            return figures(setting, commits_of(folder), looks), memory(looks)
+            found = figures(setting, commits_of(folder), looks)
+            if floor:
+                found |= floor_beside(setting, scheduler, folder)
+            return found, memory(looks)
+
+
+def floor_beside(setting: Setting, scheduler: str, folder: Path) -> dict[str, float]:
+    """Task runs of a step, and milliseconds of a bare flow with as many, for each shard."""
+    with sqlite3.connect(folder / ".refrain" / "prefect" / "prefect.db") as database:
+        (count,) = database.execute("select count(*) from task_run").fetchone()
+    task_runs = round(count / setting.steps)
+    words = [scheduler, setting.workers, setting.shards, task_runs, max(setting.steps, 4)]
+    bare = folder / "bare"
+    bare.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scale_floor", *map(str, words)],
+        cwd=bare,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=setting.limit,
+    )
+    seconds = float(done.stdout.split("seconds")[1])
+    return {"task_runs": float(task_runs), "floor": 1000.0 * seconds / setting.shards}
 
 
 def watched(
@@ -313,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="that each shard takes")
     parser.add_argument("--staleness", type=int, default=0, help="max_staleness")
+    parser.add_argument("--floor", action="store_true", help="Prefect and Dask alone, beside it")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     settings = [
@@ -333,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("store: requests and KiB read and written for a shard, of all processes")
     print("workers shards  s a step  beyond  flow ms  scheduler ms  server ms  store  MiB")
     for setting in settings:
-        found, mib = measured(setting)
+        found, mib = measured(setting, options.floor)
         print(
             f"{setting.workers:7} {setting.shards:6}  {found['step']:8.2f}  {found['beyond']:6.2f}  "
             f"{found['flow']:7.1f}  {found['scheduler']:12.1f}  {found['server']:9.1f}  "
@@ -341,6 +370,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{mib}",
             flush=True,
         )
+        if options.floor:
+            print(
+                f"        of the flow's, Prefect and Dask alone: {found['floor']:.1f} ms, with "
+                f"{found['task_runs']:.0f} task runs a step",
+                flush=True,
+            )
     print(f"load {os.getloadavg()[0]:.1f} after")
     return 0
 

@@ -18,8 +18,9 @@ from engines.processes.certificates import Certificates, certificates_for
 from engines.processes.node import NodePlan, WorkerPlan
 from engines.processes.node_process import NodeProcess
 from engines.workers.cluster import ASK_TIMEOUT, Cluster, RemoteWorkers
-from engines.workers.host import HOST, EngineHost, examine
+from engines.workers.host import HOST, EngineHost
 from engines.workers.membership import TellsOfWorkers, allowed_failures
+from engines.workers.on_worker import examine
 from engines.workers.placement import check_placed, place_local, this_node
 
 Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables of its workers

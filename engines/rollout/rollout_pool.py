@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -173,18 +173,25 @@ class RolloutPool(EnginePool):
 
     def _sync_all(self) -> dict[str, CheckedLoad]:
         workers = self.live()
-        reports: dict[str, CheckedLoad] = {}
         failures: list[InfrastructureError] = []
 
-        def one(name: str, address: str) -> None:
+        def built(name: str) -> None:
             try:
-                super(RolloutPool, self).ready(name, address)
-                reports[name] = self._load(name, address)
+                super(RolloutPool, self).ready(name, workers[name])
             except InfrastructureError as error:
                 failures.append(error)
 
-        with ThreadPoolExecutor(len(workers)) as threads:
-            list(threads.map(one, workers.keys(), workers.values()))
+        new = [name for name, address in workers.items() if address not in self._ready]
+        if new:
+            with ThreadPoolExecutor(len(new)) as threads:
+                list(threads.map(built, new))
+        ready = {name: address for name, address in workers.items() if address in self._ready}
+        reports: dict[str, CheckedLoad] = {}
+        for name, found in self.submit_to_all(ready, *self._load_call()).items():
+            if isinstance(found, InfrastructureError):
+                failures.append(found)
+            else:
+                reports[name] = self._checked(name, workers[name], found)
         if not reports:
             raise failures[-1]
         return reports
@@ -204,46 +211,35 @@ class RolloutPool(EnginePool):
 
     def sleep(self, cancel: threading.Event | None = None) -> Moved:
         """Have every engine give its device's memory back; one that cannot is ended."""
-
-        def one(address: str) -> Moved:
-            arguments = {"level": self.sleep_level}
-            try:
-                return self._submit_aside(address, "sleep", arguments)
-            except InfrastructureError as error:  # the engine is closed, or its worker is gone
-                logger.warning("An engine failed while it went to sleep: %s", error)
+        found = self._aside("sleep", {"level": self.sleep_level})
+        for address, moved in found.items():
+            if isinstance(moved, InfrastructureError):  # it is closed, or its worker is gone
+                logger.warning("An engine failed while it went to sleep: %s", moved)
                 self._end(address)
-                return Moved()
-
-        return self._on_all(one)
+        return _together(found)
 
     def wake(self, cancel: threading.Event | None = None) -> Moved:
         """Give every engine its memory again; one that cannot take it is built when it is next used.
 
         One whose weights are not attested to be those it went to sleep with loads them anew then.
         """
-
-        def one(address: str) -> Moved:
-            try:
-                moved = self._submit_aside(address, "wake", {})
-            except InfrastructureError as error:
-                logger.warning("An engine failed while it woke: %s", error)
-                return Moved()
-            if moved.digest:
-                self._loaded[address] = moved.digest
-            return moved
-
         self._loaded.clear()
-        return self._on_all(one)
+        found = self._aside("wake", {})
+        for address, moved in found.items():
+            if isinstance(moved, InfrastructureError):
+                logger.warning("An engine failed while it woke: %s", moved)
+            elif moved.digest:
+                self._loaded[address] = moved.digest
+        return _together(found)
 
-    def _on_all(self, one: Callable[[str], Moved]) -> Moved:
-        """Something on every engine that was built, at once."""
-        with ThreadPoolExecutor(max(1, len(self._ready))) as threads:
-            return Moved.together(threads.map(one, list(self._ready)))
-
-    def _submit_aside(self, address: str, method: str, arguments: Mapping[str, Any]) -> Moved:
+    def _aside(
+        self, method: str, arguments: Mapping[str, Any]
+    ) -> dict[str, Moved | InfrastructureError]:
+        """Something on every engine that was built, at once; by address."""
+        ready = {name: address for address, name in self._ready.items()}
         call_id = CallId(run=self.run, epoch=self.epoch, step=0, call=uuid.uuid4().hex)
-        moved: Moved = self.submit(address, method, call_id, arguments, slot=False)
-        return moved
+        found = self.submit_to_all(ready, method, call_id, arguments)
+        return {ready[name]: moved for name, moved in found.items()}
 
     def _end(self, address: str) -> None:
         """See to it that a worker has no engine; kill it if it cannot be asked."""
@@ -274,14 +270,24 @@ class RolloutPool(EnginePool):
         return dict(self._drawn)
 
     def _load(self, name: str, address: str) -> CheckedLoad:
-        weights, probe = self.weights, self._probe
-        given: dict[str, Any] = {"weights": weights, "mode": self.mode}
-        method, call_id = "sync", self._call_id(weights.version, "sync")
-        if probe is not None:
-            method = "sync_and_score"
-            given |= {"token_ids": probe.tokens, "prompt_lengths": probe.prompt_lengths}
         # Shards in flight may fill all slots.
-        found = self.submit(address, method, call_id, given, slot=False)
+        return self._checked(name, address, self.submit(address, *self._load_call(), slot=False))
+
+    def _load_call(self) -> tuple[str, CallId, dict[str, Any]]:
+        """Method, call id and arguments of the load of the current weights."""
+        given: dict[str, Any] = {"weights": self.weights, "mode": self.mode}
+        call_id = self._call_id(self.weights.version, "sync")
+        if self._probe is None:
+            return "sync", call_id, given
+        given |= {
+            "token_ids": self._probe.tokens,
+            "prompt_lengths": self._probe.prompt_lengths,
+        }
+        return "sync_and_score", call_id, given
+
+    def _checked(self, name: str, address: str, found: Any) -> CheckedLoad:
+        """What an engine's load returned, if it holds the weights now; else WeightMismatch."""
+        weights, probe = self.weights, self._probe
         report: SyncReport = found if probe is None else found[0]
         check_report(name, report, weights)
         error = math.nan
@@ -292,3 +298,7 @@ class RolloutPool(EnginePool):
 
     def _call_id(self, step: int, call: str) -> CallId:
         return CallId(run=self.run, epoch=self.epoch, step=step, call=f"{self.role}-{call}")
+
+
+def _together(found: Mapping[str, Moved | InfrastructureError]) -> Moved:
+    return Moved.together(one for one in found.values() if isinstance(one, Moved))

@@ -19,9 +19,10 @@ from distributed import Future
 from distributed.scheduler import KilledWorker, NoValidWorkerError
 
 from engines.failures import CallDeadline, NoProgress, WorkerLost, revive
-from engines.workers import host
+from engines.workers import on_worker
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
+from engines.workers.host import STARTS
 from engines.workers.messages import BuildReport, CallId, CallResult, HostStatus
 
 if TYPE_CHECKING:
@@ -222,7 +223,16 @@ def start_build(
     """Begin `build`."""
     label, token = f"{role}.build", uuid.uuid4().hex
     return PendingCall(
-        cluster, address, label, host.build, role, spec, token, token=token, wake=wake, starts=True
+        cluster,
+        address,
+        label,
+        on_worker.build,
+        role,
+        spec,
+        token,
+        token=token,
+        wake=wake,
+        starts=True,
     )
 
 
@@ -268,12 +278,12 @@ def start(
         cluster,
         address,
         f"{role}.{method}",
-        host.call,
+        on_worker.call,
         *args,
         token=token,
         slot=slot,
         wake=wake,
-        starts=method in host.STARTS,
+        starts=method in STARTS,
     )
 
 
@@ -287,19 +297,19 @@ def control(
     **arguments: Any,
 ) -> Any:
     """Call a short engine method (status, pause) past the calls that fill the worker."""
-    result = _run_on(cluster, address, host.control, role, method, arguments, timeout=timeout)
+    result = _run_on(cluster, address, on_worker.control, role, method, arguments, timeout=timeout)
     return value_of(result, f"by {role}.{method} on worker {cluster.name_of(address)}")
 
 
 def stop(cluster: Cluster, address: str, role: str) -> bool:
     """Close the engine of a role on a worker; False when there was none."""
-    result = _run_on(cluster, address, host.stop, role, timeout=STOP)
+    result = _run_on(cluster, address, on_worker.stop, role, timeout=STOP)
     return bool(value_of(result, f"stopping {role} on worker {cluster.name_of(address)}"))
 
 
 def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> HostStatus:
     """What one worker holds and does; TimeoutError when it does not answer."""
-    found: HostStatus = _run_on(cluster, address, host.status, timeout=timeout)
+    found: HostStatus = _run_on(cluster, address, on_worker.status, timeout=timeout)
     return found
 
 

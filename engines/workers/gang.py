@@ -25,7 +25,7 @@ from engines.failures import (
     OutOfMemory,
     WorkerLost,
 )
-from engines.workers import host
+from engines.workers import on_worker
 from engines.workers.call_watch import SLICE
 from engines.workers.calls import PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
@@ -119,7 +119,7 @@ class Gang:
     def _join(self, members: Sequence[Member], cancel: threading.Event | None) -> None:
         """Have the ranks meet at a free port of rank 0's host."""
         meeting = members[0].host
-        port = self._on_rank_0(members, "free-port", host.free_port, meeting, cancel=cancel)
+        port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
         limit = self.start_timeout
         self._all(
             members,
@@ -165,7 +165,7 @@ class Gang:
                 return parts[0]
             members = [rank.member for rank in self._ranks]
             return self._on_rank_0(
-                members, "concat", host.collect, self.role, method, parts, cancel=cancel
+                members, "concat", on_worker.collect, self.role, method, parts, cancel=cancel
             )
 
     @contextlib.contextmanager

@@ -1,29 +1,24 @@
-"""The engine host, a Dask worker plugin that holds the worker's engines by role, and the way to it.
+"""The engine host, a Dask worker plugin that holds the worker's engines by role.
 
-Setting it up does nothing slow, and no engine library is imported before the first build. The
-functions below the class are what the flow process runs on workers: `build`, `call`, `collect` and
-`free_port` as Dask tasks, in the worker's threads; the rest by `client.run`, past any call that
-occupies the worker. An engine's exception comes back as a record.
+Setting it up does nothing slow, and no engine library is imported before the first build. What the
+flow process has it do is in engines/workers/on_worker.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import multiprocessing
 import os
-import socket
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple
 
-from distributed import Worker, WorkerPlugin, get_worker
+from distributed import Worker, WorkerPlugin
 
 from configs.imports import imported_class
 from engines.failures import (
@@ -31,7 +26,6 @@ from engines.failures import (
     InfrastructureError,
     StaleCall,
     StaleIncarnation,
-    capture,
 )
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
@@ -40,15 +34,11 @@ from engines.workers.engine import Engine, EngineSpec, Ranked, callable_methods
 from engines.workers.messages import (
     BuildReport,
     CallId,
-    CallResult,
     EngineStatus,
     HostStatus,
     RunningCall,
-    WorkerInfo,
 )
 from engines.workers.out_of_memory import memory_watched
-from engines.workers.placement import find_free_port, this_node
-from engines.workers.spent import METER
 from storage.objects.usage import COUNTER
 
 HOST = "refrain-engine-host"  # name of the plugin on every worker
@@ -313,84 +303,3 @@ def _end_late(entry: Running, limit: float, over: threading.Event) -> None:
         left = limit - entry.progress.idle if entry.method in STARTS else 0.0
     if not over.is_set():
         kill_tree(os.getpid())
-
-
-def host_of(worker: Worker) -> EngineHost:
-    """The engine host of a worker."""
-    plugin = worker.plugins.get(HOST)
-    if not isinstance(plugin, EngineHost):
-        raise EngineMissing(f"worker {worker.name} has no engine host")
-    return plugin
-
-
-def _recorded(run: Callable[[], Any]) -> CallResult:
-    """The boundary where an engine's exception becomes a record that travels."""
-    value, failure = None, None
-    try:
-        value = run()
-    except (Exception, SystemExit) as error:
-        failure = capture(error)
-    process = f"{socket.gethostname()}:{os.getpid()}"
-    usage, spent = COUNTER.total(), METER.spent()
-    return CallResult(value=value, failure=failure, process=process, usage=usage, spent=spent)
-
-
-def build(role: str, spec: EngineSpec, token: str) -> CallResult:
-    """Dask task: `EngineHost.build`; the value is a BuildReport."""
-    host = host_of(get_worker())
-    return _recorded(lambda: host.build(role, spec, token))
-
-
-def call(
-    role: str,
-    method: str,
-    kwargs: Mapping[str, Any],
-    call_id: CallId | None,
-    token: str,
-    limit: float,
-) -> CallResult:
-    """Dask task: `EngineHost.call`."""
-    host = host_of(get_worker())
-    return _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
-
-
-def collect(role: str, method: str, parts: list[Any]) -> CallResult:
-    """Dask task: `EngineHost.collect`."""
-    host = host_of(get_worker())
-    return _recorded(lambda: host.collect(role, method, parts))
-
-
-async def control(
-    role: str, method: str, arguments: Mapping[str, Any], dask_worker: Worker
-) -> CallResult:
-    """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
-    host, loop = host_of(dask_worker), asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        host.control, _recorded, lambda: host.call(role, method, arguments)
-    )
-
-
-async def stop(role: str, dask_worker: Worker) -> CallResult:
-    """By client.run: `EngineHost.stop`; the value is whether there was an engine."""
-    host = host_of(dask_worker)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(host.control, _recorded, lambda: host.stop(role))
-
-
-def status(dask_worker: Worker) -> HostStatus:
-    """By client.run: `EngineHost.status`."""
-    return host_of(dask_worker).status()
-
-
-def examine(dask_worker: Worker) -> WorkerInfo:
-    """By client.run: what a worker that others started is like."""
-    return WorkerInfo(
-        node=this_node(),
-        nanny=dask_worker.nanny is not None,
-        daemonic=multiprocessing.current_process().daemon,
-    )
-
-
-def free_port(host: str) -> CallResult:
-    """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
-    return _recorded(lambda: find_free_port(host))

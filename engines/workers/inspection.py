@@ -9,7 +9,7 @@ from operator import attrgetter
 from distributed import Client
 
 from engines.processes.certificates import Certificates
-from engines.workers import host
+from engines.workers import on_worker
 from engines.workers.membership import list_workers
 from engines.workers.messages import HostStatus
 
@@ -46,7 +46,7 @@ def look(address: str, certificates: Certificates | None = None) -> list[WorkerV
         raise NotReached(f"The Dask scheduler at {address} does not answer ({error}).") from error
     try:
         listed = client.run_on_scheduler(list_workers)
-        answers = client.run(host.status, on_error="ignore")
+        answers = client.run(on_worker.status, on_error="ignore")
     except OSError as error:
         raise NotReached(f"The Dask scheduler at {address} ended while asked ({error}).") from error
     finally:

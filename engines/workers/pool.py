@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
+from engines.workers.broadcast import submit_to_all
 from engines.workers.calls import build, stop, submit
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.device_time import DeviceTime, Held
@@ -109,16 +110,45 @@ class EnginePool:
                 cancel=self.cancel,
                 slot=slot,
             )
-        except (WorkerLost, CallDeadline):
-            self.forget(address)
+        except InfrastructureError as failure:
+            self._failed(address, failure)
             raise
-        except InfrastructureError:
-            self.forget(address)
-            # The worker may live on without its engine (vLLM's own process died): a build would
-            # find the dead engine, so it is closed.
-            with contextlib.suppress(InfrastructureError, TimeoutError):
-                stop(self.cluster, address, self.role)
-            raise
+
+    def submit_to_all(
+        self,
+        workers: Mapping[str, str],
+        method: str,
+        call_id: CallId,
+        arguments: Mapping[str, Any],
+    ) -> dict[str, Any | InfrastructureError]:
+        """Call a method on the engines of given workers (name -> address), past their slots.
+
+        Returns by name what each returned, or how its machinery failed.
+        """
+        found = submit_to_all(
+            self.cluster,
+            self.pool,
+            workers,
+            self.role,
+            method,
+            arguments,
+            call_id,
+            deadline=self.deadline,
+            cancel=self.cancel,
+        )
+        for name, outcome in found.items():
+            if isinstance(outcome, InfrastructureError):
+                self._failed(workers[name], outcome)
+        return found
+
+    def _failed(self, address: str, failure: InfrastructureError) -> None:
+        self.forget(address)
+        if isinstance(failure, WorkerLost | CallDeadline):
+            return
+        # The worker may live on without its engine (vLLM's own process died): a build would find the
+        # dead engine, so it is closed.
+        with contextlib.suppress(InfrastructureError, TimeoutError):
+            stop(self.cluster, address, self.role)
 
     def forget(self, address: str) -> None:
         """Take nothing for granted about a worker: it is looked at before the next call."""

@@ -34,7 +34,7 @@ from storage.tracking.tracker import Tracker
 from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.evaluation.summary import Compared, tested
-from tasks.reporting.attempts import AttemptLog
+from tasks.reporting.attempt_log import AttemptLog
 from tasks.reporting.flow_run import flow_run_id
 from tasks.reporting.mlflow_page import evaluation_metrics
 from tasks.reporting.progress import Progress, Terminal

@@ -33,7 +33,7 @@ from tasks.episodes import complete
 from tasks.evaluation.engines import Place, SuiteEngines
 from tasks.evaluation.summary import counts_of, metrics_of, scores_of, sentence
 from tasks.reporting.artifacts import escaped, key
-from tasks.reporting.attempts import EvaluationLog, summed
+from tasks.reporting.attempt_log import EvaluationLog, summed
 from tasks.reporting.run_view import Caller
 from tasks.results import Sampled
 from tasks.reward import score

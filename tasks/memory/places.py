@@ -9,7 +9,6 @@ from configs.grpo import GRPOConfig
 from engines.model_facts import ModelShape
 from engines.rollout.memory_plan import GIB
 from engines.train.memory_plan import resident_bytes
-from engines.workers.machine_memory import gpu_memory, host_memory
 from tasks.memory.holders import (
     judge_bytes,
     plan_of,
@@ -19,6 +18,7 @@ from tasks.memory.holders import (
     train_roles,
     vllms,
 )
+from tasks.memory.machine_memory import gpu_memory, host_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

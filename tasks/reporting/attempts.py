@@ -1,15 +1,18 @@
-"""Tries of stages: what the dashboard, the log and the commit tell of them."""
+"""One try of a stage: what the dashboard, the log and the commit tell of it."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import logging
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prefect.logging import get_run_logger
 
 from engines.workers.pool import Assignment
 from storage.objects.json_values import JsonValue
-
-EVALUATION = "evaluation"  # stage of all that evaluations do, in the commit that counts it
 
 
 @dataclass(slots=True)
@@ -38,73 +41,69 @@ class Attempt:
             "worker_seconds": {**self.assignment.held.seconds},
         }
 
+    def log(self) -> None:
+        """A line in the log of the task run, or a part of one: see `logged_together`."""
+        together = _TOGETHER.get()
+        if self.error or together is None or not together.took(self):
+            where = self.assignment.worker or "the train workers"
+            get_run_logger().log(
+                logging.WARNING if self.error else logging.INFO,
+                "%s %d on %s took %.2f s%s",
+                "Attempt" if self.shard is None else f"Shard {self.shard}, {self.stage}, attempt",
+                self.number,
+                where,
+                self.ended - self.started,
+                f" and failed: {self.error}" if self.error else "",
+            )
 
-class AttemptLog:
-    """What was tried for steps that are not committed, and by evaluations. For several threads.
 
-    An evaluation is of no step: what it tried goes with the step that is committed next.
-    """
+class _Together:
+    """Attempts that went well and are to be logged in one line, as long as that is not written."""
 
     def __init__(self) -> None:
+        self._attempts: list[Attempt] | None = []
         self._lock = threading.Lock()
-        self._by_step: dict[int, list[Attempt]] = {}
-        self._evaluations: list[Attempt] = []
 
-    def __len__(self) -> int:
-        return len(self._by_step)
-
-    def add(self, *attempts: Attempt) -> None:
-        """Of steps."""
+    def took(self, attempt: Attempt) -> bool:
         with self._lock:
-            for one in attempts:
-                self._by_step.setdefault(one.step, []).append(one)
+            if self._attempts is not None:
+                self._attempts.append(attempt)
+            return self._attempts is not None
 
-    def add_evaluation(self, attempt: Attempt) -> None:
-        """Of an evaluation."""
+    def line(self) -> str:
+        """Of all that were taken; empty where there are none."""
         with self._lock:
-            self._evaluations.append(replace(attempt, stage=EVALUATION))
-
-    def of(self, step: int) -> list[Attempt]:
-        """Those of a step, in the order in which they ended."""
-        with self._lock:
-            return list(self._by_step.get(step, ()))
-
-    def charge(self, step: int) -> None:
-        """From now on what evaluations tried is a part of a step: of the one that is committed."""
-        with self._lock:
-            made = [replace(one, step=step) for one in self._evaluations]
-            self._by_step.setdefault(step, []).extend(made)
-            self._evaluations.clear()
-
-    def committed(self, step: int) -> None:
-        """Forget a step and those before it."""
-        with self._lock:
-            for before in [one for one in self._by_step if one <= step]:
-                del self._by_step[before]
+            found, self._attempts = self._attempts or [], None
+        if not found:
+            return ""
+        seconds = [one.ended - one.started for one in found]
+        shards = {one.shard: one.number for one in sorted(found, key=lambda one: one.number)}
+        again = [f"{shard} ({number})" for shard, number in sorted(shards.items()) if number > 1]
+        return (
+            f"{found[0].stage}: {len(found)} calls for {len(shards)} shards on "
+            f"{', '.join(sorted({one.assignment.worker for one in found}))} took "
+            f"{min(seconds):.2f} to {max(seconds):.2f} s"
+            + (f"; shards that were tried again (attempt): {', '.join(again)}" if again else "")
+        )
 
 
-class EvaluationLog:
-    """What was tried for one evaluation; its caller's log has it too. For several threads."""
-
-    def __init__(self, caller: AttemptLog) -> None:
-        self._caller = caller
-        self._made: list[Attempt] = []
-
-    def add(self, *attempts: Attempt) -> None:
-        """Whatever their step."""
-        for one in attempts:
-            self._made.append(one)
-            self._caller.add_evaluation(one)
-
-    def worker_seconds(self, shard: int | None) -> dict[str, float]:
-        """Pool -> seconds that the tries of a shard had of its workers; None: those of no shard."""
-        return summed(one.assignment.held.seconds for one in self._made if one.shard == shard)
+_TOGETHER: contextvars.ContextVar[_Together | None] = contextvars.ContextVar(
+    "together", default=None
+)
 
 
-def summed(worker_seconds: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Pool -> seconds."""
-    found: dict[str, float] = {}
-    for one in worker_seconds:
-        for pool, seconds in one.items():
-            found[pool] = found.get(pool, 0.0) + seconds
-    return found
+@contextlib.contextmanager
+def logged_together() -> Iterator[None]:
+    """One line in the task run's log for all attempts of the body that go well.
+
+    A line of its own for each of many shards costs the flow a millisecond, and the server too. The
+    step's page has them all.
+    """
+    together = _Together()
+    before = _TOGETHER.set(together)
+    try:
+        yield
+    finally:
+        _TOGETHER.reset(before)
+        if line := together.line():
+            get_run_logger().info("%s", line)

@@ -17,12 +17,13 @@ from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
-from tasks.reporting.attempts import Attempt, AttemptLog
+from tasks.reporting.attempt_log import AttemptLog
+from tasks.reporting.attempts import Attempt
 from tasks.reporting.progress import Progress, Terminal
 
 
 class Attempts(Protocol):
-    """Where tries are recorded (tasks/reporting/attempts.py)."""
+    """Where tries are recorded (tasks/reporting/attempt_log.py)."""
 
     def add(self, *attempts: Attempt) -> None:
         """Record some."""

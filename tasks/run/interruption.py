@@ -17,6 +17,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 
 LOOK_EVERY = 1.0  # seconds
+ASK_EVERY = 2.0  # seconds between questions to the dashboard, of 3 ms each
 PATIENCE = 4.0  # seconds in which the body must have ended after a signal
 INTERRUPTED = 130  # exit code
 ENDING = (int(signal.SIGINT), int(signal.SIGTERM))
@@ -129,7 +130,7 @@ def dashboard_ends(waits: threading.Event, flow_run_id: UUID | None) -> Iterator
 
     def watch() -> None:
         with get_client(sync_client=True) as client:
-            while not over.wait(LOOK_EVERY):
+            while not over.wait(ASK_EVERY):
                 with contextlib.suppress(PrefectException, httpx.HTTPError):
                     state = client.read_flow_run(flow_run_id).state
                     if state is not None and (state.is_cancelling() or state.is_cancelled()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -77,7 +76,6 @@ def attempted(
         assignment=Assignment(time=run.device_time),
     )
     run.progress.attempt(step, stage, shard)
-    logger = get_run_logger()
     try:
         yield attempt
     except Exception as error:
@@ -89,13 +87,4 @@ def attempted(
     finally:
         attempt.ended = time.time()
         run.attempts.add(attempt)
-        where = attempt.assignment.worker or "the train workers"
-        logger.log(
-            logging.WARNING if attempt.error else logging.INFO,
-            "%s %d on %s took %.2f s%s",
-            "Attempt" if shard is None else f"Shard {shard}, {stage}, attempt",
-            number,
-            where,
-            attempt.ended - attempt.started,
-            f" and failed: {attempt.error}" if attempt.error else "",
-        )
+        attempt.log()

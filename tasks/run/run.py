@@ -21,7 +21,8 @@ from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger, version_weights
 from storage.runs.run_lease import RunLease
 from storage.runs.weights import WeightsRef
-from tasks.reporting.attempts import Attempt, AttemptLog
+from tasks.reporting.attempt_log import AttemptLog
+from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
 from tasks.reporting.prometheus import LiveMetrics

@@ -20,6 +20,7 @@ from prefect.futures import PrefectFuture
 
 from configs.cluster.cluster import PoolConfig
 from engines.workers.cluster import raise_if_set
+from tasks.reporting.attempts import logged_together
 
 LOOK = 0.5  # seconds between looks at the end of the run
 FEWEST = 8  # task runs of a stage in a step that has at least so many shards
@@ -102,9 +103,10 @@ class ShardDriver:
         if len(shards) == 1:
             return [one(shard) for shard in shards]
         keys = [(step, stage, shard) for shard in shards]
-        futures = [self._begun(key, one) for key in keys]
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
+        with logged_together():
+            futures = [self._begun(key, one) for key in keys]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
         for key in keys:
             del self._under_way[key]
         return [future.result() for future in futures]

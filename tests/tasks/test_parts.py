@@ -18,7 +18,7 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.parts import Part, discard, slices, spread
-from tasks.reporting.attempts import AttemptLog
+from tasks.reporting.attempt_log import AttemptLog
 
 
 class Pool:
@@ -54,7 +54,9 @@ class Pool:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("tasks.run.retries.get_run_logger", lambda: logging.getLogger("parts"))
+    monkeypatch.setattr(
+        "tasks.reporting.attempts.get_run_logger", lambda: logging.getLogger("parts")
+    )
     monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
     files = RunStore(Store(str(tmp_path)), "run")
     return SimpleNamespace(

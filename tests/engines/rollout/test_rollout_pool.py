@@ -24,7 +24,10 @@ class Pool(RolloutPool):
     def live(self) -> dict[str, str]:
         return WORKERS
 
-    def _load(self, name: str, address: str) -> CheckedLoad:
+    def submit_to_all(self, workers: Any, method: str, call_id: Any, arguments: Any) -> Any:
+        return dict.fromkeys(workers)
+
+    def _checked(self, name: str, address: str, found: Any) -> CheckedLoad:
         return CheckedLoad(report=cast("SyncReport", None), logprob_error=0.0)
 
 
@@ -101,15 +104,18 @@ def test_without_a_probe_the_digest_alone_is_compared(monkeypatch: pytest.Monkey
     calls: list[tuple[str, str]] = []
     digests = iter(["5", "5", "6", "5"])
 
-    def submit(address: str, method: str, call_id: Any, arguments: Any, slot: bool) -> SyncReport:
-        calls.append((method, call_id.call))
+    def report() -> SyncReport:
         numbers = {"tensors": 1, "nbytes": 1, "seconds": 0.0, "load_seconds": 0.0}
         return SyncReport(version=5, digest=next(digests), **numbers)  # type: ignore[arg-type]
 
+    def submit_to_all(workers: Any, method: str, call_id: Any, arguments: Any) -> Any:
+        calls.append((method, call_id.call))
+        return {name: report() for name in workers}
+
     monkeypatch.setattr(pool, "live", lambda: WORKERS)
-    monkeypatch.setattr(pool, "submit", submit)
+    monkeypatch.setattr(pool, "submit_to_all", submit_to_all)
     loaded = pool.sync(weights(5), probe=None)
     assert sorted(loaded) == sorted(WORKERS)
-    assert calls == [("sync", "opponent-sync")] * 2
+    assert calls == [("sync", "opponent-sync")]  # one message for all
     with pytest.raises(WeightMismatch, match="reports version 5 with digest 6"):
         pool.sync(weights(5), probe=None)

@@ -27,6 +27,7 @@ from engines.failures import (
 from engines.processes import dask_settings
 from engines.processes.process_tree import session
 from engines.workers import calls
+from engines.workers.broadcast import submit_to_all
 from engines.workers.messages import CallId
 from tests.engines.conftest import left_after, one_pool_roles
 from tests.engines.workers.dummies import dummy
@@ -240,6 +241,78 @@ def test_a_cancel_event_ends_the_wait(cluster, pair):
     with pytest.raises(CallCancelled):
         call(cluster, pair[0], "nap", seconds=3.0, cancel=cancel)
     assert len(calls.status_of(cluster, pair[0]).running) == 1  # the engine itself goes on
+    running(cluster, pair[0], 0)
+
+
+def to_both(cluster, method, deadline=DEADLINE, cancel=None, **kwargs):
+    workers = cluster.wait("pair", 2)
+    return submit_to_all(
+        cluster, "pair", workers, "role", method, kwargs, None, deadline=deadline, cancel=cancel
+    )
+
+
+def test_one_message_calls_every_engine_past_its_slots(cluster, pair):
+    for address in pair:
+        build(cluster, address)
+    before = to_both(cluster, "count")
+    waits = [in_thread(call, cluster, pair[0], "nap", seconds=3.0) for _ in range(2)]
+    running(cluster, pair[0], 2)
+    after = to_both(cluster, "count")
+    assert after == {name: before[name] + 1 for name in ("pair-0", "pair-1")}
+    assert len(calls.status_of(cluster, pair[0]).running) == 2
+    for wait in waits:
+        wait()
+
+
+def test_of_calls_by_one_message_each_fails_on_its_own(cluster, pair):
+    build(cluster, pair[0])
+    calls.stop(cluster, pair[1], "role")
+    found = to_both(cluster, "count")
+    assert isinstance(found["pair-0"], int)
+    assert isinstance(found["pair-1"], InfrastructureError)
+    assert "holds no engine for role 'role'" in str(found["pair-1"])
+    build(cluster, pair[1])
+    for failure in to_both(cluster, "fail_softly").values():
+        assert isinstance(failure, InfrastructureError)
+        assert "3 left" in str(failure)
+    with pytest.raises(ValueError, match="no such thing"):
+        to_both(cluster, "fail", text="no such thing")
+
+
+def test_a_worker_killed_in_a_call_by_one_message_takes_no_other_along(cluster, pair):
+    for address in pair:
+        build(cluster, address)
+    pid = calls.status_of(cluster, pair[0]).pid
+    wait = in_thread(to_both, cluster, "nap", seconds=3.0)
+    running(cluster, pair[0], 1)
+    os.kill(pid, signal.SIGKILL)
+    found, _ = wait()
+    assert isinstance(found["pair-0"], WorkerLost)
+    assert "role.nap was under way" in str(found["pair-0"])
+    assert isinstance(found["pair-1"], int)
+    assert cluster.wait("pair", 2)["pair-0"] != pair[0]
+
+
+def test_who_is_late_in_a_call_by_one_message_is_killed(cluster, pair):
+    for address in pair:
+        build(cluster, address)
+    wait = in_thread(to_both, cluster, "nap", seconds=2.0, deadline=3.0)
+    running(cluster, pair[1], 1)
+    os.kill(calls.status_of(cluster, pair[1]).pid, signal.SIGSTOP)
+    found, seconds = wait()
+    assert isinstance(found["pair-0"], int)
+    assert isinstance(found["pair-1"], CallDeadline)
+    assert seconds < 25  # the deadline, and the time in which a worker must report its status
+    assert cluster.wait("pair", 2)["pair-1"] != pair[1]
+
+
+def test_a_cancel_event_ends_the_wait_for_all(cluster, pair):
+    for address in pair:
+        build(cluster, address)
+    cancel = threading.Event()
+    threading.Timer(0.5, cancel.set).start()
+    with pytest.raises(CallCancelled):
+        to_both(cluster, "nap", seconds=3.0, cancel=cancel)
     running(cluster, pair[0], 0)
 
 

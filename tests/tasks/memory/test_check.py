@@ -14,10 +14,10 @@ from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
 from engines.models import materialize
 from engines.rewards.reward_model import RewardModel
-from engines.workers.machine_memory import gpu_memory, host_memory
 from tasks.memory import check, places
 from tasks.memory.check import check_memory
 from tasks.memory.holders import reward_model_bytes
+from tasks.memory.machine_memory import gpu_memory, host_memory
 from tests.engines.rewards.reward_models import draw_reward_model
 
 MIB = 2**20

@@ -1,46 +1,70 @@
-"""Tries of evaluations are of no step: the commit that comes next counts them, once."""
+"""What the log of a task run says of its attempts."""
 
 from __future__ import annotations
 
-from engines.workers.device_time import Held
-from engines.workers.pool import Assignment
-from tasks.reporting.attempts import EVALUATION, Attempt, AttemptLog, EvaluationLog
+import contextvars
+import logging
+import threading
+
+import pytest
+
+from tasks.reporting import attempts
+from tasks.reporting.attempts import Attempt, logged_together
 
 
-def tried(step: int, stage: str, seconds: float, shard: int | None = None) -> Attempt:
-    held = Held(seconds={"rollout": seconds})
-    return Attempt(
-        step=step, stage=stage, shard=shard, number=1, started=1.0, assignment=Assignment(held=held)
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(f"{record.levelname} {record.getMessage()}")
+
+    logger = logging.Logger("task run")
+    logger.addHandler(Lines())
+    monkeypatch.setattr(attempts, "get_run_logger", lambda: logger)
+    return found
+
+
+def attempt(shard: int | None, number: int = 1, seconds: float = 2.0, error: str = "") -> Attempt:
+    made = Attempt(
+        step=1, stage="rollout", shard=shard, number=number, started=0.0, ended=seconds, error=error
     )
+    made.assignment.worker = f"rollout-{shard or 0}"
+    return made
 
 
-def told(log: AttemptLog, step: int) -> list[tuple[str, float]]:
-    return [(one.stage, one.assignment.held.seconds["rollout"]) for one in log.of(step)]
+def test_an_attempt_by_itself_has_a_line(lines: list[str]) -> None:
+    attempt(None).log()
+    attempt(3, 2).log()
+    assert lines == [
+        "INFO Attempt 1 on rollout-0 took 2.00 s",
+        "INFO Shard 3, rollout, attempt 2 on rollout-3 took 2.00 s",
+    ]
 
 
-def test_what_evaluations_tried_goes_with_the_step_that_is_committed_next() -> None:
-    log = AttemptLog()
-    evaluation = EvaluationLog(log)
-    log.add(tried(3, "rollout", 1.0))
-    evaluation.add(tried(0, "evaluate", 2.0, shard=1))
-    log.charge(3)
-    evaluation.add(tried(0, "score", 4.0, shard=1))  # while the commit is written
-    assert told(log, 3) == [("rollout", 1.0), (EVALUATION, 2.0)]
-    log.charge(3)  # the commit is tried again
-    assert told(log, 3) == [("rollout", 1.0), (EVALUATION, 2.0), (EVALUATION, 4.0)]
-    log.add(tried(4, "rollout", 8.0))
-    log.committed(3)
-    evaluation.add(tried(0, "evaluate", 16.0, shard=2))
-    log.charge(4)
-    assert told(log, 3) == []
-    assert told(log, 4) == [("rollout", 8.0), (EVALUATION, 16.0)]
-    assert all(one.step == 4 for one in log.of(4))
+def test_shards_driven_together_have_one_line_and_failures_their_own(lines: list[str]) -> None:
+    with logged_together():
+        for one in (attempt(1), attempt(2, error="WorkerLost: gone"), attempt(3, seconds=0.5)):
+            context = contextvars.copy_context()  # as in the driver's threads
+            thread = threading.Thread(target=context.run, args=(one.log,))
+            thread.start()
+            thread.join()
+        late = contextvars.copy_context()
+        assert lines == [
+            "WARNING Shard 2, rollout, attempt 1 on rollout-2 took 2.00 s and failed: "
+            "WorkerLost: gone"
+        ]
+        attempt(2, 2, 1.0).log()
+    assert lines[1:] == [
+        "INFO rollout: 3 calls for 3 shards on rollout-1, rollout-2, rollout-3 took 0.50 to 2.00 s; "
+        "shards that were tried again (attempt): 2 (2)"
+    ]
+    late.run(attempt(4).log)  # of a task run that has failed meanwhile
+    assert lines[2:] == ["INFO Shard 4, rollout, attempt 1 on rollout-4 took 2.00 s"]
 
 
-def test_an_evaluation_knows_what_its_shards_held() -> None:
-    evaluation = EvaluationLog(AttemptLog())
-    evaluation.add(tried(0, "evaluate", 2.0, shard=1), tried(0, "score", 1.0, shard=1))
-    evaluation.add(tried(0, "evaluate", 4.0, shard=2), tried(0, "evaluation prompts", 0.5))
-    assert evaluation.worker_seconds(1) == {"rollout": 3.0}
-    assert evaluation.worker_seconds(2) == {"rollout": 4.0}
-    assert evaluation.worker_seconds(None) == {"rollout": 0.5}
+def test_where_no_attempt_ended_well_there_is_no_line(lines: list[str]) -> None:
+    with pytest.raises(ValueError), logged_together():
+        raise ValueError
+    assert lines == []

@@ -1,0 +1,123 @@
+"""What the flow process runs on workers, to reach their engine hosts.
+
+`build`, `call`, `collect` and `free_port` as Dask tasks, in the worker's threads; the rest by
+`client.run`, past any call that occupies the worker. An engine's exception comes back as a record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distributed import Worker, get_worker
+
+from engines.failures import EngineMissing, capture
+from engines.workers.engine import EngineSpec
+from engines.workers.host import HOST, EngineHost
+from engines.workers.messages import CallId, CallResult, HostStatus, WorkerInfo
+from engines.workers.placement import find_free_port, this_node
+from engines.workers.spent import METER
+from storage.objects.usage import COUNTER
+
+
+def host_of(worker: Worker) -> EngineHost:
+    """The engine host of a worker."""
+    plugin = worker.plugins.get(HOST)
+    if not isinstance(plugin, EngineHost):
+        raise EngineMissing(f"worker {worker.name} has no engine host")
+    return plugin
+
+
+def _recorded(run: Callable[[], Any]) -> CallResult:
+    """The boundary where an engine's exception becomes a record that travels."""
+    value, failure = None, None
+    try:
+        value = run()
+    except (Exception, SystemExit) as error:
+        failure = capture(error)
+    process = f"{socket.gethostname()}:{os.getpid()}"
+    usage, spent = COUNTER.total(), METER.spent()
+    return CallResult(value=value, failure=failure, process=process, usage=usage, spent=spent)
+
+
+def build(role: str, spec: EngineSpec, token: str) -> CallResult:
+    """Dask task: `EngineHost.build`; the value is a BuildReport."""
+    host = host_of(get_worker())
+    return _recorded(lambda: host.build(role, spec, token))
+
+
+def call(
+    role: str,
+    method: str,
+    kwargs: Mapping[str, Any],
+    call_id: CallId | None,
+    token: str,
+    limit: float,
+) -> CallResult:
+    """Dask task: `EngineHost.call`."""
+    host = host_of(get_worker())
+    return _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
+
+
+def collect(role: str, method: str, parts: list[Any]) -> CallResult:
+    """Dask task: `EngineHost.collect`."""
+    host = host_of(get_worker())
+    return _recorded(lambda: host.collect(role, method, parts))
+
+
+async def control(
+    role: str, method: str, arguments: Mapping[str, Any], dask_worker: Worker
+) -> CallResult:
+    """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
+    host, loop = host_of(dask_worker), asyncio.get_running_loop()
+    return await loop.run_in_executor(
+        host.control, _recorded, lambda: host.call(role, method, arguments)
+    )
+
+
+async def aside(
+    role: str,
+    method: str,
+    kwargs: Mapping[str, Any],
+    call_id: CallId | None,
+    token: str,
+    limit: float,
+    dask_worker: Worker,
+) -> CallResult:
+    """By client.run: `EngineHost.call` in a thread of its own, watched like a Dask task's."""
+    host = host_of(dask_worker)
+
+    def run() -> CallResult:
+        return _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
+
+    return await asyncio.get_running_loop().run_in_executor(host.control, run)
+
+
+async def stop(role: str, dask_worker: Worker) -> CallResult:
+    """By client.run: `EngineHost.stop`; the value is whether there was an engine."""
+    host = host_of(dask_worker)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(host.control, _recorded, lambda: host.stop(role))
+
+
+def status(dask_worker: Worker) -> HostStatus:
+    """By client.run: `EngineHost.status`."""
+    return host_of(dask_worker).status()
+
+
+def examine(dask_worker: Worker) -> WorkerInfo:
+    """By client.run: what a worker that others started is like."""
+    return WorkerInfo(
+        node=this_node(),
+        nanny=dask_worker.nanny is not None,
+        daemonic=multiprocessing.current_process().daemon,
+    )
+
+
+def free_port(host: str) -> CallResult:
+    """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
+    return _recorded(lambda: find_free_port(host))
