@@ -40,7 +40,8 @@ from tasks.reporting.mlflow_page import evaluation_metrics
 from tasks.reporting.progress import Progress, Terminal
 from tasks.run.handles import ENGINE_MODULES, environments_of, rollouts_of
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
-from tasks.run.preflight import check_lengths, check_packages
+from tasks.run.packages import check_packages
+from tasks.run.preflight import check_lengths
 from tasks.run.preflight_data import check_suites
 from tasks.run.recorded_flow import settings_of
 from tasks.run.suite import Suite
