@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from prefect import flow, task
-from prefect.artifacts import create_markdown_artifact
 from pydantic import JsonValue
 
 from configs.overrides import ConfigError
@@ -31,8 +30,8 @@ from storage.runs.weights import WeightsRef
 from storage.tracking.cost import calls_cost
 from tasks.episodes import complete
 from tasks.evaluation.engines import Place, SuiteEngines
-from tasks.evaluation.summary import counts_of, metrics_of, scores_of, sentence
-from tasks.reporting.artifacts import escaped, key
+from tasks.evaluation.page import show
+from tasks.evaluation.summary import counts_of, metrics_of, scores_of
 from tasks.reporting.attempt_log import EvaluationLog, summed
 from tasks.reporting.run_view import Caller
 from tasks.results import Sampled
@@ -180,7 +179,7 @@ def evaluation(
         evaluator.tell(found[name], version)
         # Last: what is noted counts as told.
         note(run.caller.files, name, version, run.files.result_key(suite.summing))
-        _show(evaluator.caller, found[name], version)
+        show(evaluator.caller, found[name], version)
     return found
 
 
@@ -330,24 +329,3 @@ def cost_of(run: Questioning, shards: Sequence[EvaluatedShard]) -> dict[str, flo
     seconds = [shard.worker_seconds for shard in shards]
     own = run.attempts.worker_seconds(None)  # prompts
     return calls_cost(summed([*seconds, own]), pools_of(run.caller.config))
-
-
-def _show(caller: Caller, result: EvaluationResult, version: int) -> None:
-    """A line for the terminal, and a table on the page of the flow run."""
-    caller.terminal.say(sentence(result.suite, version, result.metrics))
-    rows = [f"| {escaped(name)} | {value:.6g} |" for name, value in result.metrics.items()]
-    create_markdown_artifact(
-        key=key(caller.files.run, f"evaluation-{result.suite}"),
-        markdown="\n".join(
-            [
-                f"### {escaped(result.suite)} on version {version} of {escaped(caller.files.run)}",
-                "",
-                f"weights `{result.weights.digest}`, {result.asked} prompts",
-                "",
-                "| metric | value |",
-                "|---|---|",
-                *rows,
-            ]
-        ),
-        description=f"{result.suite} on version {version}",
-    )
