@@ -103,7 +103,7 @@ def test_a_finished_run_and_the_form_show_without_an_error(
         f"{board}/deployments/deployment/{platform.deployment('tiny')['id']}/run",
         "Prompts per step",
     )
-    for text in ("Completions sampled for each prompt.", "KV cache (GiB)", "pretrained", "random"):
+    for text in ("Completions sampled for each prompt;", "KV cache (GiB)", "pretrained", "random"):
         assert text in shown
     browser.picture("form", 1700)
 

@@ -39,7 +39,7 @@ WHY = (
 def branches(run: Launched) -> tuple[RunStore, RunStore]:
     """The run that went back, and the one that goes on; there are no others."""
     store = Store(run.store_uri)
-    parent, child = sorted(store.children())
+    parent, child = sorted(name for name in store.children() if not name.startswith("_"))
     assert child == f"{parent}-rollback-1"
     return RunStore(store, parent), RunStore(store, child)
 
