@@ -17,12 +17,14 @@ from storage.runs.weights import WeightsRef
 from tasks.evaluation.schedule import Evaluations
 
 
-def evaluated(run: RunStore, version: int, reward: float, at: float, back_fill: bool) -> None:
+def evaluated(
+    run: RunStore, suite: str, version: int, reward: float, at: float, back_fill: bool = False
+) -> None:
     key = f"_evaluations/{version}-{at}/result-1.json"
     samples = write_batch(run.store, f"{key}-samples", {"reward": np.ones(1, np.float32)})
     result = EvaluationResult(
         key=f"{version}-{at}",
-        suite="sums",
+        suite=suite,
         weights=WeightsRef(version=version, key="w", digest="xxh3:a", nbytes=4),
         engine="transformers",
         on="rows",
@@ -37,7 +39,7 @@ def evaluated(run: RunStore, version: int, reward: float, at: float, back_fill: 
         back_fill=back_fill,
     )
     write_result(run.store, key, result)
-    note(run, "sums", version, key)
+    note(run, suite, version, key)
 
 
 @pytest.mark.parametrize("guards", [True, False])
@@ -46,9 +48,11 @@ def test_a_value_that_no_commit_has_judged_is_judged_with_the_next(
 ) -> None:
     """The last commit was at 10 s: what was measured before it may have been judged in it."""
     files = RunStore(Store(str(tmp_path)), "a")
-    evaluated(files, 3, 0.3, at=9.0, back_fill=False)
-    evaluated(files, 4, 0.4, at=11.0, back_fill=False)
-    evaluated(files, 5, 0.5, at=12.0, back_fill=True)  # by a person, of a version of the past
+    evaluated(files, "before", 3, 0.3, at=9.0)
+    evaluated(files, "sums", 4, 0.4, at=11.0)
+    evaluated(
+        files, "sums", 5, 0.5, at=12.0, back_fill=True
+    )  # by a person, of a version of the past
     run: Any = SimpleNamespace(
         files=files,
         evaluated=set(),
@@ -62,3 +66,4 @@ def test_a_value_that_no_commit_has_judged_is_judged_with_the_next(
         evaluations._recall(version)
     assert run.evaluated == {3, 4, 5}
     assert run.measured.get("eval/sums/reward") == (0.4 if guards else None)
+    assert "eval/before/reward" not in run.measured
