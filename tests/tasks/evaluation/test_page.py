@@ -61,6 +61,6 @@ def test_the_note_has_what_the_result_has(tmp_path: Path) -> None:
         "--evaluation sums@20 --worst",
     ):
         assert text in said, said
-    assert "reward_low" not in said and "made for" not in said
+    assert "low |" not in said and "made for" not in said
     older = note(caller, result(store, cost={}, asked_by="b"), 20)
     assert "Device-seconds" not in older and "made for b" in older
