@@ -212,8 +212,8 @@ def _headline(record: dict[str, Any]) -> list[RenderableType]:
 def _cost(cost: RunCost | None, currency: str) -> list[RenderableType]:
     if cost is None:
         return []
-    parts = (("in its steps", cost.steps), ("after them", cost.after))
-    parts += (("in evaluations since", cost.back_fills),)
+    parts = [("in its steps", cost.steps), ("after them", cost.after)]
+    parts += [("in evaluations since", cost.back_fills)]
     said = ", ".join(f"{part.device_hours:.4g} {where}" for where, part in parts)
     money = "" if cost.money is None else f" {currency} {cost.money:.4g}."
     return [text(f"Device-hours: {cost.device_hours:.4g}, {said}.{money}")]
