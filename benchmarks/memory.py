@@ -63,6 +63,7 @@ CASES: list[dict[str, Any]] = [
     {"micro_batch_tokens": 512, "optimizer_dtype": "bfloat16"},
     {"micro_batch_tokens": 512, "compute_dtype": "bfloat16"},
     {"micro_batch_tokens": 512, "lora": {"rank": 8}},
+    {"micro_batch_tokens": 512, "compute_dtype": "bfloat16", "weights_dtype": "bfloat16"},
 ]
 PROMPT, RESPONSE, GROUPS, GROUP = 40, 60, 4, 4
 

@@ -36,6 +36,8 @@ class GRPOConfig(RunConfig):
     def _number_formats_suit_the_cpu(self) -> Self:
         """Float32 on CPUs that are slow in bfloat16, where the settings do not name a format.
 
+        Weights held in bfloat16 (train.weights_dtype) are multiplied so on any.
+
         A run's record names it, so a resumed run keeps it on whatever machine.
         """
         if cpu_multiplies_bfloat16():
@@ -45,6 +47,8 @@ class GRPOConfig(RunConfig):
             ("rollout", "dtype", ["rollout"]),
             ("train", "compute_dtype", trained),
         ]
+        if self.train.weights_dtype == "bfloat16":
+            groups.pop()
         for name, field, roles in groups:
             pools = [self.cluster.pools.get(self.cluster.roles.pool_of(role)) for role in roles]
             group: Settings = getattr(self, name)

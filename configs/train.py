@@ -68,8 +68,14 @@ class TrainConfig(Settings):
     )
     compute_dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16",
-        description="Number format of matrix products; weights and sums stay float32. Unless set, "
-        "float32 on a CPU without AVX-512 or bf16 instructions.",
+        description="Number format of matrix products; what is trained and sums stay float32. Unless "
+        "set, float32 on a CPU without AVX-512 or bf16 instructions.",
+    )
+    weights_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Number format of weights on the device (4 or 2 bytes a parameter). bfloat16: a "
+        "float32 master of each is in the host's memory, and goes to the device and back for its "
+        "optimizer step; only with compute_dtype bfloat16, where the same weights come out.",
     )
     gradient_checkpointing: float = Field(
         0.0,
@@ -152,6 +158,23 @@ class TrainConfig(Settings):
                     f"train.{name} = {given} is about ranks that share a model, and with "
                     f"train.engine = elastic each worker has all of it. Set train.{name} = {value}."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _rounded_weights_are_multiplied_so(self) -> "TrainConfig":
+        if self.weights_dtype == "float32":
+            return self
+        if self.compute_dtype == "float32":
+            raise ValueError(
+                "train.weights_dtype = bfloat16 does not go with train.compute_dtype = float32: "
+                "products would be made of rounded weights. Set train.weights_dtype = float32 or "
+                "train.compute_dtype = bfloat16."
+            )
+        if self.engine == "elastic":
+            raise ValueError(
+                "train.weights_dtype = bfloat16 is for ranks with an optimizer, and with "
+                "train.engine = elastic the workers have none. Set train.weights_dtype = float32."
+            )
         return self
 
     @model_validator(mode="after")

@@ -38,6 +38,8 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
     start = time.monotonic()
     actor, dtype = run.engines.actor, run.config.rollout.dtype
 
+    tokens, lengths = run.probe()
+
     def settle() -> tuple[WeightsRef, float]:
         return actor.settle(version, dtype, whole), time.monotonic()
 
@@ -49,14 +51,13 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         shared = parents_weights(run) if version == run.start else None
         weights = shared or actor.export(version, dtype, whole)
         exported = time.monotonic()
-        tokens, lengths = run.probe()
-        probe = Probe(
-            tokens=tokens, prompt_lengths=lengths, logprobs=actor.score(version, tokens, lengths)
-        )
+        # What the trainer still has to do, one after the other, is done while the engines load.
+        scored = aside.submit(actor.score, version, tokens, lengths)
+        probe = Probe(tokens=tokens, prompt_lengths=lengths, expected=scored.result)
         stored = exported
         settling = aside.submit(settle) if shared is None and goes_behind(run) else None
-        if settling is not None and run.config.cluster.share_devices:
-            wait([settling])  # else the trainer would take the devices from engines that load
+        if run.config.cluster.share_devices:  # it would take the devices from engines that load
+            wait([scored] if settling is None else [scored, settling])
         loaded = run.engines.rollouts.sync(weights, probe)
         if settling is not None:
             settled, stored = settling.result()

@@ -6,7 +6,7 @@ the trainer's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engines.failures import WeightMismatch
@@ -19,12 +19,14 @@ class Probe:
     """A few sequences with the trainer's log-probs under the version to be loaded.
 
     Example, one sequence of a prompt of two tokens and a response of two:
-    Probe(tokens=[[5, 6, 7, 8]], prompt_lengths=[2], logprobs=[[-1.2, -0.3]])
+    Probe(tokens=[[5, 6, 7, 8]], prompt_lengths=[2], expected=lambda: [[-1.2, -0.3]])
     """
 
     tokens: list[list[int]]  # [S][T] prompt and response of each sequence
     prompt_lengths: list[int]  # [S] tokens
-    logprobs: list[list[float]]  # [S][T - prompt length] of the response tokens, nats
+    # [S][T - prompt length] of the response tokens, nats. The trainer may be making them while
+    # engines load: then this waits, and raises its failure.
+    expected: Callable[[], list[list[float]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ def check_scores(
         scores: [S][T - prompt length] the engine's log-probs of the probe's response tokens, nats.
         tolerance: nats per token, rollout.probe_tolerance.
     """
-    error = mean_absolute_error(scores, probe.logprobs)
+    error = mean_absolute_error(scores, probe.expected())
     if not error <= tolerance:
         raise WeightMismatch(
             f"After the sync to version {version}, {worker}'s log-probs differ from the trainer's "

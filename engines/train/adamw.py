@@ -1,9 +1,10 @@
-"""AdamW whose moments may lie in the host's memory, or in bfloat16.
+"""AdamW whose moments, and masters of weights, may lie in the host's memory; moments in bfloat16 too.
 
-Each parameter's moments are brought to its device as float32, used, and written back, so that a step
-is the same to the bit wherever they lie. In bfloat16 they are written back with stochastic rounding:
-the second moment changes by a share of 1 - beta2 in a step, and from beta2 = 0.996 on that is less
-than half of bfloat16's last digit (2^-8), so that rounding to the nearest would never let it fall.
+Each parameter's moments and master are brought to its device as float32, used, and written back, so
+that a step is the same to the bit wherever they lie. In bfloat16 moments are written back with
+stochastic rounding: the second moment changes by a share of 1 - beta2 in a step, and from beta2 =
+0.996 on that is less than half of bfloat16's last digit (2^-8), so that rounding to the nearest would
+never let it fall.
 
 torchao's optimizers of 8 and 4 bits are not used: they compile their step, and their moments are
 tensors of a kind that a snapshot would have to know.
@@ -11,7 +12,8 @@ tensors of a kind that a snapshot would have to know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +22,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from configs.train import TrainConfig
+from engines.train.master_weights import MasterWeights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+def make_adamw(
+    parameters: Iterable[nn.Parameter], config: TrainConfig, masters: MasterWeights
+) -> torch.optim.AdamW:
     """AdamW of (sharded) parameters with its state made, all zeros."""
-    kind = torch.optim.AdamW
-    if config.optimizer_device == "host" or config.optimizer_dtype == "bfloat16":
-        kind = FetchingAdamW
+    kind: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
+    moved = config.optimizer_device == "host" or config.optimizer_dtype == "bfloat16"
+    if moved or masters.tensors:
+        kind = partial(FetchingAdamW, masters)
     made = kind(
         parameters,
         lr=config.learning_rate,
@@ -52,7 +58,13 @@ def make_adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch
 
 
 class FetchingAdamW(torch.optim.AdamW):
-    """Makes one parameter's step after the other, with moments fetched for it."""
+    """Makes one parameter's step after the other, with moments and master fetched for it."""
+
+    def __init__(
+        self, masters: MasterWeights, parameters: Iterable[nn.Parameter], **settings: Any
+    ) -> None:
+        super().__init__(parameters, **settings)
+        self._masters = masters
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -67,8 +79,11 @@ class FetchingAdamW(torch.optim.AdamW):
         assert parameter.grad is not None
         kept = [_own(state[name]) for name in MOMENTS]
         fetched = [moment.to(own.device, torch.float32) for moment in kept]
+        found = self._masters.of(parameter)
+        master = own if found is parameter else _own(found)
+        weights = master.to(own.device)
         adamw(
-            [own],
+            [weights],
             [_own(parameter.grad)],
             [fetched[0]],
             [fetched[1]],
@@ -86,6 +101,9 @@ class FetchingAdamW(torch.optim.AdamW):
         for moment, new in zip(kept, fetched, strict=True):
             if moment is not new:
                 moment.copy_(new if moment.dtype == new.dtype else stochastically_rounded(new))
+        for copy in (master, own):
+            if copy is not weights:
+                copy.copy_(weights)
 
 
 def stochastically_rounded(values: Tensor) -> Tensor:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import torch
 
+from engines.adapters import is_factor
 from engines.models import build_empty
 from engines.train.activations import checkpoint_layers
 from engines.train.compiled import check_compiling, compile_layers
 from engines.train.critic import Critic
 from engines.train.fsdp import fill, shard
 from engines.train.loading import Checkpoint, load
-from engines.train.lora import inject
+from engines.train.lora import base_weights, inject
+from engines.train.master_weights import MasterWeights, sum_gradients_in_float32
 from engines.train.policy import Policy
 from engines.train.rendezvous import Meeting
 from engines.train.sequence_parallel import check_heads
@@ -26,8 +28,9 @@ from storage.objects.store import Store
 def build(spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype) -> Policy | Critic:
     """The model of `spec.role` on the meta device, with adapters where it has any.
 
-    Weights that never change are held in the number format in which they are multiplied: what is
-    computed is the same to the bit. Buffers, such as rotary frequencies, stay as they are.
+    Weights that never change are held in the number format in which they are multiplied, likewise
+    those that have masters (master_weights.py): what is computed is the same to the bit. Buffers,
+    such as rotary frequencies, and adapters stay as they are.
 
     Args:
         spec: Of the engine.
@@ -42,8 +45,10 @@ def build(spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype) 
     policy = Critic(model) if spec.role == "critic" else Policy(model)
     if spec.frozen:
         policy.requires_grad_(False)
-        for parameter in policy.parameters():
-            parameter.data = parameter.data.to(compute)
+    if spec.frozen or spec.train.weights_dtype == "bfloat16":
+        for name, parameter in policy.named_parameters():
+            if not is_factor(name):
+                parameter.data = parameter.data.to(compute)
     return policy
 
 
@@ -54,8 +59,11 @@ def materialize(
     meeting: Meeting,
     store: Store,
     compute: torch.dtype,
-) -> None:
-    """Shard what `build` made over the ranks and load this rank's part, in place; a collective."""
+) -> MasterWeights:
+    """Shard what `build` made over the ranks and load this rank's part, in place; a collective.
+
+    Returns the masters of weights that are trained, or lie below adapters, in bfloat16.
+    """
     config, group = spec.train, meeting.group
     checkpoint_layers(policy.model, config.gradient_checkpointing)
     if config.compile:
@@ -66,10 +74,15 @@ def materialize(
         reshard=config.reshard_after_forward,
         replicas=config.replicas,
     )
+    masters = MasterWeights(() if spec.frozen else policy.parameters())
+    if masters.tensors:
+        sum_gradients_in_float32(policy)
     if isinstance(policy, Critic):
-        load(policy.model, checkpoint.decoder, checkpoint, group)
+        load(policy.model, checkpoint.decoder, checkpoint, group, masters)
         policy.reset_head()
     else:
-        load(policy.model, "", checkpoint, group)
+        load(policy.model, "", checkpoint, group, masters)
     if spec.base is not None:
-        fill(policy.model, store, spec.base, group)
+        fill(base_weights(policy.model, masters), store, spec.base, group)
+    masters.round()
+    return masters

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engines.adapters import is_factor, stream_whole, whole_entries
+from engines.adapters import stream_whole, whole_entries
 from engines.failures import WeightMismatch
 from engines.progress import report
 from storage.objects.store import Store
@@ -116,15 +116,17 @@ def spread(target: Tensor, whole: Tensor | None, source: int, group: dist.Proces
         group: All ranks.
     """
     own, _ = own_part(target)
+    # A master is in the host's memory, and what the group exchanges on its device.
+    device = target.device_mesh.device_type if isinstance(target, DTensor) else own.device
     if whole is not None:
-        whole = whole.to(own.device, own.dtype)
+        whole = whole.to(device, own.dtype)
     if not isinstance(target, DTensor):
         received = own if whole is None else whole.contiguous()
         dist.broadcast(received, group=group, group_src=source)
     else:
         shards = target.device_mesh.size(target.device_mesh.ndim - 1)
         rows = -(-len(target) // shards)
-        received = own.new_empty(rows, *own.shape[1:])
+        received = own.new_empty(rows, *own.shape[1:], device=device)
         parts = None
         if whole is not None:  # rank r has the shard r modulo `shards`, whichever copy it is in
             parts = _equal_parts(whole, rows, shards) * (group.size() // shards)
@@ -144,10 +146,12 @@ def _equal_parts(whole: Tensor, rows: int, number: int) -> list[Tensor]:
     ]
 
 
-def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.ProcessGroup) -> None:
-    """Copy a version's whole tensors into a (sharded) model; a collective.
+def fill(
+    held: Mapping[str, Tensor], store: Store, weights: WeightsRef, group: dist.ProcessGroup
+) -> None:
+    """Copy a version's whole tensors into a model's (sharded) ones of the same names; a collective.
 
-    Those of an adapter are merged with its base's; adapters of the model stay as they are.
+    Those of an adapter are merged with its base's.
 
     Each tensor is read by one rank, which checks its digest and gives the others their rows, so
     the ranks together read every byte once, and no byte is used that was not checked.
@@ -155,7 +159,6 @@ def fill(model: nn.Module, store: Store, weights: WeightsRef, group: dist.Proces
     Raises WeightMismatch naming a tensor that one of the two lacks or has in another shape, before
     anything is copied. A rank that finds one damaged raises ObjectDamaged.
     """
-    held = {name: each for name, each in model.state_dict().items() if not is_factor(name)}
     entries = whole_entries(store, weights)
     for name, entry in entries.items():
         if name not in held or tuple(held[name].shape) != entry.shape:

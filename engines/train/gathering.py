@@ -66,6 +66,7 @@ def gather(
     copy, place = divmod(owner, shards)
     if group.rank() // shards != copy:
         return None
+    own = own.to(value.device_mesh.device_type)  # a master is in the host's memory
     # Of several copies that one takes part in which the owner is.
     ranks = value.device_mesh.get_group(across)
     rows = -(-len(value) // shards)

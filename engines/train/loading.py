@@ -24,6 +24,7 @@ from engines.model_files import StoredTensor, part_equals, read_part, stored_ten
 from engines.models import build_empty, load_for_training
 from engines.progress import report
 from engines.train.fsdp import own_part, spread
+from engines.train.master_weights import MasterWeights
 
 # Buffers that older checkpoints hold and that models now compute; transformers passes over them too.
 COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -64,7 +65,11 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def load(
-    model: PreTrainedModel, prefix: str, checkpoint: Checkpoint, group: dist.ProcessGroup
+    model: PreTrainedModel,
+    prefix: str,
+    checkpoint: Checkpoint,
+    group: dist.ProcessGroup,
+    masters: MasterWeights,
 ) -> None:
     """Set every value of a sharded model; a collective where rank 0 loads for all.
 
@@ -73,18 +78,19 @@ def load(
         prefix: What the part's names have before them in the language model.
         checkpoint: Of the directory that the model was built from.
         group: All ranks.
+        masters: Where weights have one, its values are set instead.
 
     Raises:
         ValueError: A file is cut off, or tensors differ that config.json ties.
     """
     _compute_buffers(model)
     if checkpoint.tensors is None:
-        _from_rank_0(model, prefix, checkpoint.directory, group)
+        _from_rank_0(model, prefix, checkpoint.directory, group, masters)
         return
     distinct = _distinct(model)
     for number, (names, target) in enumerate(distinct):
         report(f"reading the model's files: {number} of {len(distinct)} tensors")
-        own, begin = own_part(target)
+        own, begin = own_part(masters.of(target))
         first, *others = (checkpoint.tensors[prefix + name] for name in names)
         read_part(first, begin, own)
         for other in others:
@@ -93,7 +99,11 @@ def load(
 
 
 def _from_rank_0(
-    model: PreTrainedModel, prefix: str, directory: Path, group: dist.ProcessGroup
+    model: PreTrainedModel,
+    prefix: str,
+    directory: Path,
+    group: dist.ProcessGroup,
+    masters: MasterWeights,
 ) -> None:
     """Rank 0 loads the files as transformers does, and gives every rank its rows."""
     report("rank 0 loads the model's files")
@@ -103,7 +113,7 @@ def _from_rank_0(
         for name, other in zip(names[1:], others, strict=True):
             if first is not None and other is not None and not torch.equal(first, other):
                 raise ValueError(_not_tied(directory, names[0], name))
-        spread(target, first, 0, group)
+        spread(masters.of(target), first, 0, group)
 
 
 def _not_tied(directory: Path, first: str, second: str) -> str:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from configs.lora import LoraConfig
 from engines.adapters import factor_names, is_factor
 from engines.train.fsdp import own_part
+from engines.train.master_weights import MasterWeights
 
 
 class LoraLinear(nn.Linear):
@@ -101,9 +102,11 @@ def factors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def base_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every (sharded) weight of a module by its name, adapters left out."""
-    return {name: each for name, each in model.state_dict().items() if not is_factor(name)}
+def base_weights(model: nn.Module, masters: MasterWeights | None = None) -> dict[str, Tensor]:
+    """Every (sharded) weight of a module by its name, or its master, adapters left out."""
+    masters = masters or MasterWeights()
+    held = model.state_dict(keep_vars=True)
+    return {name: masters.of(each).detach() for name, each in held.items() if not is_factor(name)}
 
 
 @contextmanager

@@ -34,6 +34,7 @@ def held_by_rank(
     pass a module's own are the gathered ones, which have no gradients yet.
     """
     moments = [] if optimizer is None else list(optimizer.moments().values())
+    masters = [] if optimizer is None else optimizer.masters.tensors
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     kind = "cpu" if memory == "host" else device.type
     found = {
@@ -41,6 +42,8 @@ def held_by_rank(
         "gradients": _size(gradients, kind),
         "optimizer": _size(moments, kind),
     }
+    if size := _size(masters, kind):
+        found["master weights"] = size
     known = sum(found.values())
     if kind == "cpu":
         return {**found, PASS: max(psutil.Process().memory_info().rss - known, 0)}
@@ -57,7 +60,7 @@ def on_device(module: nn.Module, optimizer: Optimizer | None, device: torch.devi
             part.reshard()
     held = [*module.parameters(), *module.buffers()]
     held += [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    held += [] if optimizer is None else optimizer.moments().values()
+    held += [] if optimizer is None else [*optimizer.moments().values(), *optimizer.masters.tensors]
     return [tensor for tensor in held if tensor.device.type == device.type]
 
 
@@ -67,13 +70,20 @@ def _size(tensors: Sequence[Tensor], kind: str) -> int:
     return sum(tensor.nbytes for tensor in own if tensor.device.type == kind)
 
 
-def setting_for_less(train: TrainConfig, memory: Memory, held: Mapping[str, int]) -> str:
-    """Which setting makes the largest holder smaller, as a sentence."""
+def setting_for_less(
+    train: TrainConfig, memory: Memory, held: Mapping[str, int], frozen: bool = False
+) -> str:
+    """Which setting makes the largest holder smaller, as a sentence; frozen: of a role that is."""
     largest = max(held, key=lambda name: held[name], default=PASS)
     if largest == OTHERS:
         return "Give the engine a pool of its own (cluster.roles), or the others a smaller share."
     if largest == "optimizer" and memory == "device" and train.optimizer_device == "device":
         return "Set train.optimizer_device = host, or raise cluster.pools.NAME.workers of its pool."
+    whole = train.weights_dtype == "float32" and train.compute_dtype == "bfloat16"
+    if largest == "weights" and memory == "device" and whole and not frozen:
+        return (
+            "Set train.weights_dtype = bfloat16, or raise cluster.pools.NAME.workers of its pool."
+        )
     if largest != PASS:
         return "Raise the number of ranks, cluster.pools.NAME.workers of its pool."
     lower = f"train.micro_batch_tokens lower than {train.micro_batch_tokens}"

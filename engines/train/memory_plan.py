@@ -124,7 +124,10 @@ def plan_rank(
     adapter = 0 if lora is None else adapter_parameters(shape, lora)
     trained = adapter or parameters
     frozen = role in ("ref", "teacher")
-    weights = (c if frozen else FLOAT) * (parameters + adapter) // shards
+    rounded = not frozen and train.weights_dtype == "bfloat16"  # these have float32 masters
+    each = c if frozen or rounded else FLOAT
+    weights = (each * parameters + (c if frozen else FLOAT) * adapter) // shards
+    masters = FLOAT * parameters // shards if rounded else 0
     logits = 0 if role == "critic" else logits_bytes(shape, train, batch, on_gpu)
     gathered, one = (
         gathered_bytes(shape, train, shards, c),
@@ -140,6 +143,8 @@ def plan_rank(
     off = on_gpu and train.optimizer_device == "host"
     once = train.reduce_gradients == "optimizer_step"
     held = {"weights": weights, "optimizer": 0 if off else moments}
+    if masters and not on_gpu:
+        held["master weights"] = masters
     passing = {
         "gradients": FLOAT * trained // (1 if once else shards),
         "gathered": gathered,
@@ -149,7 +154,11 @@ def plan_rank(
         # The gradient of the output head, until the embedding's joins it.
         "head": 0 if adapter else c * head,
     }
-    host = {"activations": kept if away else 0, "optimizer": moments if off else 0}
+    host = {
+        "activations": kept if away else 0,
+        "optimizer": moments if off else 0,
+        "master weights": masters if on_gpu else 0,
+    }
     return MemoryPlan(
         held=held,
         passing=passing,

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.train import TrainConfig
 from engines.train.adamw import MOMENTS, make_adamw
+from engines.train.master_weights import MasterWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,13 @@ class StepReport:
 class Optimizer:
     """The optimizer of a model's (sharded) parameters."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        total_steps: int | None,
+        masters: MasterWeights | None = None,
+    ) -> None:
         self.parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -36,13 +43,15 @@ class Optimizer:
         self.applied = 0  # made so far, skipped ones not: what AdamW's bias correction goes by
         self._config = config
         self._total = total_steps
-        self._adamw = make_adamw(self.parameters.values(), config)
+        self.masters = masters or MasterWeights()
+        self._adamw = make_adamw(self.parameters.values(), config, self.masters)
 
     def step(self, finite: bool = True) -> StepReport:
         """Bound the gradients, apply them, forget them; nothing is applied unless all is finite.
 
         `finite`: whether every rank's losses were; the norm of the gradients is looked at here.
         """
+        self._check_sums()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self._config.max_grad_norm)
         report = self._report(norm, finite)
         if not report.skipped:
@@ -76,6 +85,12 @@ class Optimizer:
             self._adamw.step()  # of those that have a gradient
             parameter.grad = None
         return report
+
+    def _check_sums(self) -> None:
+        """Gradients are sums in float32 (master_weights.py), whatever the weights are in."""
+        for name, parameter in self.parameters.items():
+            found = torch.float32 if parameter.grad is None else parameter.grad.dtype
+            assert found == torch.float32, f"the gradient of {name} was summed in {found}"
 
     def _report(self, norm: Tensor, finite: bool) -> StepReport:
         """Count one step, set its learning rate, and say whether it is made."""

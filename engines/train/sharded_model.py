@@ -23,7 +23,8 @@ from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic
 from engines.train.fsdp import fill
 from engines.train.loading import open_checkpoint
-from engines.train.lora import reset
+from engines.train.lora import base_weights, reset
+from engines.train.master_weights import MasterWeights
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.mfu import cost_model
 from engines.train.optimizer import Optimizer
@@ -66,6 +67,7 @@ class ShardedModel(Ranked):
             self._readable = tokens_of_student(student, self._directory, spec.name)
         self._policy: Policy | Critic | None = None
         self._parameters: tuple[nn.Parameter, ...] = ()  # this rank's parts
+        self._masters = MasterWeights()
         self._optimizer: Optimizer | None = None
         self._published: Versions | None = None
         self._meeting: Meeting | None = None
@@ -90,7 +92,7 @@ class ShardedModel(Ranked):
         policy = build(self._spec, self._directory, self._sequence.size, self._compute)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
-        materialize(
+        self._masters = materialize(
             *(policy, self._spec, self._checkpoint, self._meeting, self._store, self._compute)
         )
         self._policy, self._parameters = policy.train(), tuple(policy.parameters())
@@ -106,7 +108,7 @@ class ShardedModel(Ranked):
         """The optimizer of what is trained here, with its state all zeros."""
         if self._spec.frozen:
             return None
-        return Optimizer(policy, self._spec.train, self._spec.total_steps)
+        return Optimizer(policy, self._spec.train, self._spec.total_steps, self._masters)
 
     def leave(self) -> None:
         """Leave the process group and forget the weights."""
@@ -115,7 +117,7 @@ class ShardedModel(Ranked):
         if self._published is not None:
             self._published.close()
         self._meeting = self._policy = self._optimizer = self._published = self.version = None
-        self._parameters = ()
+        self._parameters, self._masters = (), MasterWeights()
         self._storages = Storages()
         gc.collect()
 
@@ -147,7 +149,7 @@ class ShardedModel(Ranked):
     def memory_setting(
         cls, payload: TrainSpec, memory: Memory, held: Mapping[str, int], said: str
     ) -> str:
-        return setting_for_less(payload.train, memory, held)
+        return setting_for_less(payload.train, memory, held, payload.frozen)
 
     # --- weights and state --------------------------------------------------------------------
 
@@ -197,6 +199,7 @@ class ShardedModel(Ranked):
         optimizer = self._trained()
         self.version = None
         facts = load_snapshot(self._files_of(run), step, self._state(), meeting.group)
+        self._masters.round()
         optimizer.resume(facts["steps"], facts["applied"])
         self.version = step if version is None else version
 
@@ -209,7 +212,9 @@ class ShardedModel(Ranked):
         model = self._loaded()
         self.version = None
         if weights != self._spec.base:
-            fill(model.model, self._store, weights, meeting.group)
+            held = base_weights(model.model, self._masters)
+            fill(held, self._store, weights, meeting.group)
+            self._masters.round()
         self._begin_versions(model)
         self.version = version
 
@@ -223,14 +228,17 @@ class ShardedModel(Ranked):
         if self._published is not None:
             self._published.close()
         group, cache = self._joined().group, self._node_cache
-        self._published = made(module, self._spec, self._files, self._directory, cache, group)
+        self._published = made(
+            *(module, self._spec, self._files, self._directory, cache, group, self._masters)
+        )
 
     def _files_of(self, run: str | None) -> RunStore:
         return self._files if run is None else replace(self._files, run=run)
 
     def _state(self) -> dict[str, Tensor]:
         optimizer = self._trained()
-        weights = {f"model.{name}": value.detach() for name, value in optimizer.parameters.items()}
+        held = {name: self._masters.of(one) for name, one in optimizer.parameters.items()}
+        weights = {f"model.{name}": value.detach() for name, value in held.items()}
         return {**weights, **optimizer.moments()}
 
     def _versions(self) -> Versions:

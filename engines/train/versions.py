@@ -21,6 +21,7 @@ from engines.failures import WeightMismatch
 from engines.models import companion_files
 from engines.train.gathering import on_first
 from engines.train.lora import adapted_layers, base_weights, factors
+from engines.train.master_weights import MasterWeights
 from engines.train.publication import (
     Publication,
     compare_together,
@@ -46,9 +47,11 @@ class Versions:
         directory: Path,
         cache: NodeCache | None,
         group: dist.ProcessGroup,
+        masters: MasterWeights,
     ) -> None:
         """`module`: names in it are those that are published; `directory`: of the model's files."""
         self._module = module
+        self._masters = masters
         self._spec = spec
         self._files = files
         self._directory = directory
@@ -80,7 +83,7 @@ class Versions:
         For who computes with them and publishes nothing: tokenizer and settings are not beside them.
         """
         store, run = self._files.store, self._files.run
-        weights, group = self._weights, self._group
+        weights, group = self._weights(dtype), self._group
         return publish_together(store, run, version, weights, {}, dtype, group, key=key).settle()
 
     def close(self) -> None:
@@ -95,15 +98,17 @@ class Versions:
 
     def digest(self, dtype: torch.dtype | None) -> str:
         """What `publish` would give the version's digest; None: of the weights as they are."""
-        return digest_together(self._weights, dtype, self._group)
+        return digest_together(self._weights(dtype), dtype, self._group)
 
     def compare(self, weights: WeightsRef, dtype: torch.dtype) -> WeightsComparison:
         """The weights held, cast to `dtype`, beside a published version's."""
-        return compare_together(self._files.store, weights, self._weights, dtype, self._group)
+        held, group = self._weights(dtype), self._group
+        return compare_together(self._files.store, weights, held, dtype, group)
 
-    @property
-    def _weights(self) -> dict[str, Tensor]:
-        return base_weights(self._module)
+    def _weights(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """What is held, to be cast to `dtype`: masters, unless the device has their rounding."""
+        rounded = dtype == torch.bfloat16
+        return base_weights(self._module, None if rounded else self._masters)
 
     def _publish_whole(
         self, version: int, dtype: torch.dtype, every: int = 1, key: str | None = None
@@ -112,7 +117,7 @@ class Versions:
             self._files.store,
             self._files.run,
             version,
-            self._weights,
+            self._weights(dtype),
             companion_files(self._directory),
             dtype,
             self._group,
@@ -157,7 +162,7 @@ class AdapterVersions(Versions):
             raise WeightMismatch(
                 f"{weights.key} is no adapter, and this run trains one. Set lora = null."
             )
-        base = compare_together(store, published, self._weights, dtype, group)
+        base = compare_together(store, published, self._weights(dtype), dtype, group)
         mine = compare_together(store, weights, factors(self._module), None, group)
         return replace(
             mine,
@@ -182,7 +187,7 @@ class AdapterVersions(Versions):
 
     def _base_digest(self, dtype: torch.dtype | None) -> str:
         if dtype not in self._base_digests:
-            self._base_digests[dtype] = digest_together(self._weights, dtype, self._group)
+            self._base_digests[dtype] = digest_together(self._weights(dtype), dtype, self._group)
         return self._base_digests[dtype]
 
     def _published_base(self, dtype: torch.dtype) -> Base:

@@ -136,6 +136,8 @@ def _same_bits(config: GRPOConfig) -> list[Settings]:
         found.append({"gradient_checkpointing": 1.0})
     if _on_gpu(config) and train.optimizer_device == "device":
         found.append({"optimizer_device": "host"})
+    if _on_gpu(config) and train.weights_dtype == "float32" and train.compute_dtype == "bfloat16":
+        found.append({"weights_dtype": "bfloat16"})
     if _on_gpu(config) and not train.activation_offload:
         found.append({"activation_offload": True})
     return found

@@ -56,6 +56,7 @@ MAY_CHANGE = (
     "train.activation_offload",
     "train.reshard_after_forward",
     "train.optimizer_device",
+    "train.weights_dtype",
     "evaluation",
     "promotion",
 )

@@ -40,6 +40,8 @@ def test_float32_where_it_has_not() -> None:
     assert ppo.train_of("critic").compute_dtype == "float32"
     named = ["rollout.dtype=bfloat16", "train.compute_dtype=bfloat16"]
     assert formats(load_recipe(GRPOConfig, DEMO, named)) == ("bfloat16", "bfloat16")
+    held = load_recipe(GRPOConfig, DEMO, ["train.weights_dtype=bfloat16"])
+    assert formats(held) == ("float32", "bfloat16")
 
 
 @pytest.mark.usefixtures("slow")

@@ -10,7 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from engines.failures import WeightMismatch
+from engines.failures import WeightMismatch, WorkerLost
+from engines.rollout.weight_probe import Probe
 from storage.runs.weights import WeightsRef
 from tasks import weight_sync
 
@@ -69,3 +70,40 @@ def test_order(kept: bool, shared: bool, order: list[str]) -> None:
 def test_other_weights_in_the_store_than_in_the_engines() -> None:
     with pytest.raises(WeightMismatch, match="digest other, not d"):
         weight_sync.publish_and_sync(a_run([], kept=True, digest="other"), 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("shared", "order"),
+    [
+        (False, ["load", "score", "compare"]),
+        (True, ["score", "load", "compare"]),  # else the trainer would take the devices
+    ],
+)
+def test_the_trainer_scores_the_probe_while_engines_load(shared: bool, order: list[str]) -> None:
+    calls: list[str] = []
+    run = a_run([], kept=False, shared=shared)
+
+    def score(*given: object) -> list[list[float]]:
+        time.sleep(SLOW)
+        calls.append("score")
+        return [[-0.5]]
+
+    def sync(weights: WeightsRef, probe: Probe) -> dict[str, Any]:
+        calls.append("load")
+        assert probe.expected() == [[-0.5]]
+        calls.append("compare")
+        report = SimpleNamespace(seconds=0.0, waited=0.0)
+        return {"rollout-0": SimpleNamespace(report=report, logprob_error=0.0)}
+
+    run.engines.actor.score.side_effect = score
+    run.engines.rollouts.sync.side_effect = sync
+    weight_sync.publish_and_sync(run, 3, 3)
+    assert calls == order
+
+
+def test_a_trainer_that_fails_to_score_is_what_the_step_fails_of() -> None:
+    run = a_run([], kept=False)
+    run.engines.actor.score.side_effect = WorkerLost("train-0", "killed")
+    run.engines.rollouts.sync.side_effect = lambda weights, probe: probe.expected()
+    with pytest.raises(WorkerLost, match="train-0"):
+        weight_sync.publish_and_sync(run, 3, 3)

@@ -15,7 +15,7 @@ from engines.workers.devices import DeviceTurns
 from storage.runs.weights import WeightsRef
 
 WORKERS = {"rollout-0": "tcp://a:1", "rollout-1": "tcp://b:1"}
-PROBE = Probe(tokens=[[1, 2]], prompt_lengths=[1], logprobs=[[0.0]])
+PROBE = Probe(tokens=[[1, 2]], prompt_lengths=[1], expected=lambda: [[0.0]])
 
 
 class Pool(RolloutPool):

@@ -9,7 +9,9 @@ from engines.rollout.contract import SyncReport
 from engines.rollout.weight_probe import Probe, check_report, check_scores, mean_absolute_error
 from storage.runs.weights import WeightsRef
 
-PROBE = Probe(tokens=[[5, 6, 7, 8], [5, 9]], prompt_lengths=[2, 1], logprobs=[[-1.0, -2.0], [-3.0]])
+PROBE = Probe(
+    tokens=[[5, 6, 7, 8], [5, 9]], prompt_lengths=[2, 1], expected=lambda: [[-1.0, -2.0], [-3.0]]
+)
 WEIGHTS = WeightsRef(version=3, key="run/weights/v000003", digest="xxh3:1", nbytes=8)
 
 
@@ -20,7 +22,7 @@ def report(version: int = 3, digest: str = "xxh3:1") -> SyncReport:
 
 
 def test_the_error_is_the_mean_over_all_tokens():
-    assert mean_absolute_error([[-1.5, -2.0], [-2.0]], PROBE.logprobs) == pytest.approx(0.5)
+    assert mean_absolute_error([[-1.5, -2.0], [-2.0]], PROBE.expected()) == pytest.approx(0.5)
 
 
 def test_a_score_within_the_tolerance_passes_and_one_beyond_it_names_the_worker():

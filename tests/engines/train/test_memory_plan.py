@@ -31,6 +31,7 @@ from tests.engines.train.train_ranks import MODEL, TEMPERATURE, spec
 
 PROMPT, RESPONSE, GROUPS, GROUP = 40, 24, 4, 4
 ROWS = GROUPS * GROUP
+ROUNDED = {"compute_dtype": "bfloat16", "weights_dtype": "bfloat16"}
 
 
 def shape_of(model: Any = MODEL) -> ModelShape:
@@ -91,6 +92,8 @@ def test_the_model_has_as_many_weights_as_its_shape_says(tmp_path: Path) -> None
         {"gradient_checkpointing": 0.5},
         {"compute_dtype": "bfloat16"},
         {"lora": LoraConfig(rank=4)},
+        ROUNDED,
+        {"lora": LoraConfig(rank=4), **ROUNDED},
     ],
 )
 def test_activations_weights_and_moments_are_what_the_plan_says(
@@ -110,6 +113,8 @@ def test_activations_weights_and_moments_are_what_the_plan_says(
     plan = plan_rank(shape_of(), train, largest, role="actor", ranks=1, on_gpu=False, lora=lora)
     assert plan.held["weights"] == held["weights"]
     assert plan.held["optimizer"] == held["optimizer"]
+    assert plan.held.get("master weights", 0) == held.get("master weights", 0)
+    assert ("master weights" in held) == (train.weights_dtype == "bfloat16")
     bytes_of = 2 if train.compute_dtype == "bfloat16" else 4
     kept = activation_bytes(shape_of(), train, largest, bytes_of, on_gpu=False, lora=lora)
     assert largest.several == (len(hooked) > 1)
@@ -161,6 +166,10 @@ def test_each_setting_makes_less_of_what_it_is_for() -> None:
     assert away.host["optimizer"] == plain.held["optimizer"]
     assert away.host["activations"] == plain.passing["activations"]
     assert away.peak < plain.peak
+    rounded = planned(weights_dtype="bfloat16")
+    assert rounded.held["weights"] == plain.held["weights"] // 2
+    assert rounded.host["master weights"] == plain.held["weights"]
+    assert plain.peak - rounded.peak == plain.held["weights"] // 2
 
 
 def test_ranks_share_weights_and_replicas_do_not() -> None:

@@ -44,6 +44,14 @@ SAME = {  # to the bit
     "not resharded": {"reshard_after_forward": False},
     "moments on the host": {"optimizer_device": "host"},
 }
+ROUNDED = {  # to the bit too, where products are made in bfloat16
+    "in bfloat16": {},
+    "and moments on the host": {"optimizer_device": "host"},
+    "checkpointed and off-loaded": {"gradient_checkpointing": True, "activation_offload": True},
+    "not resharded": {"reshard_after_forward": False},
+    "two copies": {"replicas": 2},
+    "reduced once": {"reduce_gradients": "optimizer_step"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +88,7 @@ def train(
     with mock.patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as sent:
         digest = update(2)
     group = engine._joined().group
-    held = base_weights(engine._loaded().model)
+    held = base_weights(engine._loaded().model, engine._masters)
     whole = {name: gather(each, None, 0, group) for name, each in held.items()}
     weights = {name: one.numpy().copy() for name, one in whole.items() if one is not None}
     engine.load_state(1)
@@ -142,6 +150,19 @@ def test_the_weights_are_the_same_to_the_bit(pair: Settings, plain: Seen, name: 
     seen = pair.seen(name, **SAME[name])
     assert seen.digest == seen.again == plain.digest == plain.again
     assert seen.gathered == (name == "not resharded")
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rounded_weights_with_masters_are_trained_the_same_to_the_bit(
+    pair: Settings, name: str
+) -> None:
+    others = {"compute_dtype": "bfloat16", **ROUNDED[name]}
+    if name in ("two copies", "reduced once"):  # sums in another order than without it
+        plain = pair.seen(f"float32 {name}", **others)
+    else:
+        plain = pair.seen("float32 in products", compute_dtype="bfloat16")
+    seen = pair.seen(f"rounded {name}", weights_dtype="bfloat16", **others)
+    assert seen.digest == seen.again == plain.digest == plain.again
 
 
 def test_gradients_can_be_reduced_once_for_an_optimizer_step(pair: Settings, plain: Seen) -> None:

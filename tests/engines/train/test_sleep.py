@@ -63,7 +63,14 @@ def trained(folder: Path, rank: int, world: int, port: int, away: bool, **train:
     return digest
 
 
-@pytest.mark.parametrize("train", [{}, {"optimizer_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"optimizer_dtype": "bfloat16"},
+        {"compute_dtype": "bfloat16", "weights_dtype": "bfloat16"},
+    ],
+)
 def test_weights_gradients_and_optimizer_come_back_the_same(
     tmp_path: Path, train: dict[str, object]
 ) -> None:

@@ -10,7 +10,10 @@ import pytest
 from tasks.memory.check import check_memory
 from tests.tasks.memory.settings import settings, words
 
-SAME = ("reshard_after_forward", "gradient_checkpointing", "optimizer_device", "activation_offload")
+SAME = (
+    *("reshard_after_forward", "gradient_checkpointing", "optimizer_device"),
+    *("weights_dtype", "activation_offload"),
+)
 # A 7B model on one device that holds 80 GB, which trainer and vLLM have in turn.
 ONE_DEVICE = (
     "cluster.roles.rollout=train",
@@ -51,12 +54,24 @@ def test_a_7b_model_fits_one_device_of_80_gb(tmp_path: Path) -> None:
     assert planned < 0.9 * has  # with room for what the plan does not count
 
 
+def test_rounded_weights_leave_room_on_the_device(tmp_path: Path) -> None:
+    given = words(tmp_path, "7b", *ONE_DEVICE, "train.weights_dtype=bfloat16")
+    (line,) = (line for line in check_memory(settings(*given)) if line.startswith("actor, "))
+    assert "holds weights 14.2 GiB;" in line
+    assert "backward 53.9 GiB" in line  # as docs/memory.md says
+    assert line.endswith("on the host optimizer 56.7 GiB, master weights 28.4 GiB")
+
+
 def test_a_70b_model_fits_sixteen_devices_of_80_gb(tmp_path: Path) -> None:
     lines = check_memory(settings(*words(tmp_path, "70b", *SIXTEEN_DEVICES)))
     planned, has = of_gpu(lines)
     assert planned == pytest.approx(60.9, abs=0.5)  # as docs/memory.md says
     assert planned < 0.9 * has
     (engine,) = (line for line in lines if line.startswith("rollout, each engine: 0.85 of each"))
+    rounded = check_memory(
+        settings(*words(tmp_path, "70b", *SIXTEEN_DEVICES, "train.weights_dtype=bfloat16"))
+    )
+    assert of_gpu(rounded)[0] == pytest.approx(49.9, abs=0.5)
     assert "of 4 GPUs, of it weights 32.9 GiB, keys and values 34.8 GiB" in engine
 
 
@@ -80,10 +95,11 @@ def test_one_setting_is_proposed_where_it_is_enough(tmp_path: Path) -> None:
 
 def test_other_settings_follow_those_that_keep_the_bits(tmp_path: Path) -> None:
     limit = "cluster.pools.train.gpu_memory_gib"
-    one = words(tmp_path, "7b", *ONE_DEVICE[2:], "train.activation_offload=true")
-    _, proposed = refused(*one, f"{limit}=64")
+    all_same = ("train.activation_offload=true", "train.weights_dtype=bfloat16")
+    one = words(tmp_path, "7b", *ONE_DEVICE[2:], *all_same)
+    _, proposed = refused(*one, f"{limit}=50")
     assert proposed == ["train.micro_batch_tokens=8192"]
-    _, proposed = refused(*one, "train.micro_batch_tokens=1536", f"{limit}=62.5")
+    _, proposed = refused(*one, "train.micro_batch_tokens=1536", f"{limit}=48")
     assert proposed == ["train.logit_chunk_tokens=256"]
 
 
@@ -97,7 +113,7 @@ def test_ranks_can_share_sequences_that_are_too_long_for_one(tmp_path: Path) -> 
 
 
 def test_what_needs_more_ranks_could_be_an_adapter(tmp_path: Path) -> None:
-    given = words(tmp_path, "7b", "cluster.pools.train.gpu_memory_gib=48")
+    given = words(tmp_path, "7b", "cluster.pools.train.gpu_memory_gib=40")
     said, proposed = refused(*given)
     assert "cluster.pools.train.workers=2" in proposed
     check_memory(settings(*given, *proposed))
