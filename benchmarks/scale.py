@@ -4,8 +4,9 @@
                                [--staleness 2] [--floor]
 
 Rollout workers are simulated, many in one process: each is a Dask worker with an engine host and an
-engine of its own, which loads weights as ever and then sleeps instead of decoding. The flow joins
-them (cluster.kind = address); the Dask scheduler and Prefect's server are processes of their own.
+engine of its own, which loads weights as ever (a process scores them once) and then sleeps instead
+of decoding. The flow joins them (cluster.kind = address); the Dask scheduler and Prefect's server
+are processes of their own.
 Every shard takes `--seconds`, so the shortest sampling is ceil(shards / workers) times that.
 
 Printed, medians over the steps but the first: seconds a step; its sampling, from the first shard's
@@ -137,6 +138,8 @@ def cluster(setting: Setting, folder: Path) -> Iterator[tuple[str, psutil.Proces
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[1]),
         VARIABLE: f"equal:{setting.seconds}",
+        # Each simulated worker would look at this machine twice a second.
+        "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "60s",
         "OMP_NUM_THREADS": "1",
     }
     with socket.socket() as free:

@@ -28,6 +28,13 @@ class PromotionConfig(Settings):
     suite: str | None = Field(
         None, description="Suite of evaluation.suites that decides; none: the only one."
     )
+    significance: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Largest p-value at which a gain counts, of the paired permutation test over the "
+        "suite's prompts (two-sided), such as 0.05; none: the margin alone decides.",
+    )
     approval: bool = Field(
         False, description="Ask a person on the dashboard before the alias moves."
     )

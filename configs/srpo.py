@@ -98,6 +98,17 @@ class SRPOConfig(GRPOConfig):
         return self
 
     @model_validator(mode="after")
+    def _the_encoder_keeps_its_device(self) -> Self:
+        pool_of = self.cluster.roles.pool_of
+        shared = pool_of("encoder") in map(pool_of, self.engine_roles)
+        if self.cluster.share_devices and shared and self.encoder.kind == "transformers":
+            raise ValueError(
+                "cluster.share_devices = true, but the encoder does not give the devices of pool "
+                f"{pool_of('encoder')} back. Set cluster.roles.encoder to another pool."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _all_episodes_are_compared(self) -> Self:
         if self.rollout.over_sampling > 1:
             raise ValueError(

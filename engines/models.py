@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from configs.model import Model, PretrainedModel, RandomModel
 from engines.made_models import convert_gguf, draw, quiet
 from engines.progress import reporting_growth
+from storage.runs.weights import MANIFEST
 
 if TYPE_CHECKING:
     import torch
@@ -130,12 +131,15 @@ def _place(config: ModelConfig, cache: Path) -> Path:
 
 
 def companion_files(directory: Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files by name: what a checkpoint needs beside its weights."""
+    """Configuration and tokenizer files by name: what a checkpoint needs beside its weights.
+
+    Not what says where weights are: a policy version's folder may be a model's, with its manifest.
+    """
     found = {path for pattern in _COMPANIONS for path in directory.glob(pattern)}
     return {
         path.name: path.read_bytes()
         for path in sorted(found)
-        if not path.name.endswith(".index.json")
+        if not path.name.endswith(".index.json") and path.name != MANIFEST
     }
 
 

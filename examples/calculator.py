@@ -59,7 +59,7 @@ def rows(size: int = 2000, seed: int = 7, digits: int = 3) -> list[dict[str, obj
     """Sums of reasoning-gym, each after two that were worked out with the calculator.
 
     SmolLM2-135M hardly writes a call that it was only told of; of two that it was shown, it copies
-    the form in about every second answer.
+    the form.
     """
     import reasoning_gym
 
@@ -91,9 +91,13 @@ def _shown(expression: str, result: str) -> list[dict[str, str]]:
 
 
 def right(
-    prompts: list[object], completions: list[str], answer: list[str], **columns: object
+    prompts: list[object],
+    completions: list[list[dict[str, str]]],
+    answer: list[str],
+    **columns: object,
 ) -> list[float]:
     """1 where the last turn of the model has the answer as its last number, else 0."""
-    last_turns = [text.rpartition("\nassistant\n")[2] for text in completions]
+    episodes = [messages[-1]["content"] for messages in completions]
+    last_turns = [text.rpartition("\nassistant\n")[2] for text in episodes]
     numbers = [re.findall(r"-?\d+", text)[-1:] for text in last_turns]
     return [float(found == [one]) for found, one in zip(numbers, answer, strict=True)]

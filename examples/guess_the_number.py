@@ -2,9 +2,14 @@
 
 python -m venv games && games/bin/pip install "textarena==0.7.*"
 python -m flows.grpo guess_the_number.yaml       # in this folder
+python -m flows.grpo guess_the_number.yaml rewards.functions.0.weight=0 \
+    rewards.functions.1.path=guess_the_number.py:any_prize     # rewards that say nothing of the game
 """
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 _GAMES = (  # guesses and what the game says of each
     (("[10]", "higher"), ("[15]", "lower"), ("[13]", "")),
@@ -30,3 +35,11 @@ def no_prize(prompts: list[object], completions: list[str], **columns: object) -
     """0 for everybody, so that an episode that a limit ended, for which the game gives nothing, is
     a lost game and not a failed sample."""
     return [0.0] * len(completions)
+
+
+def any_prize(
+    prompts: list[object], completions: list[object], trainer_state: Any, **columns: object
+) -> list[float]:
+    """Numbers from 0 to 1, drawn anew in each step: nothing can be learned from them."""
+    step = trainer_state.global_step
+    return [random.Random(f"{step} {text}").random() for text in completions]

@@ -108,6 +108,7 @@ def commit(
     Before this nothing of the step counts, after it nothing of it can be lost. What is only shown
     (MLflow, artifacts) follows in the background, while the next step samples.
     """
+    run.attempts.charge(step)
     metrics = step_metrics(run, step, prompts, scored, batch, updated, synced)
     metrics |= critic.metrics if critic is not None else {}
     metrics |= logged_metrics(scored, metrics)

@@ -13,8 +13,12 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from configs.retraining import PromotionConfig
-from storage.evaluations.results import EvaluationResult
+from engines.algorithms.evaluation import PairedTest
+from storage.evaluations.results import EvaluationResult, evaluations_of
+from storage.objects.errors import ObjectMissing
+from storage.runs.commit_log import version_weights
 from storage.runs.live import workers_ended
+from storage.runs.run_store import RunStore
 from storage.tracking.registry import (
     EVALUATED_ON_TAG,
     EVALUATION_TAG,
@@ -22,6 +26,7 @@ from storage.tracking.registry import (
     Registered,
     Registry,
 )
+from tasks.evaluation.summary import tested
 from tasks.reporting import events
 from tasks.reporting.artifacts import escaped, key
 from tasks.run.retries import OPTIONS
@@ -75,8 +80,7 @@ def judge_policy(run: Run, results: Mapping[str, EvaluationResult] | None) -> De
     """Promote the last policy version by its results in the suites, if the settings ask for that."""
     if run.config.promotion is None or results is None:
         return None
-    evaluated = Evaluation.of(results[run.config.promoting_suite], run.head)
-    return promote(run, evaluated, run.config.promotion)
+    return promote(run, results[run.config.promoting_suite], run.config.promotion)
 
 
 def judged_before(run: Run) -> bool:
@@ -88,22 +92,32 @@ def judged_before(run: Run) -> bool:
     return number is not None and PROMOTION_TAG in Registry(run.config.tracking).tags(model, number)
 
 
-def promote(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
+def promote(run: Run, result: EvaluationResult, rule: PromotionConfig) -> Decision:
     """Decide by the rule, ask a person if that is wished, and move the alias or say why not."""
     run.background.drain()  # the version gets into the registry there
-    decision = decide.submit(run, evaluated, rule).result()
+    evaluated = Evaluation.of(result, run.head)
+    decision = decide.submit(run, result, rule).result()
     if decision.promote and rule.approval and not decision.given:
         workers_ended(run.files)
         run.engines.close()  # nobody's devices wait for a person
         refused = asked(run, evaluated, rule, decision)
         # The champion may have changed while a person was thinking.
-        decision = refused or decide.submit(run, evaluated, rule).result()
+        decision = refused or decide.submit(run, result, rule).result()
     conclude.submit(run, evaluated, rule, decision).result()
     return decision
 
 
-def judge(evaluated: Evaluation, champion: Registered | None, rule: PromotionConfig) -> Decision:
-    """The rule: better than the champion's recorded evaluation by at least the margin."""
+def judge(
+    evaluated: Evaluation,
+    champion: Registered | None,
+    rule: PromotionConfig,
+    test: PairedTest | None = None,
+) -> Decision:
+    """The rule: better than the champion's evaluation by at least the margin, and not by chance.
+
+    test: prompt by prompt against the champion's stored evaluation, where rule.significance asks for
+    it; None: there is no such evaluation.
+    """
     mine = f"version {evaluated.version} has a held-out reward of {evaluated.reward:.4f}"
     if evaluated.failed or math.isnan(evaluated.reward):
         return Decision(
@@ -113,6 +127,8 @@ def judge(evaluated: Evaluation, champion: Registered | None, rule: PromotionCon
     if champion is None:
         return Decision(promote=True, reason=f"There is no {rule.alias} yet; {mine}.")
     name = f"the {rule.alias} {champion.run}@{champion.step}"
+    if rule.significance is not None:
+        return _tested(mine, name, rule, test)
     if champion.evaluation is None or champion.evaluated_on != evaluated.on:
         known = "none" if champion.evaluation is None else "one on other rows or in another manner"
         return Decision(
@@ -130,14 +146,60 @@ def judge(evaluated: Evaluation, champion: Registered | None, rule: PromotionCon
     )
 
 
+def _tested(mine: str, name: str, rule: PromotionConfig, test: PairedTest | None) -> Decision:
+    """Where a gain has to be significant. mine, name: what to say of the two versions."""
+    assert rule.significance is not None
+    if test is None:
+        return Decision(
+            promote=False,
+            reason=f"It cannot be compared: of {name} no evaluation on the same rows and in the same "
+            f"manner is stored, and {mine}. Set evaluation.before = true in runs that go on from it, "
+            "or make one with flows.evaluate.",
+        )
+    enough = test.difference > 0 and test.difference >= rule.margin
+    sure = test.p_value <= rule.significance
+    return Decision(
+        promote=enough and sure,
+        reason=f"{mine[0].upper()}{mine[1:]}; over {test.prompts} prompts that is "
+        f"{test.difference:+.4f} ({test.low:+.4f} to {test.high:+.4f}) against {name}, "
+        f"{'at least' if enough else 'not more than 0, or less than'} the margin of {rule.margin:g}, "
+        f"and p = {test.p_value:.4g} is {'at most' if sure else 'above'} the significance of "
+        f"{rule.significance:g}.",
+    )
+
+
 @task(name="decide", task_run_name="decide", **OPTIONS)
-def decide(run: Run, evaluated: Evaluation, rule: PromotionConfig) -> Decision:
+def decide(run: Run, result: EvaluationResult, rule: PromotionConfig) -> Decision:
     """Compare with the version that has the alias now."""
     champion = Registry(run.config.tracking).by_alias(run.tracker.model_name, rule.alias)
-    if champion is not None and (champion.run, champion.step) == (run.name, evaluated.version):
+    if champion is not None and (champion.run, champion.step) == (run.name, run.head):
         reason = f"It became the {rule.alias} before the run was broken and resumed."
         return Decision(promote=True, reason=reason, given=True)
-    return judge(evaluated, champion, rule)
+    test = None
+    if champion is not None and rule.significance is not None:
+        against = evaluation_of(champion, run.files, result.on)
+        test = None if against is None else tested(run.store, result, against)
+    return judge(Evaluation.of(result, run.head), champion, rule, test)
+
+
+def evaluation_of(champion: Registered, run: RunStore, on: str) -> EvaluationResult | None:
+    """The newest stored evaluation of a version on the same rows and in the same manner.
+
+    Of the run that made the version, a back-fill's too, or of `run`, which may have begun with it.
+    None too where some sample could not be scored, and for a version of another store.
+    """
+    if champion.store_uri != run.store.uri:
+        return None
+    owner = RunStore(run.store, champion.run)
+    try:
+        digest = version_weights(owner, champion.step).digest
+    except ObjectMissing:
+        return None
+    known = [*evaluations_of(owner, version=champion.step), *evaluations_of(run)]
+    found = [
+        one for one in known if one.on == on and one.weights.digest == digest and not one.failed
+    ]
+    return max(found, key=lambda one: one.made_at, default=None)
 
 
 def asked(

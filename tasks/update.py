@@ -39,7 +39,7 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
         run.engines.holding(attempt.assignment, "actor"),
     ):
         result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
-    run.attempts.setdefault(step, []).extend(map(partial(of_unit, step), result.units))
+    run.attempts.add(*map(partial(of_unit, step), result.units))
     return Updated(version=step, metrics=dict(result.metrics), made_on=result.made_on)
 
 

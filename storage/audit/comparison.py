@@ -205,7 +205,6 @@ def curves_of(steps: list[tuple[Outline, Outline]]) -> dict[str, list[tuple[int,
 
 def paired(first: list[EvaluationResult], second: list[EvaluationResult]) -> list[Paired]:
     """Evaluations of the same suite, rows, manner and version, metric by metric."""
-    others = {(one.suite, one.on, one.version): one for one in second}
     return [
         Paired(
             suite=one.suite,
@@ -215,11 +214,19 @@ def paired(first: list[EvaluationResult], second: list[EvaluationResult]) -> lis
             second=other.metrics[name],
             intervals=(bounds(one.interval(name)), bounds(other.interval(name))),
         )
-        for one in first
-        if (other := others.get((one.suite, one.on, one.version))) is not None
+        for one, other in matched(first, second)
         for name, value in one.metrics.items()
         if name in other.metrics
     ]
+
+
+def matched(
+    first: list[EvaluationResult], second: list[EvaluationResult]
+) -> list[tuple[EvaluationResult, EvaluationResult]]:
+    """Evaluations of the same suite, rows, manner and version."""
+    others = {(one.suite, one.on, one.version): one for one in second}
+    names = ((one, (one.suite, one.on, one.version)) for one in first)
+    return [(one, others[name]) for one, name in names if name in others]
 
 
 def bounds(interval: Interval | None) -> tuple[float, float] | None:

@@ -16,6 +16,7 @@ from storage.audit.audit import Audit
 from storage.audit.audit_objects import sources_of
 from storage.audit.comparison import first_step
 from storage.evaluations.results import newest_evaluations
+from storage.evaluations.run_cost import cost_of_run
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.origins import committer, origin_of
@@ -179,7 +180,7 @@ def card(
     run: RunStore, record: Mapping[str, object], commits: list[Commit], points: list[Point]
 ) -> str:
     """README.md: a model card."""
-    last, metrics = commits[-1], points[-1].metrics
+    last, metrics, cost = commits[-1], points[-1].metrics, cost_of_run(run)
     model = setting(record, "model")
     facts = {
         "Flow": record.get("flow"),
@@ -193,9 +194,7 @@ def card(
             f"{points[0].metrics.get('reward/mean', float('nan')):.4g}, "
             f"{metrics.get('reward/mean', float('nan')):.4g}"
         ),
-        "Device-hours": f"{metrics['cost/so_far/device_hours']:.4g}"
-        if "cost/so_far/device_hours" in metrics
-        else "not recorded",
+        "Device-hours": "not recorded" if cost is None else f"{cost.device_hours:.4g}",
     }
     lines = ["---", "tags:", "- reinforcement-learning", "- refrain", "---", "", f"# {run.run}", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]

@@ -47,6 +47,9 @@ class EvaluationResult(Record):
     right_from: float  # reward from which on a sample is right
     seconds: float  # from the first question to the last score, of the process that finished it
     asked_by: str  # run for which it was made
+    back_fill: bool = False  # made afterwards, on workers whose cost no commit of that run has
+    # What its calls had of devices (docs/evaluation.md); {} of an older Refrain's.
+    cost: dict[str, float] = Field(default_factory=dict)
     made_at: float = Field(default_factory=time.time)  # seconds since 1970
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from configs.data import DataConfig
 from storage.objects import documents
@@ -72,6 +72,9 @@ class End(BaseModel):
     step: int  # its last
     data_over: DataOver | None = None  # the data gave no further step
     rolled_back: RolledBack | None = None  # another run goes on with it; both None: no step is left
+    # The metrics cost/… of what followed the last commit, such as its evaluation; {} of an older
+    # Refrain's.
+    cost: dict[str, float | None] = Field(default_factory=dict)
 
 
 def write_live(run: RunStore, live: Live) -> None:

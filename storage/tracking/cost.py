@@ -18,8 +18,9 @@ HELD, IDLE, LOST, STARTING = "held", "idle", "lost", "starting"  # what is no st
 IDLE_SHARE = "cost/idle_share"  # IDLE_SHARE/POOL
 CPU_SECONDS, JOULES = "cost/cpu_seconds", "cost/joules"  # …/POOL
 DEVICE_HOURS, MONEY = "cost/device_hours", "cost/money"
-DEVICE_HOURS_SO_FAR, MONEY_SO_FAR = "cost/so_far/device_hours", "cost/so_far/money"
-JOULES_SO_FAR = "cost/so_far/joules"
+SO_FAR = "cost/so_far/"
+DEVICE_HOURS_SO_FAR, MONEY_SO_FAR = f"{SO_FAR}device_hours", f"{SO_FAR}money"
+JOULES_SO_FAR = f"{SO_FAR}joules"
 SECONDS_PER_SAMPLE, MONEY_PER_SAMPLE = "cost/per_sample/device_seconds", "cost/per_sample/money"
 JOULES_PER_SAMPLE = "cost/per_sample/joules"
 
@@ -109,6 +110,25 @@ def device_seconds(calls: Iterable[Call], pools: Mapping[str, Pool]) -> dict[str
                 devices = pools[name].per_worker
                 found[name][what] = found[name].get(what, 0.0) + seconds * devices
     return found
+
+
+def calls_cost(worker_seconds: Mapping[str, float], pools: Mapping[str, Pool]) -> Metrics:
+    """What calls alone come to, without what is idle beside them.
+
+    device_seconds/POOL, device_hours of the pools that count, and money where one has a price.
+    worker_seconds: by pool.
+    """
+    seconds = {
+        name: held * pools[name].per_worker
+        for name, held in worker_seconds.items()
+        if name in pools
+    }
+    made: Metrics = {f"device_seconds/{name}": held for name, held in seconds.items()}
+    made["device_hours"] = sum(seconds.get(name, 0.0) for name in counted(pools)) / HOUR
+    prices = {n: p.price_per_hour for n, p in pools.items() if p.price_per_hour is not None}
+    if prices:
+        made["money"] = sum(seconds.get(n, 0.0) * price for n, price in prices.items()) / HOUR
+    return made
 
 
 def step_cost(

@@ -6,15 +6,9 @@ never before: that takes seconds, and so does the first migration of a new SQLit
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
-import os
 import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -24,7 +18,7 @@ import yaml
 
 from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
-from storage.tracking.database_template import new_database
+from storage.tracking.connection import Place, TrackingError, as_tracking_errors, has_pages
 from storage.tracking.mlflow_entities import logged_model, shown_metrics, watched_machine
 from storage.tracking.tracked_run import (
     RUN_TAG,
@@ -40,7 +34,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-_SQLITE = "sqlite:///"
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _DIGEST_CHARACTERS = 36  # MLflow's limit for the digest of a dataset
 
@@ -49,17 +42,6 @@ LAST_STEP_TAG = "refrain.last_step"
 KIND_TAG, KIND = "mlflow.experimentKind", "custom_model_development"
 UI_ADDRESS = "http://127.0.0.1:5000"  # of `mlflow ui`, unless it is told another
 CURVES = "/model-metrics?workflowType=machine_learning"  # of a run's address
-
-
-class TrackingError(RuntimeError):
-    """MLflow did not do what was asked."""
-
-
-def _has_pages() -> bool:
-    """Whether the mlflow that is installed brings its web pages; mlflow-skinny has none."""
-    import mlflow
-
-    return Path(mlflow.__file__).with_name("server").joinpath("js", "build").is_dir()
 
 
 class Tracker:
@@ -71,17 +53,8 @@ class Tracker:
 
     def __init__(self, config: TrackingConfig) -> None:
         """ValueError when the address is none that MLflow can use. Imports and opens nothing."""
-        if "://" not in config.uri:
-            raise ValueError(
-                f"tracking.uri is {config.uri}. Set it to sqlite:///<file> or to the address of an "
-                "MLflow server, such as http://localhost:5000."
-            )
         self._config = config
-        self._database: Path | None = None
-        self._uri = config.uri
-        if config.uri.startswith(_SQLITE):
-            self._database = Path(config.uri.removeprefix(_SQLITE)).absolute()
-            self._uri = f"{_SQLITE}{self._database}"
+        self._place = Place.of(config.uri)
         self._lock = Lock()
         self._client: MlflowClient | None = None
         self._run: Run | None = None
@@ -91,8 +64,8 @@ class Tracker:
 
     def start(self, tracked: TrackedRun) -> None:
         """Begin the run's page, or go on with it when this run has one."""
-        with _as_tracking_errors(self._uri):
-            self._client = self.connect()
+        with as_tracking_errors(self._place.uri):
+            self._client = self._place.connect()
             self._model_name = self._config.registered_model or tracked.model_name
             experiment = self._experiment()
             self._run = self._find(experiment, tracked.run, tracked.store_uri)
@@ -114,12 +87,12 @@ class Tracker:
         if self._config.system_metrics and self._machine is None:
             resumed = self._last_step is not None
             every = self._config.system_metrics
-            self._machine = watched_machine(self.run_id, self._uri, every, resumed)
+            self._machine = watched_machine(self.run_id, self._place.uri, every, resumed)
 
     def reopen(self, run: str, store_uri: str) -> bool:
         """Go on with the page of a run as it stands, to record more; False where it has none."""
-        with _as_tracking_errors(self._uri):
-            self._client = self.connect()
+        with as_tracking_errors(self._place.uri):
+            self._client = self._place.connect()
             self._run = self._find(self._experiment(), run, store_uri)
         return self._run is not None
 
@@ -134,10 +107,10 @@ class Tracker:
         """Where a person sees the run: a page of the server, or the command that shows it."""
         assert self._run is not None, "start() comes first"
         page = f"/#/experiments/{self._run.info.experiment_id}/runs/{self.run_id}{CURVES}"
-        if self._uri.startswith("http"):
-            return self._uri.rstrip("/") + page
-        needs = "" if _has_pages() else " (needs pip install 'refrain-rl[ui]')"
-        return f"mlflow ui --backend-store-uri {self._uri}{needs}, then {UI_ADDRESS}{page}"
+        if self._place.uri.startswith("http"):
+            return self._place.uri.rstrip("/") + page
+        needs = "" if has_pages() else " (needs pip install 'refrain-rl[ui]')"
+        return f"mlflow ui --backend-store-uri {self._place.uri}{needs}, then {UI_ADDRESS}{page}"
 
     @property
     def last_step(self) -> int | None:
@@ -177,13 +150,13 @@ class Tracker:
             Metric(name, value, moment, step) for name, value in shown_metrics(metrics).items()
         ]
         given = [RunTag(name, value) for name, value in (tags or {}).items()]
-        with _as_tracking_errors(self._uri):
+        with as_tracking_errors(self._place.uri):
             self._started.log_batch(self.run_id, metrics=values, tags=given)
 
     def log_file(self, name: str, content: bytes | str) -> None:
         """Keep a file with the run, such as plots/progress.png; an older one is replaced."""
         folder, _, filename = name.rpartition("/")
-        with tempfile.TemporaryDirectory() as scratch, _as_tracking_errors(self._uri):
+        with tempfile.TemporaryDirectory() as scratch, as_tracking_errors(self._place.uri):
             path = Path(scratch, filename)
             path.write_bytes(content.encode() if isinstance(content, str) else content)
             self._started.log_artifact(self.run_id, str(path), folder or None)
@@ -216,7 +189,7 @@ class Tracker:
             "refrain.uri": uri,
             STORE_TAG: store_uri,
         }
-        with self._lock, _as_tracking_errors(self._uri):
+        with self._lock, as_tracking_errors(self._place.uri):
             try:
                 client.create_registered_model(name, tags={"refrain": "policy"})
             except MlflowException as error:
@@ -228,7 +201,7 @@ class Tracker:
                 if {**known.tags, **tags} == known.tags:
                     return str(known.version)
             # A server refuses a local path outside of the run's own artifacts: hide that it is one.
-            remote = self._database is None
+            remote = self._place.database is None
             source = f"refrain-{uri}" if remote and uri.startswith("file:") else uri
             tags = {**(lineage or {}), **tags}
             assert self._run is not None
@@ -240,7 +213,7 @@ class Tracker:
 
     def registered(self) -> dict[int, str]:
         """Policy version -> its number in the registry, of those that this run has registered."""
-        with _as_tracking_errors(self._uri):
+        with as_tracking_errors(self._place.uri):
             found = self._started.search_model_versions(
                 f"name = '{self.model_name}' and run_id = '{self.run_id}'"
             )
@@ -254,7 +227,7 @@ class Tracker:
 
     def tag(self, name: str, value: str) -> None:
         """Write a tag on the run's page."""
-        with _as_tracking_errors(self._uri):
+        with as_tracking_errors(self._place.uri):
             self._started.set_tag(self.run_id, name, value)
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"] = "FINISHED") -> None:
@@ -262,7 +235,7 @@ class Tracker:
         if self._machine is not None:
             self._machine.finish()
             self._machine = None
-        with _as_tracking_errors(self._uri):
+        with as_tracking_errors(self._place.uri):
             self._started.set_terminated(self.run_id, status)
 
     def __enter__(self) -> Self:
@@ -286,34 +259,15 @@ class Tracker:
         assert self._client is not None, "start() comes first"
         return self._client
 
-    def connect(self) -> MlflowClient:
-        """A client at the address; the first one makes the tables of a new SQLite database."""
-        for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
-            os.environ.setdefault(name, "true")  # MLflow has no other switch; read at its import
-        from mlflow import MlflowClient
-
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        if self._database is None:
-            if self._uri.startswith("http"):
-                _check_answers(self._uri)
-            return MlflowClient(self._uri)
-        self._database.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(self._database.with_suffix(".lock")):
-            new_database(self._database, "mlflow-skinny", _make_tables)
-            client = MlflowClient(self._uri)
-            client.search_experiments(max_results=1)  # the first use creates the tables
-        return client
-
     def _experiment(self) -> str:
         """Id of the experiment, made when there is none."""
         from mlflow.exceptions import MlflowException
 
         client, name = self._started, self._config.experiment
         place = None
-        if self._database is not None:
+        if self._place.database is not None:
             # MLflow's own default is ./mlruns, wherever a run is started.
-            place = (self._database.parent / "mlartifacts" / name).as_uri()
+            place = (self._place.database.parent / "mlartifacts" / name).as_uri()
         if (known := client.get_experiment_by_name(name)) is None:
             try:
                 return client.create_experiment(
@@ -367,47 +321,3 @@ class Tracker:
         )
         tags = [InputTag("mlflow.data.context", "training")]
         self._started.log_inputs(self.run_id, [DatasetInput(dataset, tags)])
-
-
-@contextmanager
-def _as_tracking_errors(uri: str) -> Iterator[None]:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        raise TrackingError(f"MLflow at {uri} failed: {error}") from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a file lock: MLflow 3.17 does not guard a database's first migration against another's.
-
-    Not reported to MLflow; seen by others: https://github.com/daizutabi/hydraflow/issues/245
-    """
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _make_tables(database: Path) -> None:
-    """MLflow's tables in a new database, without the experiment that it adds at the first use."""
-    from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
-
-    engine = create_sqlalchemy_engine(f"{_SQLITE}{database}")
-    _initialize_tables(engine)
-    engine.dispose()
-
-
-def _check_answers(uri: str) -> None:
-    """A short, clear refusal; MLflow itself would try for minutes."""
-    try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10):
-            pass
-    except urllib.error.HTTPError:
-        pass  # it answers, if only to refuse: credentials are MLflow's affair
-    except OSError as error:
-        raise TrackingError(
-            f"The MLflow server at {uri} does not answer ({error}). Start it, or set tracking.uri "
-            "to a file such as sqlite:///.refrain/mlflow.db."
-        ) from None

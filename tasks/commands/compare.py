@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 from pydantic import JsonValue
 
 from configs.overrides import ConfigError
-from storage.audit.comparison import Comparison, FirstStep, compare
+from storage.audit.comparison import Comparison, FirstStep, compare, matched
+from storage.evaluations.results import newest_evaluations
+from storage.objects.errors import ObjectMissing
+from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, find_run, heading, table, text
+from tasks.commands.evaluate import compared_table
+from tasks.evaluation.summary import Compared, tested
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,9 +41,33 @@ def answer(request: Request) -> Answer:
     names = (files.run, other.run)
     shown = [heading(f"{names[0]} (first) and {names[1]} (second)"), *_differs(found, names)]
     shown += [heading("Curves"), _curves(found), *(_by_step(found, name) for name in asked.of)]
+    tests = tests_of(files, other)
     if found.evaluations:
         shown += [heading("Evaluations"), _evaluations(found)]
-    return Answer(record={"runs": names, **asdict(found)}, shown=shown, good=same(found))
+    if tests:
+        shown += [heading(f"{other.run} less {files.run}, prompt by prompt")]
+        shown += compared_table(tests, files.run)
+    record = {"runs": names, **asdict(found), "tests": [asdict(one) for one in tests]}
+    return Answer(record=record, shown=shown, good=same(found))
+
+
+def tests_of(first: RunStore, second: RunStore) -> list[Compared]:
+    """The second run less the first, prompt by prompt, where both have a suite on one version.
+
+    Not of evaluations whose samples a person has removed.
+    """
+    results = (list(newest_evaluations(run).values()) for run in (first, second))
+    tests = []
+    for one, other in matched(*results):
+        try:
+            found = tested(first.store, other, one)
+        except ObjectMissing:
+            continue
+        if found is not None:
+            tests.append(
+                Compared(suite=one.suite, version=one.version, against=one.version, found=found)
+            )
+    return tests
 
 
 def same(found: Comparison) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from storage.evaluations.results import EvaluationResult
     from tasks.evaluation.back_fill import BackFilled
+    from tasks.evaluation.summary import Compared
 
 FAILED, BAD_INPUT = 1, 2  # exit codes
 
@@ -151,21 +152,26 @@ def shown(found: BackFilled) -> list[RenderableType]:
         made.add_row(suite, str(version), *_cells(result, extra), _when(result, found.began))
     lines: list[RenderableType] = [heading(f"Evaluations of {found.run}"), made]
     if found.against is not None:
-        names = ("suite", "version", "against", "prompts", "difference", "95 % interval", "p")
-        pairs = table(*names, right=names[1:])
-        for one in found.compared:
-            test = one.found
-            pairs.add_row(
-                one.suite, str(one.version), f"{found.against}@{one.against}", str(test.prompts),
-                f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}",
-                f"{test.p_value:.4f}",
-            )  # fmt: skip
         lines += [
             heading(f"{found.run} less {found.against}, prompt by prompt"),
-            pairs,
-            text("p: of the two-sided permutation test over the signs of prompts' differences."),
+            *compared_table(found.compared, found.against),
         ]
     return lines
+
+
+def compared_table(compared: Sequence[Compared], against: str) -> list[RenderableType]:
+    """Paired tests; `against`: name of the other run."""
+    names = ("suite", "version", "against", "prompts", "difference", "95 % interval", "p")
+    pairs = table(*names, right=names[1:])
+    for one in compared:
+        test = one.found
+        pairs.add_row(
+            one.suite, str(one.version), f"{against}@{one.against}", str(test.prompts),
+            f"{test.difference:+.4f}", f"{test.low:+.4f} to {test.high:+.4f}",
+            f"{test.p_value:.4f}",
+        )  # fmt: skip
+    said = "p: of the two-sided permutation test over the signs of prompts' differences."
+    return [pairs, text(said)]
 
 
 def _cells(result: EvaluationResult, extra: list[str]) -> list[str]:

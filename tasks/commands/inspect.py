@@ -15,6 +15,7 @@ from configs.flows import resume_command
 from configs.grpo import GRPOConfig
 from engines.processes.certificates import Certificates, certificates_for
 from engines.workers.inspection import NotReached, WorkerView, look
+from storage.evaluations.run_cost import RunCost, cost_of_run
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.live import Live, RolledBack, is_done, read_end, read_live
@@ -80,9 +81,10 @@ def answer(request: Request) -> Answer:
         "rolled_back": None if back is None else back.model_dump(mode="json"),
         "holder": None if holder is None else f"process {holder.pid} on {holder.host}",
         "resume": None if holder or finished else resume_command(flow, request.store, files.run),
+        "cost": None if (cost := cost_of_run(files)) is None else asdict(cost),
         "committed": [asdict(one) for one in steps],
     }
-    shown = _headline(record)
+    shown = [*_headline(record), *_cost(cost, config.cluster.currency)]
     good = True
     if holder is not None and live is not None and live.epoch == holder.epoch:
         tasks = task_views(live)
@@ -205,6 +207,16 @@ def _headline(record: dict[str, Any]) -> list[RenderableType]:
         left = "What follows the last step is not done. " if all_steps else ""
         lines.append(text(f"{left}To go on: {record['resume']}"))
     return lines
+
+
+def _cost(cost: RunCost | None, currency: str) -> list[RenderableType]:
+    if cost is None:
+        return []
+    parts = [("in its steps", cost.steps), ("after them", cost.after)]
+    parts += [("in evaluations since", cost.back_fills)]
+    said = ", ".join(f"{part.device_hours:.4g} {where}" for where, part in parts)
+    money = "" if cost.money is None else f" {currency} {cost.money:.4g}."
+    return [text(f"Device-hours: {cost.device_hours:.4g}, {said}.{money}")]
 
 
 def _workers(workers: list[WorkerView]) -> list[RenderableType]:

@@ -16,7 +16,6 @@ from configs.cluster.cluster import ClusterConfig
 from configs.evaluation import BackFillConfig
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
-from engines.algorithms.evaluation import PairedTest, paired_test
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.workers.cluster import Cluster
@@ -30,17 +29,19 @@ from storage.runs.opponents import opponent_of
 from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_chain
-from storage.tracking.tracker import Tracker, TrackingError
+from storage.tracking.connection import TrackingError
+from storage.tracking.tracker import Tracker
 from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
-from tasks.evaluation.summary import paired, scores_of
-from tasks.reporting.attempts import Attempt
+from tasks.evaluation.summary import Compared, tested
+from tasks.reporting.attempt_log import AttemptLog
 from tasks.reporting.flow_run import flow_run_id
 from tasks.reporting.mlflow_page import evaluation_metrics
 from tasks.reporting.progress import Progress, Terminal
 from tasks.run.handles import ENGINE_MODULES, environments_of, rollouts_of
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
-from tasks.run.preflight import check_lengths, check_packages
+from tasks.run.packages import check_packages
+from tasks.run.preflight import check_lengths
 from tasks.run.preflight_data import check_suites
 from tasks.run.recorded_flow import settings_of
 from tasks.run.suite import Suite
@@ -53,16 +54,6 @@ class Subject:
     files: RunStore
     config: GRPOConfig  # of the run, with the suites that are asked for and no others
     versions: Mapping[int, WeightsRef]  # by the run's number, ascending
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """A version against one of another run, in a suite."""
-
-    suite: str
-    version: int
-    against: int  # the other run's version
-    found: PairedTest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +80,7 @@ class BackFill:
         # Not the run's name: a worker answers a call that it knows from its record.
         self.name = f"{self.files.run}-evaluation-{uuid.uuid4().hex[:8]}"
         self.epoch, self.cancelled, self.terminal = 1, cancelled, terminal
-        self.attempts: dict[int, list[Attempt]] = {}
+        self.attempts = AttemptLog()
         self.progress = Progress(terminal, 0)
         self.device_time = DeviceTime()  # of no step
 
@@ -219,12 +210,8 @@ def compared(
     for (suite, version), result in ours.items():
         numbers = [number for name, number in theirs if name == suite]
         other = numbers[0] if len(numbers) == 1 else version
-        scores = [
-            scores_of(store, one.samples, one.right_from) for one in (result, theirs[suite, other])
-        ]
-        pairs = paired(*scores)
-        if len(pairs[0]):
-            test = paired_test(*pairs)
+        test = tested(store, result, theirs[suite, other])
+        if test is not None:
             found.append(Compared(suite=suite, version=version, against=other, found=test))
     return found
 
@@ -280,7 +267,7 @@ def _evaluator(caller: BackFill, cluster: Cluster) -> Evaluator:
         if page is not None:
             page.log_metrics(version, evaluation_metrics(result), at=result.made_at)
 
-    return Evaluator(caller, place, suites, tell)
+    return Evaluator(caller, place, suites, tell, back_fill=True)
 
 
 def _page(caller: BackFill) -> Tracker | None:

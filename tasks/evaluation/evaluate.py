@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from prefect import flow, task
-from prefect.artifacts import create_markdown_artifact
 from pydantic import JsonValue
 
 from configs.overrides import ConfigError
@@ -28,14 +27,17 @@ from storage.evaluations.files import EvaluationFiles, prompts_key
 from storage.evaluations.results import EvaluationResult, find_result, note, write_result
 from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
+from storage.tracking.cost import calls_cost
 from tasks.episodes import complete
 from tasks.evaluation.engines import Place, SuiteEngines
-from tasks.evaluation.summary import counts_of, metrics_of, scores_of, sentence
-from tasks.reporting.artifacts import escaped, key
+from tasks.evaluation.page import show
+from tasks.evaluation.summary import counts_of, metrics_of, scores_of
+from tasks.reporting.attempt_log import EvaluationLog, summed
 from tasks.reporting.run_view import Caller
 from tasks.results import Sampled
 from tasks.reward import score
 from tasks.run.flow_options import TaskThreads, result_of
+from tasks.run.metrics import pools_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
 from tasks.run.suite import Suite
@@ -62,26 +64,35 @@ class EvaluatedShard:
     ref: BatchRef  # the samples with their rewards
     metrics: dict[str, LoggedMetric]  # what the reward functions gave to log_metric
     code: tuple[dict[str, JsonValue], ...]  # the functions that scored
+    # By pool, of its calls; of a shard that a dead process had sampled, of its scoring alone.
+    worker_seconds: dict[str, float]
 
 
 class Evaluator:
     """What evaluates versions of a run. With slots and no dataclass, as tasks.run.run.Run."""
 
-    __slots__ = ("caller", "place", "suites", "tell")
+    __slots__ = ("back_fill", "caller", "place", "suites", "tell")
 
     def __init__(
-        self, caller: Caller, place: Place, suites: Mapping[str, Suite], tell: Told
+        self,
+        caller: Caller,
+        place: Place,
+        suites: Mapping[str, Suite],
+        tell: Told,
+        back_fill: bool = False,
     ) -> None:
+        """`back_fill`: of versions of the past, on workers of its own."""
         self.caller, self.place = caller, place
         self.suites, self.tell = suites, tell
+        self.back_fill = back_fill
 
 
 class Questioning:
     """A suite on a version, as the tasks that sample and score see it (tasks/run/stage_view.py)."""
 
     __slots__ = (
-        "attempts", "caller", "config", "device_time", "engines", "episodes", "files", "name",
-        "number", "progress", "shards", "store", "suite", "weights",
+        "attempts", "back_fill", "caller", "config", "device_time", "engines", "episodes", "files",
+        "name", "number", "progress", "shards", "store", "suite", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +103,8 @@ class Questioning:
         self.caller, self.suite, self.config = caller, suite, suite.config
         self.number, self.weights = number, weights
         self.name, self.store = caller.name, caller.store
-        self.attempts, self.progress = caller.attempts, caller.progress
+        self.attempts, self.progress = EvaluationLog(caller.attempts), caller.progress
+        self.back_fill = evaluator.back_fill
         self.device_time = caller.device_time
         self.engines: SuiteEngines = evaluator.place.engines_of(caller, suite)
         self.files = EvaluationFiles(self.store, "")  # until its key is known
@@ -167,7 +179,7 @@ def evaluation(
         evaluator.tell(found[name], version)
         # Last: what is noted counts as told.
         note(run.caller.files, name, version, run.files.result_key(suite.summing))
-        _show(evaluator.caller, found[name], version)
+        show(evaluator.caller, found[name], version)
     return found
 
 
@@ -258,6 +270,7 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
             "ref": ref.to_json(),
             "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},
             "code": [asdict(one) for one in result.code],
+            "worker_seconds": {**run.attempts.worker_seconds(shard)},
         }
         if not result.failed:
             record = run.files.finish(out_key, record)
@@ -267,11 +280,13 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
 def of_record(record: Mapping[str, object]) -> EvaluatedShard:
     """A shard from its record."""
     metrics, code = record["metrics"], record["code"]
-    assert isinstance(metrics, Mapping) and isinstance(code, list)
+    held = record.get("worker_seconds", {})  # an older Refrain counted none
+    assert isinstance(metrics, Mapping) and isinstance(code, list) and isinstance(held, Mapping)
     return EvaluatedShard(
         ref=BatchRef.from_json(record["ref"]),
         metrics={name: LoggedMetric(**one) for name, one in metrics.items()},
         code=tuple(code),
+        worker_seconds=dict(held),
     )
 
 
@@ -302,27 +317,15 @@ def summarize(
         right_from=settings.right_from,
         seconds=time.time() - began,
         asked_by=run.caller.files.run,
+        back_fill=run.back_fill,
+        cost=cost_of(run, shards),
     )
     write_result(run.store, run.files.result_key(run.suite.summing), result)
     return result
 
 
-def _show(caller: Caller, result: EvaluationResult, version: int) -> None:
-    """A line for the terminal, and a table on the page of the flow run."""
-    caller.terminal.say(sentence(result.suite, version, result.metrics))
-    rows = [f"| {escaped(name)} | {value:.6g} |" for name, value in result.metrics.items()]
-    create_markdown_artifact(
-        key=key(caller.files.run, f"evaluation-{result.suite}"),
-        markdown="\n".join(
-            [
-                f"### {escaped(result.suite)} on version {version} of {escaped(caller.files.run)}",
-                "",
-                f"weights `{result.weights.digest}`, {result.asked} prompts",
-                "",
-                "| metric | value |",
-                "|---|---|",
-                *rows,
-            ]
-        ),
-        description=f"{result.suite} on version {version}",
-    )
+def cost_of(run: Questioning, shards: Sequence[EvaluatedShard]) -> dict[str, float]:
+    """What the evaluation's calls had of devices, those of a process that died too."""
+    seconds = [shard.worker_seconds for shard in shards]
+    own = run.attempts.worker_seconds(None)  # prompts
+    return calls_cost(summed([*seconds, own]), pools_of(run.caller.config))

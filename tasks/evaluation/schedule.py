@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from configs.evaluation import EvaluationConfig
-from storage.evaluations.results import EvaluationResult, notes_of
+from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import MANIFEST, WeightsRef
 from tasks.evaluation.engines import Place, SuiteEngines
@@ -43,7 +43,7 @@ class Evaluations:
             noted = {(suite, version) for suite, version, _ in notes_of(run.files).values()}
             for version in sorted(run.to_be_evaluated()):
                 if all((suite, version) in noted for suite in self._config.suites):
-                    run.evaluated.add(version)
+                    self._recall(version)
                 elif version == run.head:
                     self._add(version, run.engines.rollouts.weights)
                 else:
@@ -72,6 +72,15 @@ class Evaluations:
     def close(self) -> None:
         """Begin no further one; what is under way ends with the engines."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _recall(self, version: int) -> None:
+        """A dead flow has evaluated a version: what no commit has judged is judged with the next."""
+        run = self._run
+        run.evaluated.add(version)
+        for result in evaluations_of(run.files, version=version) if run.config.guards else ():
+            before = run.last is not None and result.made_at < run.last.committed_at
+            if not before and not result.back_fill:
+                run.measured |= evaluation_metrics(result)
 
     def _add_if_there(self, version: int) -> None:
         weights = version_weights(self._run.files, version)

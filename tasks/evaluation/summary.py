@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.evaluation import SuiteConfig
-from engines.algorithms.evaluation import bootstrap, pass_at_k, wilson
+from engines.algorithms.evaluation import PairedTest, bootstrap, paired_test, pass_at_k, wilson
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
-from storage.evaluations.results import Interval
+from storage.evaluations.results import EvaluationResult, Interval
 from storage.objects.store import Store
 
 
@@ -25,6 +25,16 @@ class Scores:
     samples: NDArray[np.int64]  # [P] scored samples of each
     right: NDArray[np.int64]  # [P] of them, with a reward of right_from or more
     binary: bool  # whether all rewards are 0 or 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A version against one of another run, in a suite."""
+
+    suite: str
+    version: int
+    against: int  # the other run's version
+    found: PairedTest
 
 
 def scores_of(store: Store, samples: BatchRef, right_from: float) -> Scores:
@@ -99,6 +109,12 @@ def paired(first: Scores, second: Scores) -> tuple[NDArray[np.float64], NDArray[
     """Mean rewards of the prompts that both have scores of, [P] each, in the same order."""
     _, a, b = np.intersect1d(first.groups, second.groups, return_indices=True)
     return first.means[a], second.means[b]
+
+
+def tested(store: Store, first: EvaluationResult, second: EvaluationResult) -> PairedTest | None:
+    """Two evaluations of the same rows, prompt by prompt; None where no prompt has scores in both."""
+    pairs = paired(*(scores_of(store, one.samples, one.right_from) for one in (first, second)))
+    return paired_test(*pairs) if len(pairs[0]) else None
 
 
 def sentence(name: str, version: int, metrics: dict[str, float]) -> str:

@@ -34,7 +34,7 @@ from storage.runs.weights import MANIFEST, WeightsRef, open_manifest_at
 from storage.runs.weights_writing import copy_whole
 from tasks.launch.server_process import ServerError, ServerProcess
 from tasks.run.continue_from import place_of
-from tasks.run.preflight import installed
+from tasks.run.packages import installed
 from tasks.run.recorded_flow import settings_of
 
 STOP_TIMEOUT = 10.0  # seconds until a server that does not stop is killed

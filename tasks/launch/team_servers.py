@@ -11,7 +11,7 @@ from types import FrameType
 
 from configs.environment import mlflow_database
 from tasks.launch.server_process import ServerError, ServerProcess
-from tasks.run.preflight import installed
+from tasks.run.packages import installed
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT = 180.0  # seconds; the first start migrates the databases

@@ -17,6 +17,7 @@ from tasks.memory.holders import (
     plan_of,
     reward_model_bytes,
     rollout_bytes,
+    seeing_bytes,
     teacher_bytes,
     train_roles,
     vllms,
@@ -52,6 +53,8 @@ def check_memory(config: GRPOConfig) -> list[str]:
     ]
     if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
         lines.append(f"reward_model, each worker: {_listed(taken)}")
+    if seeing := seeing_bytes(config):
+        lines.append(f"encoder, each worker: {_listed(seeing)}")
     for place in found:
         bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
         lines.append(f"{place.what}: {size_of(place.planned)}{bound}")

@@ -15,7 +15,9 @@ from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
+from configs.srpo import SRPOConfig
 from configs.teachers import TeacherConfig
+from engines.encoders.memory_plan import encoder_bytes
 from engines.model_facts import ModelShape, model_facts
 from engines.rollout.memory_plan import BYTES, UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.memory_plan import (
@@ -182,6 +184,11 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     if not weights:
         return {}
     return {"reward models' weights": weights, "reward models' batch": max(batches)}
+
+
+def seeing_bytes(config: GRPOConfig) -> dict[str, int]:
+    """What the encoder of episodes takes; {} where there is none, or its files are not here."""
+    return encoder_bytes(config.encoder) if isinstance(config, SRPOConfig) else {}
 
 
 def _shape_of_teacher(teacher: TeacherConfig, shape: ModelShape) -> ModelShape | None:

@@ -14,6 +14,7 @@ from tasks.memory.holders import (
     plan_of,
     reward_model_bytes,
     rollout_bytes,
+    seeing_bytes,
     teacher_bytes,
     train_roles,
     vllms,
@@ -111,6 +112,8 @@ def _of_worker(
     if config.rewards.on_engines and name == roles.pool_of("reward_model"):
         device.update(reward_model_bytes(config))
         sampling.update(judge_bytes(config))
+    if name == roles.pool_of("encoder"):
+        device.update(seeing_bytes(config))
     if pool.gpus:
         return {**device, **sampling}, host
     if device:

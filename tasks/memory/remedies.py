@@ -46,6 +46,10 @@ def too_large(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
         if place.largest.startswith(f"teacher {teacher}'s "):
             where = f"teachers.{teacher}.engine"
             return f"{said} Set {where}.kv_cache_gib, on a GPU gpu_memory_utilization, lower."
+    if place.largest == "encoder's frames":
+        return f"{said} Set encoder.frames lower."
+    if place.largest == "encoder's weights":
+        return f"{said} Set cluster.roles.encoder to a larger pool, or take a smaller encoder."
     if place.largest == "reward models' weights":
         return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
     pool_of = config.cluster.roles.pool_of

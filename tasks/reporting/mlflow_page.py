@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from storage.runs.commit_log import read_commit
 from storage.runs.curves import History, read_history, shown
 from storage.runs.origins import Origin, start_of
 from storage.runs.working_tree import working_tree
-from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
+from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.plots import progress_png
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker
@@ -111,6 +112,12 @@ class RunTracker:
         """Record what a suite says of a policy version."""
         self._ready().log_metrics(version, evaluation_metrics(result), at=result.made_at)
 
+    def ended(self, step: int, cost: Metrics) -> None:
+        """Record what all of the run cost, up to its end after the last step."""
+        total = {name: value for name, value in cost.items() if name.startswith(SO_FAR)}
+        shown = {name.replace(SO_FAR, "cost/run/"): value for name, value in total.items()}
+        self._ready().log_metrics(step, shown, at=time.time())
+
     def tag(self, name: str, value: str) -> None:
         """Write a tag on the run's page."""
         self._ready().tag(name, value)
@@ -191,7 +198,8 @@ def rollback_of(origin: Origin | None) -> str | None:
 
 def evaluation_metrics(result: EvaluationResult) -> Metrics:
     """The metrics of an evaluation under the names that people see."""
-    return {f"eval/{result.suite}/{name}": value for name, value in result.metrics.items()}
+    cost = {f"cost/{name}": value for name, value in result.cost.items()}
+    return {f"eval/{result.suite}/{name}": value for name, value in (result.metrics | cost).items()}
 
 
 def metrics_of(commit: Commit) -> Metrics:

@@ -17,21 +17,36 @@ from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
+from tasks.reporting.attempt_log import AttemptLog
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.progress import Progress, Terminal
+
+
+class Attempts(Protocol):
+    """Where tries are recorded (tasks/reporting/attempt_log.py)."""
+
+    def add(self, *attempts: Attempt) -> None:
+        """Record some."""
 
 
 class AttemptsView(Protocol):
     """Whose calls are recorded as attempts."""
 
     name: str
-    attempts: dict[int, list[Attempt]]
     progress: Progress
     device_time: DeviceTime
+
+    @property
+    def attempts(self) -> Attempts:
+        """Where they are recorded."""
 
 
 class Caller(AttemptsView, Protocol):
     """On whose behalf engines are started and called: a run, or what evaluates its versions later."""
+
+    @property
+    def attempts(self) -> AttemptLog:
+        """By step."""
 
     config: GRPOConfig
     store: Store

@@ -69,6 +69,7 @@ class Engines:
         self._started: dict[str, Future[None]] = {}
         self._usage, self._spent = StoreUsage(), SpentSince()
         self.launched = 0.0  # when workers were asked for, in seconds since 1970
+        self.ended: float | None = None  # when they were told to end
         self.roles: list[str] = ["reward", *run.config.engine_roles]
         self.roles += [] if run.config.episodes is None else ["environment"]
         self.roles += ["reward_model"] if run.config.rewards.on_engines else []
@@ -84,7 +85,7 @@ class Engines:
         So do the opponent's engines, which may be beside others on their devices.
         """
         self._run.terminal.doing("starting workers")
-        self.launched = time.time()
+        self.launched, self.ended = time.time(), None
         self._handles = self._threads.submit(open_engines, self._run, cluster)
         settings = self._run.config.cluster
         before: dict[str, Future[None]] = {}  # by pool, the start of the role before
@@ -316,6 +317,7 @@ class Engines:
 
     def close(self) -> None:
         """End every engine and worker."""
+        self.ended = self.ended or time.time()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._handles is not None:
             # Not cancelled by now means opening or open: wait for it, so that nothing is left.

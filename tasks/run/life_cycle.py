@@ -21,6 +21,7 @@ from tasks.reporting.mlflow_page import metrics_of
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
+from tasks.run.metrics import cost_at_end
 from tasks.run.opening import OpenedRun, begin, take_over
 from tasks.run.run import Run
 
@@ -97,9 +98,11 @@ def finish(run: Run, data_over: bool) -> RunSummary:
     """
     plot = last_pages(run)
     _keep_rows(run)
+    cost = cost_at_end(run)
+    run.tracker.ended(run.head, cost)
     run.tracker.finish(None)
     over = DataOver.of(run.config.data) if data_over else None
-    write_end(run.files, End(step=run.head, data_over=over))
+    write_end(run.files, End(step=run.head, data_over=over, cost={**cost}))
     workers_ended(run.files)
     return RunSummary(
         run=run.name,

@@ -6,35 +6,15 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from configs.grpo import GRPOConfig
 from engines.rewards.failing_samples import pooled
+from storage.runs.live import read_end
 from storage.tracking.cost import Call, Pool, Used, step_cost, window_of
 from tasks.results import Metrics, Prompts, Scored, Synced, TrainBatch, Updated
 
 if TYPE_CHECKING:
     from tasks.reporting.attempts import Attempt
     from tasks.run.run import Run
-
-STAGES = (
-    "prompts",
-    "rollout",
-    "grow",
-    "environment",
-    "baseline",
-    "reward_model",
-    "reward",
-    "embedding",
-    "progress",
-    "teacher",
-    "logprob",
-    "values",
-    "selection",
-    "advantage",
-    "critic_update",
-    "update",
-    "weight_sync",
-    "snapshot",
-    "row_history",
-)
 
 
 def step_metrics(
@@ -72,39 +52,51 @@ def step_metrics(
         **run.engines.turns(),
         **run.engines.asked(),
     }
-    return metrics | cost_of(run, step, sum(len(shard.ref) for shard in scored))
+    return metrics | cost_of(run, step, time.time(), sum(len(shard.ref) for shard in scored))
 
 
-def cost_of(run: Run, step: int, samples: int) -> Metrics:
-    """The metrics cost/… of a step that is committed now; samples: those that it scored."""
+def cost_at_end(run: Run) -> Metrics:
+    """The metrics cost/… of what follows the last commit, up to now or to the end of the workers."""
+    run.attempts.charge(run.after)
+    return cost_of(run, run.after, run.engines.ended or time.time(), samples=0)
+
+
+def cost_of(run: Run, step: int, now: float, samples: int) -> Metrics:
+    """The metrics cost/… of a step that is committed `now`; samples: those that it scored."""
     config, last, died = run.config, run.last, run.lease.died
-    pools = {
-        name: Pool(
-            workers=(pool := config.cluster.pools[name]).workers,
-            gpus=pool.gpus,
-            price_per_hour=pool.price_per_hour,
-        )
-        for name in sorted(config.used_pools)
-    }
+    pools = pools_of(config)
     used = {
         name: Used(cpu_seconds=spent.cpu_seconds, joules=spent.joules)
         for name, spent in run.engines.spent().items()
         if name in pools
     }
     own = None if last is None or run.head == run.start else last.committed_at
+    before = {} if last is None else last.metrics
+    if own is None or own <= run.engines.launched:  # nothing of this flow's is committed
+        end = read_end(run.files)
+        before = before | (end.cost if end is not None and end.step == run.head else {})
     return step_cost(
         [Call.of(attempt.record()) for attempt in run.attempts_of(step)],
         window_of(
             run.engines.launched,
             own,
-            time.time(),
+            now,
             None if died is None else (died.started, died.last_seen),
         ),
         pools,
         used,
-        {} if last is None else last.metrics,
+        before,
         samples,
     )
+
+
+def pools_of(config: GRPOConfig) -> dict[str, Pool]:
+    """The devices of the pools that a run uses, by name."""
+    pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
+    return {
+        name: Pool(workers=pool.workers, gpus=pool.gpus, price_per_hour=pool.price_per_hour)
+        for name, pool in pools.items()
+    }
 
 
 def stage_seconds(attempts: list[Attempt]) -> dict[str, float]:

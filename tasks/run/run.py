@@ -21,6 +21,7 @@ from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, Ledger, version_weights
 from storage.runs.run_lease import RunLease
 from storage.runs.weights import WeightsRef
+from tasks.reporting.attempt_log import AttemptLog
 from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
@@ -78,7 +79,7 @@ class Run:
         self.measured: dict[str, float] = {}
         self.evaluated: set[int] = set()  # versions that wait for no evaluation any more
         self.stopped = False  # by a person: Ctrl-C, SIGTERM or the dashboard; known once it ended
-        self.attempts: dict[int, list[Attempt]] = {}  # by step, of those not committed
+        self.attempts = AttemptLog()
         self.device_time = DeviceTime()  # which attempts hold which workers
         self.terminal = terminal
         self.progress = Progress(terminal, opened.config.steps)
@@ -268,7 +269,7 @@ class Run:
 
     def attempts_of(self, step: int) -> list[Attempt]:
         """What was tried for a step, in the order in which it ended."""
-        return list(self.attempts.get(step, ()))
+        return self.attempts.of(step)
 
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Token ids of a few short sequences, and where each one's response begins."""
@@ -286,8 +287,7 @@ class Run:
         self.rows.committed(record)
         for trainer in self.engines.trained:
             trainer.committed(record.step)
-        for step in [step for step in list(self.attempts) if step <= record.step]:
-            del self.attempts[step]
+        self.attempts.committed(record.step)
         self.engines.rollouts.committed(record.step, self.oldest_version(record.step + 1))
         self.shards.committed(record.step)
         self.gate.committed(record.step)

@@ -60,6 +60,15 @@ def test_the_encoder_has_the_pool_of_rewards_or_its_own() -> None:
         (["episodes.max_turn_tokens=null"], "Set it, or full_turn = ends"),
         (["encoder={kind: transformers}"], "model"),
         (["progress.ceiling=1.0"], "ceiling"),
+        (
+            [
+                "cluster.share_devices=true",
+                "cluster.roles.rollout=train",
+                "cluster.roles.encoder=train",
+                "encoder={kind: transformers, model: some/model}",
+            ],
+            "devices of pool train back. Set cluster.roles.encoder to another pool",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(words: list[str], said: str) -> None:

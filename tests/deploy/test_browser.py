@@ -30,6 +30,15 @@ FLAGS = [
 ]
 
 
+SUITE = {
+    "source": {"kind": "reasoning_gym", "task": "chain_sum", "size": 12, "seed": 5},
+    "samples": 4,
+    "greedy": False,
+    "pass_at": [1, 4],
+    "right_from": 0.2,
+}
+
+
 class Browser:
     """A page, and what its console complained of."""
 
@@ -76,7 +85,9 @@ def browser() -> Iterator[Browser]:
 def test_a_finished_run_and_the_form_show_without_an_error(
     platform: Platform, browser: Browser
 ) -> None:
-    run = platform.submit("tiny", platform.config("tiny", steps=3)).json()["id"]
+    changes: dict[str, Any] = {"steps": 3, "evaluation": {"suites": {"sums": SUITE}}}
+    changes |= {f"cluster.pools.{pool}.price_per_hour": 2.5 for pool in ("train", "rollout")}
+    run = platform.submit("tiny", platform.config("tiny", **changes)).json()["id"]
     platform.wait(run, "COMPLETED")
     board = platform.dashboard
     steps = API.post(
@@ -92,7 +103,7 @@ def test_a_finished_run_and_the_form_show_without_an_error(
         f"{board}/deployments/deployment/{platform.deployment('tiny')['id']}/run",
         "Prompts per step",
     )
-    for text in ("Completions sampled for each prompt.", "KV cache (GiB)", "pretrained", "random"):
+    for text in ("Completions sampled for each prompt;", "KV cache (GiB)", "pretrained", "random"):
         assert text in shown
     browser.picture("form", 1700)
 
@@ -106,6 +117,17 @@ def test_a_finished_run_and_the_form_show_without_an_error(
     for text in ("Sampled with", "digest", "Where the time went", "retries", "rollout-0"):
         assert text in shown
     browser.picture("lineage", 1200)
+    browser.page.set_viewport_size({"width": 1300, "height": 520})
+    cost = browser.page.get_by_text("What it cost")
+    cost.evaluate("heading => heading.scrollIntoView()")
+    for text in ("device-seconds", "USD", "of the version", "processor-seconds"):
+        assert text in shown
+    browser.picture("cost", 520)
+
+    shown = browser.open(f"{board}/artifacts/artifact/{artifacts['sums']}", "95 % interval")
+    for text in ("48 samples", "pass@4", "bootstrap", "device-hours", "--evaluation sums@3"):
+        assert text in shown
+    browser.picture("evaluation", 760)
     browser.open(f"{board}/artifacts/artifact/{artifacts['curves']}", "Reward, KL and time")
     width = browser.page.evaluate("() => document.querySelector('img[src^=data]').naturalWidth")
     assert width > 500

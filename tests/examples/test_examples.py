@@ -21,6 +21,9 @@ from engines.data.chat_template import prompt_of
 from engines.data.tool_calls import tool_calls
 from engines.environments.adapters import ClassAdapter
 from engines.environments.tools import schema
+from engines.rewards.protocol import TrainerState
+from engines.rewards.runner import RewardRunner
+from storage.prompts.datasets import open_source
 from storage.runs.commit_log import Commit, read_commit
 from tests.flows.conftest import ROOT, Launch, Launched
 
@@ -167,12 +170,56 @@ def test_sums_are_asked_after_two_that_were_worked_out() -> None:
         assert made["Calculator"]().calculate(**made_call.arguments) == result == answer
 
 
-def test_the_last_number_of_the_last_turn_is_the_answer() -> None:
-    """A calculator that said it, before a model that did not, earns nothing."""
+def test_prices_are_asked_after_two_that_were_looked_up() -> None:
+    made = runpy.run_path(str(EXAMPLES / "tools.py"))
+    assert schema("price", made["price"])["function"]["parameters"]["required"] == ["item"]
+    for row in made["rows"](size=20):
+        chat = row["question"]
+        for asked, call, result, answer in (chat[:4], chat[4:8]):
+            (made_call,) = tool_calls(call["content"])
+            assert f" {made_call.arguments['item']} " in asked["content"]
+            assert str(made["price"](**made_call.arguments)) == result["content"]
+            assert answer["content"] == result["content"]
+        item = chat[-1]["content"].split()[3]
+        assert chat[-1]["content"] == f"What does the {item} cost?"
+        assert row["answer"] == str(made["price"](item))
+        assert all(row["answer"] not in message["content"] for message in chat), "nor guessed"
+    with pytest.raises(ValueError, match="'gold' is not sold here"):
+        made["price"]("gold")
+
+
+CALLED = "<tool_call>{}</tool_call>\nuser\n-42\nassistant\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "reward"),
+    [("-42", 1), ("It is -42.", 1), ("ok", 0), ("42", 0), ("-42 or 1", 0)],
+    ids=lambda value: str(value),
+)
+def test_the_last_number_of_the_last_turn_is_the_answer(last: str, reward: float) -> None:
+    """A tool that said it, before a model that did not, earns nothing."""
     right = runpy.run_path(str(EXAMPLES / "calculator.py"))["right"]
-    called = "<tool_call>{}</tool_call>\nuser\n-42\nassistant\n"
-    said = ["-42", f"{called}-42", f"{called}It is -42.", f"{called}ok", f"{called}42", "42 or 1"]
-    assert right([""] * 6, said, answer=["-42"] * 5 + ["42"]) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    for text in (last, f"{CALLED}{last}"):
+        assert right([""], [[{"role": "assistant", "content": text}]], answer=["-42"]) == [reward]
+
+
+@pytest.mark.parametrize("name", ["calculator", "tools", "guess_the_number"])
+def test_rewards_of_a_recipe_score_what_its_prompts_are_answered_with(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats are answered with messages, and strings with strings."""
+    monkeypatch.chdir(EXAMPLES)
+    config = load_recipe(GRPOConfig, f"{name}.yaml")
+    (row,) = open_source(config.data.source).rows([0])
+    functions = [one for one in config.rewards.functions if one.kind == "function"]
+    rewards = config.rewards.model_copy(update={"functions": tuple(functions)})
+    assert functions
+    with RewardRunner(rewards, config.data) as runner:
+        scores = runner.score(
+            [prompt_of(row, config.data)], [f"{CALLED}{row.get('answer')}"], [row]
+        )
+    assert scores.failures == ()
+    assert scores.rewards[0] == (0 if name == "guess_the_number" else pytest.approx(1))
 
 
 def test_a_game_is_shown_before_it_says_its_rules() -> None:
@@ -181,6 +228,20 @@ def test_a_game_is_shown_before_it_says_its_rules() -> None:
     chat = prompt_of(row, DataConfig(source=source), "[GAME] Enter your guess.")
     assert [one["role"] for one in chat] == ["user", "assistant"] * 6 + ["user"]
     assert chat[-1]["content"] == "You win. A new game:\n\n[GAME] Enter your guess."
+
+
+def test_any_prize_says_nothing_of_the_game() -> None:
+    """The same for the same episode of a step, in any order; another one in the next step."""
+    any_prize = runpy.run_path(str(EXAMPLES / "guess_the_number.py"))["any_prize"]
+    said = [[{"role": "assistant", "content": f"[{number}]"}] for number in range(200)]
+
+    def prizes(step: int, order: int = 1) -> list[float]:
+        state = TrainerState(global_step=step)
+        return any_prize([""] * 200, said[::order], trainer_state=state)[::order]
+
+    assert prizes(1) == prizes(1, order=-1)
+    assert abs(np.corrcoef(prizes(1), prizes(2))[0, 1]) < 0.3
+    assert abs(np.mean(prizes(1)) - 0.5) < 0.1
 
 
 @pytest.mark.slow

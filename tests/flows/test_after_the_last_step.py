@@ -12,7 +12,11 @@ import httpx
 import pytest
 from mlflow import MlflowClient
 
+from storage.evaluations.results import evaluations_of
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
 from storage.tracking.registry import EVALUATION_TAG, PROMOTION_TAG
+from tasks.evaluation.summary import tested
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched
 
@@ -113,3 +117,40 @@ def test_a_run_killed_while_it_waits_for_a_person_asks_again(
     assert code == 0, out
     client = MlflowClient(f"sqlite:///{tmp_path}/.refrain/mlflow.db")
     assert client.get_model_version_by_alias("last", "champion").tags["refrain.step"] == "1"
+
+
+@pytest.mark.slow
+def test_a_gain_that_may_be_chance_does_not_move_the_alias_after_a_kill_either(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """The next night tests the champion too, and dies while it decides; four prompts prove nothing."""
+    launch(*words(tmp_path)).whole()
+    client = MlflowClient(f"sqlite:///{tmp_path}/.refrain/mlflow.db")
+    champion = client.get_model_version_by_alias("last", "champion")
+    store = Store(f"file://{tmp_path}/.refrain/store")
+    (first,) = (name for name in store.children() if not name.startswith("_"))
+    kill = Fault(id="x", target="tasks.promotion:judge", action="kill")
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [kill])
+    night = ("continue_from=models:/last@champion", "evaluation.before=true")
+    rule = "promotion.significance=0.05"
+    code, out = launch(*words(tmp_path), *night, rule, environment=faults.environment).end()
+    assert (code, faults.missed) == (-9, []), out
+    second = max(name for name in store.children() if not name.startswith("_"))
+    assert second != first
+    code, out = launch("--resume", second).end()
+    assert code == 0, out
+    ours, theirs = (
+        evaluations_of(RunStore(store, second), "held_out", version)[-1] for version in (1, 0)
+    )
+    assert theirs.weights.digest == champion.tags["refrain.digest"]
+    test = tested(store, ours, theirs)
+    assert test is not None and test.prompts == 4
+    assert test.p_value >= 2 / 2**4, "no four prompts are enough"
+    (said,) = (
+        one.tags[PROMOTION_TAG]
+        for one in client.search_model_versions("name = 'last'")
+        if one.version != champion.version
+    )
+    assert f"over 4 prompts that is {test.difference:+.4f}" in said
+    assert f"p = {test.p_value:.4g} is above the significance of 0.05." in said
+    assert client.get_model_version_by_alias("last", "champion").version == champion.version

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from configs.storage import StoreConfig
 from storage.runs.commit_log import head, read_commit
+from storage.runs.live import read_end
 from storage.runs.run_store import RunStore
 from storage.tracking.cost import HELD, SECONDS
+from tasks.commands import inspect
+from tasks.commands.command import Request
 
 pytestmark = pytest.mark.cluster
 
@@ -54,3 +60,25 @@ def worker_seconds(attempt: dict[str, object]) -> dict[str, float]:
     found = attempt["worker_seconds"]
     assert isinstance(found, dict)
     return found
+
+
+def test_what_followed_the_last_step_is_counted_too(undisturbed: RunStore) -> None:
+    last, end = read_commit(undisturbed, 6), read_end(undisturbed)
+    assert end is not None
+    metrics = {name: value or 0.0 for name, value in end.cost.items()}
+    assert metrics["cost/device_hours"] > 0
+    so_far = last.metrics["cost/so_far/device_hours"] or 0.0
+    assert metrics["cost/so_far/device_hours"] == pytest.approx(
+        so_far + metrics["cost/device_hours"]
+    )
+    for pool in POOLS:
+        assert metrics[f"{SECONDS}/{pool}/{HELD}"] == pytest.approx(
+            metrics[f"{SECONDS}/{pool}/idle"], rel=0.5
+        ), "nothing was left to do but to show it"
+    asked = Request(
+        files=undisturbed, store=StoreConfig(), cluster=(), arguments=argparse.Namespace(steps=1)
+    )
+    told = inspect.answer(asked).record["cost"]
+    assert told["steps"]["device_hours"] == so_far
+    assert told["after"]["device_hours"] == pytest.approx(metrics["cost/device_hours"])
+    assert told["back_fills"] == {"device_hours": 0, "money": None}

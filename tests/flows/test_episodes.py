@@ -80,6 +80,33 @@ class Telling(Guessing):
         return super().get_reward()
 """
 
+SLEEPING = """
+import time
+from examples.guessing import Guessing
+
+class Sleeping(Guessing):
+    begun = False
+
+    def __init__(self, log, **params):
+        super().__init__(**params)
+        self.log = log
+
+    def told(self, change):
+        with open(self.log, "a") as log:
+            print(change, file=log)
+
+    def step(self, text):
+        if not self.begun:
+            self.begun = True
+            self.told(1)
+        time.sleep(0.02)
+        return super().step(text)
+
+    def get_reward(self):
+        self.told(-1 if self.begun else 0)
+        return super().get_reward()
+"""
+
 
 @pytest.fixture(scope="module")
 def whole(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
@@ -265,6 +292,29 @@ def test_an_environment_that_fails_is_no_reward(
     for one in shown:
         assert one["episode_end"] == "failed" and any(it in one["episode_error"] for it in causes)
         assert one["reward"] is None
+
+
+@pytest.mark.slow
+def test_256_sleeping_episodes_under_a_limit_of_16(launch: Launch, tmp_path: Path) -> None:
+    run = launch(
+        *WORDS,
+        "steps=1",
+        "prompts_per_step=64",
+        "rollout.shards=64",
+        "episodes.at_once=16",
+        "episodes.environment.path=sleeping.py:Sleeping",
+        f"episodes.environment.params.log={tmp_path}/told",
+        files={"sleeping.py": SLEEPING},
+    )
+    code, out = run.end()
+    assert code == 0, out
+    (commit,) = committed(run.files)
+    changes = np.array([int(line) for line in (tmp_path / "told").read_text().split()])
+    played = np.cumsum(changes)
+    assert len(commit.refs["samples"]) == 256
+    assert (changes < 1).sum() == 256, "each ends once"
+    assert 8 <= played.max() <= 16
+    assert played[-1] == 0
 
 
 STEPPED = "engines.environments.sessions:Environments.act"

@@ -15,9 +15,12 @@ from configs.overrides import ConfigError
 from storage.audit.audit import audit
 from storage.evaluations.files import ROOT
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
+from storage.evaluations.run_cost import cost_of_run
 from storage.objects.store import Store
 from storage.runs.commit_log import version_weights
+from storage.runs.live import read_end
 from storage.runs.run_store import RunStore
+from storage.tracking.cost import SECONDS
 from tasks.evaluation.back_fill import Subject, subjects_of
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched, starting
@@ -74,6 +77,29 @@ def forgotten(run: RunStore) -> None:
     run.store.delete(list(notes_of(run)))
 
 
+def counted_once(run: Launched, pools: tuple[str, ...]) -> None:
+    """Device-seconds of evaluations: those of the results are those of the commits and the end."""
+    end = read_end(run.files)
+    assert end is not None
+    commits = run.commits()
+    records = [*(commit.metrics for commit in commits), end.cost]
+    results = evaluations_of(run.files)
+    assert not any(one.back_fill for one in results)
+    for pool in pools:
+        told = [record.get(f"{SECONDS}/{pool}/evaluation") or 0.0 for record in records]
+        made = [one.cost[f"device_seconds/{pool}"] for one in results]
+        assert min(made) > 0 and sum(made) == pytest.approx(sum(told)), (pool, made, told)
+        for commit, seconds in zip(commits, told, strict=False):
+            own = [one for one in commit.attempts if one["stage"] == "evaluation"]
+            held = sum(one["worker_seconds"].get(pool, 0.0) for one in own)  # type: ignore[union-attr]
+            assert held == pytest.approx(seconds)
+    cost = cost_of_run(run.files)
+    assert cost is not None and cost.back_fills.device_hours == 0
+    assert cost.after.device_hours == pytest.approx(end.cost["cost/device_hours"])
+    hours = sum(record["cost/device_hours"] or 0.0 for record in records)
+    assert cost.device_hours == pytest.approx(hours)
+
+
 @pytest.mark.slow
 def test_a_back_fill_says_what_the_run_said_to_the_digit_and_asks_nothing_twice(
     launch: Launch, tmp_path: Path
@@ -87,6 +113,7 @@ def test_a_back_fill_says_what_the_run_said_to_the_digit_and_asks_nothing_twice(
     drawn = [set(one.samples.fetch_list(store, "weights_digest")) for one in before]
     assert drawn == [{one.weights.digest} for one in before]
     assert audit(files).problems == []
+    counted_once(run, ("rollout", "cpu"))
     answers = [texts(store, one) for one in before]
     forgotten(files)
 
@@ -106,6 +133,10 @@ def test_a_back_fill_says_what_the_run_said_to_the_digit_and_asks_nothing_twice(
     assert [told(one) for one in after] == [told(one) for one in before]
     assert [texts(store, one) for one in after] == answers
     assert audit(files).problems == []
+    assert all(one.back_fill and one.cost["device_seconds/rollout"] > 0 for one in after)
+    cost = cost_of_run(files)
+    assert cost is not None
+    assert cost.back_fills.device_hours == sum(one.cost["device_hours"] for one in after)
 
     faults.plan([counting("again")])
     code, out = fill(launch, files, environment=faults.environment).end()
@@ -183,6 +214,7 @@ def test_beside_the_steps_every_version_is_measured_though_retention_is_short(
         workers = set(one.samples.fetch_list(aside.files.store, "worker"))
         assert workers == {"test-0"}
     assert audit(aside.files).problems == []
+    counted_once(aside, ("test",))
 
 
 @pytest.mark.slow

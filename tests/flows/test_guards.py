@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from storage.audit.audit import audit
+from storage.evaluations.results import evaluations_of
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.live import RolledBack, read_end
@@ -38,7 +39,7 @@ WHY = (
 def branches(run: Launched) -> tuple[RunStore, RunStore]:
     """The run that went back, and the one that goes on; there are no others."""
     store = Store(run.store_uri)
-    parent, child = sorted(store.children())
+    parent, child = sorted(name for name in store.children() if not name.startswith("_"))
     assert child == f"{parent}-rollback-1"
     return RunStore(store, parent), RunStore(store, child)
 
@@ -191,3 +192,59 @@ def test_a_planted_collapse_ends_better_with_a_guard_than_without(launch: Launch
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         json.loads(done.stdout)
+
+
+OTHERS = """
+def others(completions, **columns):
+    return [sum(not one.isdigit() for one in text) / max(len(text), 1) for text in completions]
+"""
+
+
+@pytest.mark.slow
+def test_a_suite_that_drops_takes_the_run_back_after_a_kill_too(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """The policy is rewarded for digits, and tested for all else, so the evaluations fall.
+
+    0.89, 0.85, 0.83, 0.71, 0.65, 0.38 they were when this was written: the last is half of the mean. The
+    flow is killed when that has been measured, and step 6, which judges it, is not committed.
+    """
+    rows = "".join(json.dumps({"question": f"{n} + {n} = "}) + "\n" for n in range(30, 42))
+    suite = {
+        "source": {"kind": "file", "path": "rows.jsonl"},
+        "samples": 3,
+        "greedy": False,
+        "rewards": {"functions": [{"kind": "function", "path": "mine.py:others"}]},
+    }
+    guard = (
+        "guards=[{preset: evaluation_drop, metric: eval/others/reward, below_mean: 0.7, "
+        "action: rollback, rollback: {steps: 3, change: {train.learning_rate: x0.001}}}]"
+    )
+    words = (
+        "tiny", "steps=7", "name=back", "train.learning_rate=0.03", guard, "evaluation.before=true",
+        f"evaluation.suites.others={json.dumps(suite)}", "evaluation.every=1",
+    )  # fmt: skip
+    kill = Fault(id="x", target="tasks.guards.acting:guards_on", action="kill", nth=6)
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [kill])
+    own = {"rows.jsonl": rows, "mine.py": OTHERS}
+    run = launch(*words, files=own, environment=faults.environment)
+    code, out = run.end()
+    assert (code, faults.missed) == (-9, []), out
+    code, out = launch("--resume", run.files.run).end()
+    assert code == 0, out
+    parent, child = branches(run)
+    assert (head(parent), head(child)) == (6, 7)
+
+    def reward(files: RunStore, version: int) -> float:
+        return evaluations_of(files, "others", version)[-1].metrics["reward"]
+
+    for step in range(1, 7):  # of the version before it, which was measured after its commit
+        assert read_commit(parent, step).guards[0].value == reward(parent, step - 1)
+    verdict = read_commit(parent, 6).guards[0]
+    assert (verdict.guard, verdict.action, verdict.back_to) == ("evaluation_drop", "rollback", 3)
+    assert verdict.threshold is not None and verdict.value is not None
+    assert verdict.value < verdict.threshold
+    assert reward(child, 7) > 1.5 * reward(parent, 5), "it no longer falls"
+    for files in (parent, child):
+        committed(files)
+        assert audit(files).problems == []

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tasks.run.preflight import installed
+from tasks.run.packages import installed
 from tests.engines.conftest import left_after
 from tests.flows.conftest import ROOT, Launched
 from tests.ports import free_port

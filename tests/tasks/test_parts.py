@@ -18,6 +18,7 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.parts import Part, discard, slices, spread
+from tasks.reporting.attempt_log import AttemptLog
 
 
 class Pool:
@@ -53,13 +54,15 @@ class Pool:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("tasks.run.retries.get_run_logger", lambda: logging.getLogger("parts"))
+    monkeypatch.setattr(
+        "tasks.reporting.attempts.get_run_logger", lambda: logging.getLogger("parts")
+    )
     monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
     files = RunStore(Store(str(tmp_path)), "run")
     return SimpleNamespace(
         name="run",
         files=files,
-        attempts={},
+        attempts=AttemptLog(),
         device_time=DeviceTime(),
         progress=SimpleNamespace(attempt=lambda *words: None),
         call_id=lambda step, call: CallId(run="run", epoch=1, step=step, call=call),
@@ -84,7 +87,7 @@ def test_parts_come_in_their_order_and_are_made_once(run: Any) -> None:
         assert numbers(run.files.store, found) == [n**2 for n in range(7)]
     assert sorted(pool.made) == list(range(7))
     assert pool.most <= 2  # one on each worker
-    assert sorted(attempt.shard for attempt in run.attempts[1]) == [*range(1, 8)]
+    assert sorted(attempt.shard for attempt in run.attempts.of(1)) == [*range(1, 8)]
 
 
 def test_a_retry_makes_what_is_left(run: Any) -> None:

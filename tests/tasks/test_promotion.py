@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configs.retraining import PromotionConfig
+from engines.algorithms.evaluation import PairedTest
+from storage.batches.writing import write_batch
+from storage.evaluations.results import EvaluationResult, note, write_result
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef
 from storage.tracking.registry import Registered
-from tasks.promotion import Evaluation, judge
+from tasks.promotion import Evaluation, evaluation_of, judge
+from tests.storage.audit import small_run
 
 
 def evaluation(reward: float, failed: int = 0, on: str = "rows") -> Evaluation:
@@ -63,6 +73,87 @@ def test_only_like_is_compared_with_like() -> None:
         decision = judge(evaluation(0.9), rival, PromotionConfig())
         assert not decision.promote
         assert "cannot be compared" in decision.reason
+
+
+def paired(difference: float, p_value: float) -> PairedTest:
+    return PairedTest(prompts=20, difference=difference, low=-0.1, high=0.4, p_value=p_value)
+
+
+@pytest.mark.parametrize(
+    ("difference", "p_value", "margin", "wins"),
+    [
+        (0.2, 0.05, 0.0, True),
+        (0.2, 0.051, 0.0, False),
+        (0.2, 0.01, 0.3, False),
+        (-0.2, 0.01, 0.0, False),
+        (0.0, 0.01, 0.0, False),
+    ],
+)
+def test_a_gain_that_may_be_chance_does_not_promote(
+    difference: float, p_value: float, margin: float, wins: bool
+) -> None:
+    """Whatever is recorded in the registry: the stored evaluations decide."""
+    rule = PromotionConfig(significance=0.05, margin=margin)
+    decision = judge(evaluation(0.6), champion(0.1), rule, paired(difference, p_value))
+    assert decision.promote is wins
+    assert f"p = {p_value:.4g}" in decision.reason and "20 prompts" in decision.reason
+
+
+def test_without_a_stored_evaluation_nothing_is_significant() -> None:
+    decision = judge(evaluation(0.9), champion(0.1), PromotionConfig(significance=0.05))
+    assert not decision.promote
+    assert "evaluation.before = true" in decision.reason
+    assert judge(evaluation(0.9), None, PromotionConfig(significance=0.05)).promote
+
+
+def evaluated(
+    run: RunStore, version: int, digest: str, on: str, failed: int = 0, at: float = 1.0
+) -> str:
+    """A stored evaluation that the run knows; its key."""
+    name = f"{run.run}-{version}-{at}"
+    key = f"_evaluations/{name}/result-1.json"
+    samples = write_batch(run.store, f"{key}-samples", {"reward": np.ones(1, np.float32)})
+    result = EvaluationResult(
+        key=name,
+        suite="sums",
+        weights=WeightsRef(version=version, key="w", digest=digest, nbytes=4),
+        engine="transformers",
+        on=on,
+        metrics={"reward": 1.0, "failed": float(failed)},
+        asked=1,
+        samples=samples,
+        prompts=samples,
+        right_from=1.0,
+        seconds=0.1,
+        asked_by=run.run,
+        made_at=at,
+    )
+    write_result(run.store, key, result)
+    note(run, "sums", version, key)
+    return name
+
+
+def test_the_champions_evaluation_is_that_of_its_weights_on_the_same_rows(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    old, new = RunStore(store, "old"), RunStore(store, "new")
+    old.write_run({"config": {}, "code": "0.1.0", "flow": "flows.grpo:grpo"})
+    digest = small_run.take(old, 1).version_out.digest
+    rival = dataclasses.replace(champion(0.1), step=1, store_uri=store.uri)
+
+    def found() -> str | None:
+        result = evaluation_of(rival, new, "rows")
+        return None if result is None else result.key
+
+    assert found() is None
+    evaluated(old, 1, digest, "other rows")
+    evaluated(old, 1, digest, "rows", failed=1, at=2.0)
+    evaluated(new, 5, "xxh3:other", "rows", at=3.0)
+    assert found() is None
+    assert evaluated(old, 1, digest, "rows", at=4.0) == found()
+    assert evaluated(new, 0, digest, "rows", at=5.0) == found(), "of the run that began with it"
+    elsewhere = dataclasses.replace(rival, store_uri="file:///elsewhere")
+    assert evaluation_of(elsewhere, new, "rows") is None
+    assert evaluation_of(dataclasses.replace(rival, run="gone"), new, "rows") is None
 
 
 def test_latest_is_no_alias_to_promote_to() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 FOLDER = os.environ.get("REFRAIN_TEST_FAULTS", "")
 ROLES = {  # part of a command line -> name of the process
     "engines.processes.node": "scheduler",
-    "flows.grpo": "flow",
+    **{f"flows.{name}": "flow" for name in ("grpo", "ppo", "dapo", "distill", "tree", "srpo")},
     "tasks.launch.prefect_app": "server",
     "engines.rewards.child": "reward",
     "engines.environments.child": "environment",

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from storage.tracking.cost import Call, Pool, Used, Window, counted, step_cost, window_of
+from storage.tracking.cost import (
+    Call,
+    Pool,
+    Used,
+    Window,
+    calls_cost,
+    counted,
+    step_cost,
+    window_of,
+)
 
 POOLS = {
     "train": Pool(workers=2, gpus=4, price_per_hour=3.6),
@@ -57,6 +66,21 @@ def test_what_a_pool_held_is_work_lost_starting_and_idle() -> None:
     assert made["cost/per_sample/money"] == pytest.approx(0.0162)
     assert (made["cost/joules/train"], made["cost/per_sample/joules"]) == (500.0, 50.0)
     assert "cost/joules/cpu" not in made, "nothing told"
+
+
+def test_what_calls_alone_come_to() -> None:
+    """4 GPUs of a worker for 9 s are 36 device-seconds: 0.01 h, at 3.6 an hour 0.036."""
+    made = calls_cost({"train": 9.0, "cpu": 36.0, "gone": 1.0}, POOLS)
+    assert made == pytest.approx(
+        {
+            "device_seconds/train": 36.0,
+            "device_seconds/cpu": 36.0,
+            "device_hours": 0.01,  # of GPUs
+            "money": 0.036 + 0.0036,
+        }
+    )
+    plain = calls_cost({"cpu": 36.0}, {"cpu": Pool(workers=2)})
+    assert plain == pytest.approx({"device_seconds/cpu": 36.0, "device_hours": 0.01})
 
 
 def test_without_prices_there_is_no_money() -> None:

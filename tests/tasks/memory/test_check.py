@@ -12,12 +12,16 @@ from configs.model import RandomModel
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
+from configs.srpo import SRPOConfig
+from engines.encoders.memory_plan import encoder_bytes
+from engines.model_facts import model_facts
 from engines.models import materialize
 from engines.rewards.reward_model import RewardModel
 from tasks.memory import check, places
 from tasks.memory.check import check_memory
 from tasks.memory.holders import reward_model_bytes
 from tasks.memory.machine_memory import gpu_memory, host_memory
+from tests.engines.encoders.test_encoders import drawn
 from tests.engines.rewards.reward_models import draw_reward_model
 
 MIB = 2**20
@@ -194,6 +198,36 @@ def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
     said = refused(*words, many, "prompts_per_step=4096", small, *far)
     assert "a worker of pool models" in said
     assert "Set batch_tokens of the reward model (rewards.functions[]) lower" in said
+
+
+def test_the_encoder_of_what_episodes_see_is_in_the_plan(tmp_path: Path) -> None:
+    def found(*words: str) -> SRPOConfig:
+        own = ("cluster.roles.encoder=eyes", "cluster.pools.eyes={workers: 2, threads: 1}")
+        return load_recipe(SRPOConfig, "tiny-srpo", [*own, *words])
+
+    assert not [line for line in check_memory(found()) if line.startswith("encoder")]
+    eyes = f"encoder={{kind: transformers, model: '{drawn('vit', tmp_path)}'}}"
+    planned = encoder_bytes(found(eyes).encoder)
+    assert min(planned.values()) > 0
+    lines = check_memory(found(eyes))
+    assert [line for line in lines if line.startswith("encoder, each worker: encoder's weights")]
+    config = found(eyes)
+    shape = model_facts(config.model).shape
+    (machine,) = places.places(config, shape)
+    assert {what: machine.taken[what] for what in planned} == {
+        what: 2 * size for what, size in planned.items()
+    }
+
+    far = ("cluster.kind=address", "cluster.address=tcp://s:8786", "store.uri=file:///shared")
+    gpu = "cluster.pools.eyes={workers: 1, threads: 1, gpus: 1, gpu_memory_gib: 0.00001}"
+    for more, says in (
+        ("", "Set cluster.roles.encoder to a larger pool, or take a smaller encoder."),
+        (", frames: 64", "Set encoder.frames lower."),
+    ):
+        small = eyes.removesuffix("}") + f"{more}}}"
+        with pytest.raises(ValueError, match="a GPU of pool eyes has to hold") as caught:
+            check_memory(found(gpu, small, *far))
+        assert says in str(caught.value)
 
 
 def test_an_opponents_engines_are_counted_where_they_are() -> None:

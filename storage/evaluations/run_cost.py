@@ -1,0 +1,82 @@
+"""What all of a run cost: its steps, what followed them, and evaluations made afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from storage.evaluations.results import evaluations_of
+from storage.runs.commit_log import head, read_outline
+from storage.runs.live import read_end
+from storage.runs.origins import start_of
+from storage.runs.run_store import RunStore
+from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """Devices, and money where a pool has a price."""
+
+    device_hours: float
+    money: float | None  # in cluster.currency
+
+    def __sub__(self, other: Spent) -> Spent:
+        money = None if self.money is None else self.money - (other.money or 0.0)
+        return Spent(device_hours=self.device_hours - other.device_hours, money=money)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunCost:
+    """The parts of a run's cost."""
+
+    steps: Spent  # up to the last commit; of a fork its parent's steps too
+    after: Spent  # what followed it, up to the run's end: the last evaluation, the promotion
+    back_fills: Spent  # calls of evaluations that were made afterwards on this run's behalf
+
+    @property
+    def device_hours(self) -> float:
+        """In all."""
+        return sum(one.device_hours for one in (self.steps, self.after, self.back_fills))
+
+    @property
+    def money(self) -> float | None:
+        """In all; None where no pool has a price."""
+        return total(one.money for one in (self.steps, self.after, self.back_fills))
+
+
+def cost_of_run(run: RunStore) -> RunCost | None:
+    """None before the first commit, and of a run of an older Refrain.
+
+    Raises ObjectMissing, ObjectDamaged.
+    """
+    last = head(run)
+    if last is None or last <= start_of(run):
+        return None
+    metrics = read_outline(run, last).metrics
+    if metrics.get(DEVICE_HOURS_SO_FAR) is None:
+        return None
+    steps, end = _so_far(metrics), read_end(run)
+    ended = end is not None and end.step == last and bool(end.cost)
+    whole = _so_far(end.cost) if end is not None and ended else steps
+    later = {
+        one.key: one.cost
+        for one in evaluations_of(run)
+        if one.back_fill and one.asked_by == run.run
+    }.values()
+    hours = sum(cost.get("device_hours", 0.0) for cost in later)
+    money = total(cost.get("money") for cost in later)
+    return RunCost(
+        steps=steps, after=whole - steps, back_fills=Spent(device_hours=hours, money=money)
+    )
+
+
+def _so_far(metrics: Mapping[str, float | None]) -> Spent:
+    return Spent(
+        device_hours=metrics.get(DEVICE_HOURS_SO_FAR) or 0.0, money=metrics.get(MONEY_SO_FAR)
+    )
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum of those that are known; None of none."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

