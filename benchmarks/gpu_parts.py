@@ -142,8 +142,8 @@ def master_weights(job: Job) -> Found:
     memory: Memory = "device" if CUDA else "host"
     for dtype in ("float32", "bfloat16"):
         train: dict[str, Any] = {"compute_dtype": "bfloat16", "weights_dtype": dtype}
-        engine = job.train_engine(learning_rate=1e-4, deterministic=True, **train)
-        batch = stored(job)
+        train["deterministic"] = True
+        engine, batch = job.train_engine(**train, learning_rate=1e-4), stored(job)
         before = engine.digest()
         engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)  # the first warms up
         began = time.perf_counter()
