@@ -141,8 +141,9 @@ def master_weights(job: Job) -> Found:
     found, digests = Found(), set[str]()
     memory: Memory = "device" if CUDA else "host"
     for dtype in ("float32", "bfloat16"):
-        train = {"compute_dtype": "bfloat16", "weights_dtype": dtype, "deterministic": True}
-        engine, batch = job.train_engine(learning_rate=1e-4, **train), stored(job)
+        train: dict[str, Any] = {"compute_dtype": "bfloat16", "weights_dtype": dtype}
+        train["deterministic"] = True
+        engine, batch = job.train_engine(**train, learning_rate=1e-4), stored(job)
         before = engine.digest()
         engine.update(batch, AlgorithmConfig(), 1.0, job.response, 1)  # the first warms up
         began = time.perf_counter()

@@ -159,7 +159,7 @@ def train_with_trl(setting: Setting, folder: Path) -> None:
 
     def scored(prompts: list, completions: list, completion_ids: list, **columns: Any) -> list:
         rewards = exact(completions, columns["answer"])
-        asked = [
+        asked: list[Any] = [
             tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False)
             for one in prompts[:: setting.group]
         ]

@@ -43,6 +43,7 @@ def spent_on_steps(
     dask_settings.apply()
     from distributed import Client
     from prefect import flow, task
+    from prefect.cache_policies import NO_CACHE
 
     from tasks.launch.command_line import quiet_libraries
     from tasks.launch.server import prefect_server
@@ -71,11 +72,11 @@ def spent_on_steps(
         finally:
             future.release()
 
-    @task(persist_result=False, cache_policy=None)
+    @task(persist_result=False, cache_policy=NO_CACHE)
     def drive(first: int, last: int) -> int:
         return len(list(threads.map(call, range(first, last))))
 
-    @task(persist_result=False, cache_policy=None)
+    @task(persist_result=False, cache_policy=NO_CACHE)
     def nothing(number: int) -> int:
         return number
 

@@ -57,7 +57,8 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         stored = exported
         settling = aside.submit(settle) if shared is None and goes_behind(run) else None
         if run.config.cluster.share_devices:  # it would take the devices from engines that load
-            wait([scored] if settling is None else [scored, settling])
+            wait([scored])
+            wait([] if settling is None else [settling])
         loaded = run.engines.rollouts.sync(weights, probe)
         if settling is not None:
             settled, stored = settling.result()
