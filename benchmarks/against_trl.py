@@ -67,7 +67,7 @@ def run_trl(steps: int, folder: Path, batch: int) -> None:
         for item in (problems[i] for i in range(200))
     ]
 
-    def exact(completions: list, answer: list, **columns: object) -> list[float]:
+    def exact(completions: list, answer: list, **columns: object) -> list[float | None]:
         found = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
         return [float(bool(f) and f[-1] == a) for f, a in zip(found, answer, strict=True)]
 

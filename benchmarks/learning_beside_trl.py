@@ -180,9 +180,9 @@ def train_with_trl(setting: Setting, folder: Path) -> None:
             with (folder / "steps.jsonl").open("a") as out:
                 out.write(json.dumps(line) + "\n")
 
-    samples = setting.prompts * setting.group
+    samples, output = setting.prompts * setting.group, folder / "trl"
     config = GRPOConfig(
-        output_dir=str(folder / "trl"),
+        output_dir=str(output),
         per_device_train_batch_size=min(16, samples),
         gradient_accumulation_steps=max(1, samples // 16),
         num_generations=setting.group,
@@ -217,7 +217,7 @@ def train_with_trl(setting: Setting, folder: Path) -> None:
         train_dataset=Dataset.from_list(rows),
         callbacks=[Record()],
     )
-    there = get_last_checkpoint(config.output_dir) if Path(config.output_dir).is_dir() else None
+    there = get_last_checkpoint(str(output)) if output.is_dir() else None
     trainer.train(resume_from_checkpoint=there)
 
 

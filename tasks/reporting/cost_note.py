@@ -25,27 +25,34 @@ Metrics = Mapping[str, float | None]
 
 
 def cost_lines(metrics: Metrics, currency: str) -> list[str]:
-    """Markdown: each pool's device-seconds by stage, and what they come to. [] of an old commit."""
+    """Markdown: each pool's device-seconds by stage, and what they come to. [] of an old commit.
+
+    What has no room in the table, which the dashboard cuts off, is said below it.
+    """
     pools = [name.split("/")[-1] for name in metrics if name.startswith(f"{IDLE_SHARE}/")]
     if not pools:
         return []
     lines = [
-        "| pool | device-seconds | at work | lost | starting | idle | processor-seconds | joules |",
-        "|---|---|---|---|---|---|---|---|",
+        "| pool | device-seconds | at work | lost | starting | idle |",
+        "|---|---|---|---|---|---|",
     ]
     for pool in pools:
         own = seconds_of(metrics, pool)
         work = {k: v for k, v in own.items() if k not in (HELD, IDLE, LOST, STARTING)}
         by_stage = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in work.items())
-        joules = metrics.get(f"{JOULES}/{pool}")
         lines.append(
             f"| {pool} | {own[HELD]:.1f} | {by_stage or '-'} | {own[LOST]:.1f} "
             f"| {own[STARTING]:.1f} "
-            f"| {own[IDLE]:.1f} ({number(metrics, f'{IDLE_SHARE}/{pool}'):.0%}) "
-            f"| {number(metrics, f'{CPU_SECONDS}/{pool}'):.1f} "
-            f"| {'not told' if joules is None else f'{joules:.0f}'} |"
+            f"| {own[IDLE]:.1f} ({number(metrics, f'{IDLE_SHARE}/{pool}'):.0%}) |"
         )
+    processor = (f"{pool} {number(metrics, f'{CPU_SECONDS}/{pool}'):.1f}" for pool in pools)
+    energy = {pool: metrics.get(f"{JOULES}/{pool}") for pool in pools}
+    told = ", ".join(
+        f"{pool} {joules:.0f}" for pool, joules in energy.items() if joules is not None
+    )
     lines += [
+        "",
+        f"Processor-seconds: {', '.join(processor)}. Joules of GPUs: {told or 'no driver told'}.",
         "",
         f"Device-hours: {number(metrics, DEVICE_HOURS):.4g} of the step, "
         f"{number(metrics, DEVICE_HOURS_SO_FAR):.4g} of the version that it made; "

@@ -120,7 +120,7 @@ def test_a_finished_run_and_the_form_show_without_an_error(
     browser.page.set_viewport_size({"width": 1300, "height": 520})
     cost = browser.page.get_by_text("What it cost")
     cost.evaluate("heading => heading.scrollIntoView()")
-    for text in ("device-seconds", "USD", "of the version", "processor-seconds"):
+    for text in ("device-seconds", "USD", "of the version", "Processor-seconds"):
         assert text in shown
     browser.picture("cost", 520)
 
