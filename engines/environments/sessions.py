@@ -215,7 +215,8 @@ class _Player:
 
     def _opening(self, row: Row, seed: int) -> Outcome:
         outcome = self._reset(row, seed)
-        return self._reset(row, seed) if outcome.out_of_memory else outcome
+        again = outcome.out_of_memory or outcome.died  # see _act
+        return self._reset(row, seed) if again else outcome
 
     def _reset(self, row: Row, seed: int) -> Outcome:
         try:

@@ -117,6 +117,17 @@ class Texts:
         self.said.append(text)
         return f"{len(self.said)} {text} {random.random():.6f}"
 
+class Opens:
+    """Slow at its reset."""
+
+    def reset(self, log):
+        with open(log, "a") as file:
+            file.write("reset\\n")
+        time.sleep(0.3)
+        return "open"
+
+    def step(self, text): pass
+
 class Hoards:
     """Keeps what it makes."""
     kept = []
@@ -717,6 +728,24 @@ def test_textarena() -> None:
             else:
                 above = guess
         assert outcome.done and outcome.reward == 1.0
+
+
+def test_a_process_that_somebody_kills_at_an_opening_opens_again(
+    play: Playing, tmp_path: Path
+) -> None:
+    """Else the row would be dropped, and the run go on with another."""
+    log = tmp_path / "resets"
+    environments = play("Opens")
+    with ThreadPoolExecutor(1) as threads:
+        waited = threads.submit(environments.opening, [{"log": str(log)}], [7])
+        while not log.exists() or not log.read_text():
+            time.sleep(0.01)
+        [process] = children()
+        process.kill()
+        [outcome] = waited.result(30)
+    assert outcome.failed is None
+    assert outcome.observation == "open"
+    assert log.read_text().split() == ["reset", "reset"]
 
 
 def test_a_process_that_somebody_kills_is_played_again(play: Playing, tmp_path: Path) -> None:
