@@ -16,7 +16,7 @@ from storage.evaluations.results import evaluations_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.tracking.registry import EVALUATION_TAG, PROMOTION_TAG
-from tasks.evaluation.summary import tested
+from tasks.evaluation import summary
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched
 
@@ -143,7 +143,7 @@ def test_a_gain_that_may_be_chance_does_not_move_the_alias_after_a_kill_either(
         evaluations_of(RunStore(store, second), "held_out", version)[-1] for version in (1, 0)
     )
     assert theirs.weights.digest == champion.tags["refrain.digest"]
-    test = tested(store, ours, theirs)
+    test = summary.tested(store, ours, theirs)
     assert test is not None and test.prompts == 4
     assert test.p_value >= 2 / 2**4, "no four prompts are enough"
     (said,) = (
