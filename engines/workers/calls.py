@@ -16,6 +16,7 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, cast
 
 from distributed import Future
+from distributed.client import ClosedClientError
 from distributed.scheduler import KilledWorker, NoValidWorkerError
 
 from engines.failures import CallDeadline, NoProgress, WorkerLost, revive
@@ -71,16 +72,19 @@ class PendingCall:
         self._cancel: threading.Event | None = None
         self._until = math.inf  # when the watch has the deadline looked at
         self._extended = 0.0  # since it had not begun, or queued
-        self.future: Future = cluster.client.submit(
-            function,
-            *args,
-            key=f"{label}-{token or uuid.uuid4().hex}",
-            workers=[address],
-            allow_other_workers=False,
-            resources={pool: 1} if slot else None,
-            pure=False,
-            retries=0,
-        )
+        try:
+            self.future: Future = cluster.client.submit(
+                function,
+                *args,
+                key=f"{label}-{token or uuid.uuid4().hex}",
+                workers=[address],
+                allow_other_workers=False,
+                resources={pool: 1} if slot else None,
+                pure=False,
+                retries=0,
+            )
+        except ClosedClientError as error:  # the run is being ended, or the scheduler has gone
+            raise cluster.why_lost(f"{label} could not be sent ({error})") from error
         self.future.add_done_callback(lambda _: self._wake(wake))
 
     def wait(self, deadline: float, cancel: threading.Event | None = None) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from distributed import Client, LocalCluster
 
+from engines.failures import ClusterLost
 from engines.workers import calls
 from engines.workers.call_watch import CallWatch
 from engines.workers.calls import PendingCall
@@ -56,3 +57,17 @@ def test_slow_answers_of_the_scheduler_end_no_other_call(
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(call, range(8))) == [2 * number for number in range(8)]
     cluster.watch.close()
+
+
+def test_a_call_that_meets_a_closed_client_is_a_lost_cluster(client: Client) -> None:
+    """A run that is interrupted closes its client while some task is about to call a worker."""
+    (address,) = client.scheduler_info()["workers"]
+    cluster: Any = SimpleNamespace(
+        client=client,
+        pool_of=lambda address: "pool",
+        name_of=lambda address: "rollout-0",
+        why_lost=ClusterLost,
+    )
+    client.close()
+    with pytest.raises(ClusterLost, match="double could not be sent"):
+        PendingCall(cluster, address, "double", lambda x: 2 * x, 1, slot=False)
