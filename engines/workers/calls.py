@@ -301,7 +301,8 @@ def control(
     **arguments: Any,
 ) -> Any:
     """Call a short engine method (status, pause) past the calls that fill the worker."""
-    result = _run_on(cluster, address, on_worker.control, role, method, arguments, timeout=timeout)
+    call = (role, method, arguments, None, "", None)
+    result = _run_on(cluster, address, on_worker.aside, *call, timeout=timeout)
     return value_of(result, f"by {role}.{method} on worker {cluster.name_of(address)}")
 
 

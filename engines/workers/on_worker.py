@@ -69,26 +69,16 @@ def collect(role: str, method: str, parts: list[Any]) -> CallResult:
     return _recorded(lambda: host.collect(role, method, parts))
 
 
-async def control(
-    role: str, method: str, arguments: Mapping[str, Any], dask_worker: Worker
-) -> CallResult:
-    """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
-    host, loop = host_of(dask_worker), asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        host.control, _recorded, lambda: host.call(role, method, arguments)
-    )
-
-
 async def aside(
     role: str,
     method: str,
     kwargs: Mapping[str, Any],
     call_id: CallId | None,
     token: str,
-    limit: float,
+    limit: float | None,
     dask_worker: Worker,
 ) -> CallResult:
-    """By client.run: `EngineHost.call` in a thread of its own, watched like a Dask task's."""
+    """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
     host = host_of(dask_worker)
 
     def run() -> CallResult:

@@ -6,19 +6,16 @@ import dataclasses
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from configs.retraining import PromotionConfig
 from engines.algorithms.evaluation import PairedTest
-from storage.batches.writing import write_batch
-from storage.evaluations.results import EvaluationResult, note, write_result
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
 from storage.tracking.registry import Registered
 from tasks.promotion import Evaluation, evaluation_of, judge
 from tests.storage.audit import small_run
+from tests.storage.evaluations.stored import stored_evaluation
 
 
 def evaluation(reward: float, failed: int = 0, on: str = "rows") -> Evaluation:
@@ -110,26 +107,8 @@ def evaluated(
     run: RunStore, version: int, digest: str, on: str, failed: int = 0, at: float = 1.0
 ) -> str:
     """A stored evaluation that the run knows; its key."""
-    name = f"{run.run}-{version}-{at}"
-    key = f"_evaluations/{name}/result-1.json"
-    samples = write_batch(run.store, f"{key}-samples", {"reward": np.ones(1, np.float32)})
-    result = EvaluationResult(
-        key=name,
-        suite="sums",
-        weights=WeightsRef(version=version, key="w", digest=digest, nbytes=4),
-        engine="transformers",
-        on=on,
-        metrics={"reward": 1.0, "failed": float(failed)},
-        asked=1,
-        samples=samples,
-        prompts=samples,
-        right_from=1.0,
-        seconds=0.1,
-        asked_by=run.run,
-        made_at=at,
-    )
-    write_result(run.store, key, result)
-    note(run, "sums", version, key)
+    name, metrics = f"{run.run}-{version}-{at}", {"reward": 1.0, "failed": float(failed)}
+    stored_evaluation(run, name, version=version, digest=digest, on=on, metrics=metrics, made_at=at)
     return name
 
 

@@ -7,16 +7,13 @@ import numpy as np
 from storage.audit.comparison import compare, content, flat
 from storage.batches.writing import write_batch
 from storage.evaluations.results import (
-    EvaluationResult,
     Interval,
     newest_evaluations,
-    note,
-    write_result,
 )
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
 from tests.storage.audit import small_run
+from tests.storage.evaluations.stored import stored_evaluation
 
 METRICS = {"reward/mean": 0.5, "time/step": 1.0}
 
@@ -107,26 +104,15 @@ def test_evaluations_are_paired_by_suite_rows_and_version(store: Store) -> None:
         (first, 3, "rows", 0.1, 1.0),
         (second, 3, "other rows", 0.2, 1.0),
     ):
-        key = f"_evaluations/{run.run}/result-{version}-{at}.json"
-        samples = write_batch(store, f"{key}-samples", {"reward": np.ones(1, np.float32)})
-        result = EvaluationResult(
-            key="k",
-            suite="as another run calls it",
-            weights=WeightsRef(version=9, key="w", digest="xxh3:a", nbytes=4),
-            engine="transformers",
+        stored_evaluation(
+            run,
+            f"{run.run}-{version}-{at}",
+            version=version,
             on=on,
             metrics={"reward": reward, "failed": 0.0},
             intervals={"reward": Interval(low=0.0, high=1.0, kind="bootstrap")},
-            asked=1,
-            samples=samples,
-            prompts=samples,
-            right_from=1.0,
-            seconds=0.1,
-            asked_by="another run",
             made_at=at,
         )
-        write_result(store, key, result)
-        note(run, "sums", version, key)
     newest = newest_evaluations(first).values()
     assert [(one.suite, one.version, one.metrics["reward"]) for one in newest] == [
         ("sums", 2, 0.5),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from storage.batches.writing import write_batch
-from storage.evaluations.results import EvaluationResult, note, write_result
 from storage.evaluations.run_cost import RunCost, Spent, cost_of_run
 from storage.objects.store import Store
 from storage.runs.live import End, write_end
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
 from tests.storage.audit import small_run
+from tests.storage.evaluations.stored import stored_evaluation
 
 HOURS, MONEY = "cost/so_far/device_hours", "cost/so_far/money"
 
@@ -27,26 +24,8 @@ def run(store: Store) -> RunStore:
 
 
 def evaluated(run: RunStore, name: str, hours: float, asked_by: str, back_fill: bool) -> None:
-    key = f"_evaluations/{name}/result-1.json"
-    samples = write_batch(run.store, f"{key}-samples", {"reward": np.ones(1, np.float32)})
-    result = EvaluationResult(
-        key=name,
-        suite="sums",
-        weights=WeightsRef(version=1, key="w", digest="xxh3:a", nbytes=4),
-        engine="transformers",
-        on="rows",
-        metrics={"failed": 0.0},
-        asked=1,
-        samples=samples,
-        prompts=samples,
-        right_from=1.0,
-        seconds=0.1,
-        asked_by=asked_by,
-        back_fill=back_fill,
-        cost={"device_hours": hours, "money": 2 * hours},
-    )
-    write_result(run.store, key, result)
-    note(run, "sums", 1, key)
+    cost = {"device_hours": hours, "money": 2 * hours}
+    stored_evaluation(run, name, asked_by=asked_by, back_fill=back_fill, cost=cost)
 
 
 def test_the_parts_of_a_runs_cost(run: RunStore) -> None:

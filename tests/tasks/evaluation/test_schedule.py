@@ -6,40 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from storage.batches.writing import write_batch
-from storage.evaluations.results import EvaluationResult, note, write_result
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
 from tasks.evaluation.schedule import Evaluations
+from tests.storage.evaluations.stored import stored_evaluation
 
 
 def evaluated(
     run: RunStore, suite: str, version: int, reward: float, at: float, back_fill: bool = False
 ) -> None:
-    key = f"_evaluations/{version}-{at}/result-1.json"
-    samples = write_batch(run.store, f"{key}-samples", {"reward": np.ones(1, np.float32)})
-    result = EvaluationResult(
-        key=f"{version}-{at}",
-        suite=suite,
-        weights=WeightsRef(version=version, key="w", digest="xxh3:a", nbytes=4),
-        engine="transformers",
-        on="rows",
-        metrics={"reward": reward, "failed": 0.0},
-        asked=1,
-        samples=samples,
-        prompts=samples,
-        right_from=1.0,
-        seconds=0.1,
-        asked_by=run.run,
-        made_at=at,
-        back_fill=back_fill,
+    metrics = {"reward": reward, "failed": 0.0}
+    stored_evaluation(
+        run, f"{version}-{at}", suite, version, metrics=metrics, made_at=at, back_fill=back_fill
     )
-    write_result(run.store, key, result)
-    note(run, suite, version, key)
 
 
 @pytest.mark.parametrize("guards", [True, False])
