@@ -268,7 +268,7 @@ def measure_bfloat16(options: argparse.Namespace) -> None:
 
     from engines.elastic.aggregator import Aggregator
     from engines.elastic.worker import GradientEngine
-    from engines.train.fsdp import own_part
+    from engines.train.model.fsdp import own_part
 
     found: dict[str, dict[str, Any]] = {}
     norms: dict[str, list[float]] = {}

@@ -26,7 +26,7 @@ from benchmarks.gpu_job import (
 )
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.rollout.contract import RolloutRequest, Sampling
-from engines.train.compiled import lacking
+from engines.train.model.compiled import lacking
 from engines.workers.engine import Memory
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

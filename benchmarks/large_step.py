@@ -25,7 +25,7 @@ from prefect import flow
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from engines.rollout.contract import ShardStats
-from engines.train.mfu import CostModel
+from engines.train.batching.mfu import CostModel
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store

@@ -213,8 +213,8 @@ class Bench:
         """The largest micro-batch of each side's update."""
         import torch
 
-        from engines.train.micro_batch import read_micro_batch
-        from engines.train.packing import plan_update, read_lengths
+        from engines.train.batching.micro_batch import read_micro_batch
+        from engines.train.batching.packing import plan_update, read_lengths
 
         train, found = self.config.train, {}
         for tree in (False, True):

@@ -54,7 +54,7 @@ def measure(
     options: argparse.Namespace, store: Store, folder: Path
 ) -> tuple[list[dict[str, Any]], list[WeightsRef]]:
     """A row of figures for each step; and the last version, whole and as a difference."""
-    from engines.train.lora import base_weights
+    from engines.train.model.lora import base_weights
     from engines.train.publication import publish_together
     from engines.train.sharded_model import DTYPES
     from storage.objects.node_cache import NodeCache

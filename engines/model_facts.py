@@ -201,7 +201,7 @@ def _positions(text: dict[str, Any]) -> int | None:
 
 
 def _unsupported(text: dict[str, Any]) -> str | None:
-    """What engines/train/attention.py would refuse at the first update."""
+    """What engines/train/model/attention.py would refuse at the first update."""
     if text.get("attn_logit_softcapping"):
         return f"soft-capped scores (attn_logit_softcapping = {text['attn_logit_softcapping']})"
     if text.get("attention_dropout"):

@@ -1,7 +1,8 @@
 """The safetensors files of a model directory: which tensors they hold, and any part of one.
 
-A rank of a train engine reads the rows that it keeps and nothing else (engines/train/loading.py).
-Files are read, not mapped: what was read is gone from memory once it is copied.
+A rank of a train engine reads the rows that it keeps and nothing else
+(engines/train/model/loading.py). Files are read, not mapped: what was read is gone from memory once
+it is copied.
 """
 
 from __future__ import annotations

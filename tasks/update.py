@@ -10,7 +10,7 @@ from functools import partial
 from prefect import task
 
 from configs.train import TrainConfig
-from engines.train.mfu import CostModel
+from engines.train.batching.mfu import CostModel
 from engines.train.spec import UnitAttempt
 from engines.workers.pool import Assignment
 from storage.batches.refs import BatchRef

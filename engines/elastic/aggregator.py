@@ -15,8 +15,8 @@ from typing import ClassVar
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic.gradients import Damaged, Summed, metric_sums
 from engines.elastic.spec import Applied, Counts, Offered, Unit
+from engines.train.batching.packing import MiniBatch
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.packing import MiniBatch
 from engines.train.sharded_model import DTYPES
 from engines.train.spec import MadeOn, UpdateResult
 from engines.train.updater import Updater

@@ -20,7 +20,7 @@ import numpy as np
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.elastic.leases import Leases, Round
 from engines.elastic.spec import Applied, Offered, UnitDone
-from engines.train.balancing import contiguous_cuts
+from engines.train.batching.balancing import contiguous_cuts
 from engines.train.trainer import Trainer
 from engines.workers.cluster import raise_if_set
 from engines.workers.gang import Gang

@@ -12,12 +12,12 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser
 from engines.elastic.gradients import unit_metrics, write_gradient
 from engines.elastic.spec import Counts, Offered, Unit, UnitDone
+from engines.train.batching.packing import plan_update, read_lengths
 from engines.train.critic import Critic
-from engines.train.fsdp import own_part
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.model.fsdp import own_part
 from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import made_on
-from engines.train.packing import plan_update, read_lengths
 from engines.train.policy import Policy
 from engines.train.sharded_model import DTYPES
 from engines.train.spec import ColumnsResult, TrainSpec

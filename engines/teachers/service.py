@@ -27,7 +27,7 @@ from engines.teachers.messages import (
     Status,
     Taught,
 )
-from engines.train.packing import read_lengths
+from engines.train.batching.packing import read_lengths
 from engines.train.spec import ColumnsResult
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId

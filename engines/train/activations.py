@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.train.fsdp import layers
 from engines.train.memory_plan import checkpointed
+from engines.train.model.fsdp import layers
 
 SMALL = 2**16  # bytes; a tensor below it is not worth a transfer
 Room: TypeAlias = Callable[[Tensor], Tensor | None]  # of the tensor's shape and number format

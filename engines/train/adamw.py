@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from configs.train import TrainConfig
-from engines.train.master_weights import MasterWeights
+from engines.train.model.master_weights import MasterWeights
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -12,15 +12,15 @@ import torch
 from engines.adapters import is_factor
 from engines.models import build_empty
 from engines.train.activations import checkpoint_layers
-from engines.train.compiled import check_compiling, compile_layers
 from engines.train.critic import Critic
-from engines.train.fsdp import fill, shard
-from engines.train.loading import Checkpoint, load
-from engines.train.lora import base_weights, inject
-from engines.train.master_weights import MasterWeights, sum_gradients_in_float32
+from engines.train.model.compiled import check_compiling, compile_layers
+from engines.train.model.fsdp import fill, shard
+from engines.train.model.loading import Checkpoint, load
+from engines.train.model.lora import base_weights, inject
+from engines.train.model.master_weights import MasterWeights, sum_gradients_in_float32
+from engines.train.model.rendezvous import Meeting
+from engines.train.model.sequence_parallel import check_heads
 from engines.train.policy import Policy
-from engines.train.rendezvous import Meeting
-from engines.train.sequence_parallel import check_heads
 from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 

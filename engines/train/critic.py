@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from configs.algorithm.algorithm import CriticConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.losses import value_loss
-from engines.train.micro_batch import MicroBatch, PackedBatch
+from engines.train.batching.micro_batch import MicroBatch, PackedBatch
+from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import decoder_states, packed_attention
-from engines.train.sequence_parallel import SequenceGroup
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 

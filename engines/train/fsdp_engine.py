@@ -1,7 +1,7 @@
 """The train engine: one rank of a policy, its frozen reference or its critic, sharded by FSDP2.
 
 Every rank gets the same arguments, the whole BatchRef among them, makes the same plan from the
-rows' lengths (engines/train/packing.py) and reads its own rows only. The loss is in
+rows' lengths (engines/train/batching/packing.py) and reads its own rows only. The loss is in
 engines/algorithms/objective.py, one update in engines/train/updater.py, weights and state in
 engines/train/sharded_model.py.
 """
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
 from engines.model_tokens import ModelTokens, model_tokens
+from engines.train.batching.mfu import CostModel
+from engines.train.batching.micro_batch import MicroBatch
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
@@ -27,9 +29,7 @@ from engines.train.logprob_pass import (
     score,
     write_token_columns,
 )
-from engines.train.lora import base_alone
-from engines.train.mfu import CostModel
-from engines.train.micro_batch import MicroBatch
+from engines.train.model.lora import base_alone
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
 from engines.train.sharded_model import ShardedModel
@@ -165,8 +165,8 @@ class FSDPEngine(ShardedModel):
     ) -> UpdateResult:
         """Train on a batch: train.epochs passes of train.mini_batches optimizer steps.
 
-        plan: as engines/train/stored_plan.py has stored it for this batch and gang; None: each rank
-        makes it.
+        plan: as engines/train/batching/stored_plan.py has stored it for this batch and gang; None:
+        each rank makes it.
         """
         result = self._begun(step, algorithm, temperature).run(batch, max_new_tokens, step, plan)
         self.version = step

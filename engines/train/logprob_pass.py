@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.train.mfu import CostModel
-from engines.train.micro_batch import MicroBatch, pack
-from engines.train.packing import plan_logprobs, read_lengths
+from engines.train.batching.mfu import CostModel
+from engines.train.batching.micro_batch import MicroBatch, pack
+from engines.train.batching.packing import plan_logprobs, read_lengths
+from engines.train.batching.read_ahead import read_ahead
+from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy_update import Forward
-from engines.train.read_ahead import read_ahead
-from engines.train.sequence_parallel import SequenceGroup
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape
-from engines.train.packing import WHOLE
+from engines.train.batching.packing import WHOLE
 
 FLOAT = 4  # bytes
-SHORT = 256  # tokens; as in engines/train/attention.py, likewise
+SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
 # On a CPU, beside the bytes that are in use at most: the heap has holes, and keeps what is free at
 # its end (engines/processes/process_setup.py). Fitted to measurements; docs/memory.md.
 HOLES = 1100 * 2**20  # at most; a small rank's are as large as what it uses

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.train import TrainConfig
 from engines.train.adamw import MOMENTS, make_adamw
-from engines.train.master_weights import MasterWeights
+from engines.train.model.master_weights import MasterWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

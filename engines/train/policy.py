@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.train.attention import PACKED
+from engines.train.batching.micro_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
-from engines.train.micro_batch import PackedBatch
-from engines.train.sequence_parallel import SequenceGroup
+from engines.train.model.attention import PACKED
+from engines.train.model.sequence_parallel import SequenceGroup
 
 
 class Policy(nn.Module):

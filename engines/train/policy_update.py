@@ -16,15 +16,15 @@ from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, m
 from engines.algorithms.distillation import with_tail
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.objective import Objective
-from engines.train.micro_batch import (
+from engines.train.batching.micro_batch import (
     PER_TOKEN,
     MicroBatch,
     PackedBatch,
     read_micro_batch,
 )
-from engines.train.packing import MiniBatch
+from engines.train.batching.packing import MiniBatch
+from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
-from engines.train.sequence_parallel import SequenceGroup
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 

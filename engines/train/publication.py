@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.failures import WeightMismatch
-from engines.train.fsdp import share
-from engines.train.gathering import on_first, on_owners, together
+from engines.train.model.fsdp import share
+from engines.train.model.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
 from storage.objects.store import Store
 from storage.objects.write_behind import WriteBehind

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from engines.model_tokens import tokens_of_student
 from engines.models import prepared
 from engines.progress import report
+from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic
-from engines.train.fsdp import fill
-from engines.train.loading import open_checkpoint
-from engines.train.lora import base_weights, reset
-from engines.train.master_weights import MasterWeights
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
-from engines.train.mfu import cost_model
+from engines.train.model.fsdp import fill
+from engines.train.model.loading import open_checkpoint
+from engines.train.model.lora import base_weights, reset
+from engines.train.model.master_weights import MasterWeights
+from engines.train.model.rendezvous import Meeting, meet
+from engines.train.model.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import prepare
 from engines.train.policy import Policy
-from engines.train.rendezvous import Meeting, meet
-from engines.train.sequence_parallel import SequenceGroup, sequence_group
 from engines.train.spec import JoinReport, TrainSpec, WeightsComparison
 from engines.train.versions import AdapterVersions, Versions
 from engines.workers.engine import Memory, Ranked

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
 from engines.model_tokens import ModelTokens
-from engines.train.mfu import CostModel
+from engines.train.batching.mfu import CostModel
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef

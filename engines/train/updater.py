@@ -21,16 +21,16 @@ from configs.train import TrainConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.rollout_correction_sums import sample_sizes
 from engines.train.activations import kept_on_host
-from engines.train.mfu import CostModel, utilisation
-from engines.train.micro_batch import MicroBatch
+from engines.train.batching.mfu import CostModel, utilisation
+from engines.train.batching.micro_batch import MicroBatch
+from engines.train.batching.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
+from engines.train.batching.read_ahead import read_ahead
+from engines.train.batching.stored_plan import read_plan
+from engines.train.model.rendezvous import Meeting
+from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.optimizer import Optimizer, StepReport
 from engines.train.order_of_sums import in_fixed_order, made_on
-from engines.train.packing import MiniBatch, plan_update, read_lengths, read_mask_counts
-from engines.train.read_ahead import read_ahead
-from engines.train.rendezvous import Meeting
-from engines.train.sequence_parallel import SequenceGroup
 from engines.train.spec import UpdateResult
-from engines.train.stored_plan import read_plan
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 

@@ -19,9 +19,9 @@ from configs.model import Model, PretrainedModel
 from engines.adapters import CONFIG_FILE, peft_config
 from engines.failures import WeightMismatch
 from engines.models import companion_files
-from engines.train.gathering import on_first
-from engines.train.lora import adapted_layers, base_weights, factors
-from engines.train.master_weights import MasterWeights
+from engines.train.model.gathering import on_first
+from engines.train.model.lora import adapted_layers, base_weights, factors
+from engines.train.model.master_weights import MasterWeights
 from engines.train.publication import (
     Publication,
     compare_together,

@@ -170,7 +170,7 @@ class BatchRef:
     def chunk(self, n: int) -> list[BatchRef]:
         """`n` contiguous batches of equal numbers of rows; the first ones have one more.
 
-        To balance tokens instead: engines/train/packing.py.
+        To balance tokens instead: engines/train/batching/packing.py.
         """
         if n < 1:
             raise ValueError(f"chunk() makes at least 1 batch, not {n}.")

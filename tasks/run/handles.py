@@ -19,7 +19,7 @@ from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
 from engines.teachers.pool import TeacherPool
-from engines.train.planner import PlannerSpec
+from engines.train.batching.planner import PlannerSpec
 from engines.train.trainer import Trainer
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
@@ -231,7 +231,7 @@ def _scorers(run: RunView, cluster: Cluster) -> EnginePool:
 def _planners(run: RunView, cluster: Cluster) -> EnginePool:
     config = run.config
     spec = PlannerSpec(store_uri=run.store.uri, store_options=config.store.options)
-    engine = EngineSpec.of("engines.train.planner:Planner", spec)
+    engine = EngineSpec.of("engines.train.batching.planner:Planner", spec)
     return pool_of(run, cluster, "reward", "planner", engine)
 
 

@@ -20,7 +20,7 @@ from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
 from configs.storage import TrackingConfig
 from engines.rollout.memory_plan import BYTES
-from engines.train.compiled import check_compiling
+from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
 from tasks.run.packages import check_packages, installed, teachers_in_vllm
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.train.balancing import partition
+from engines.train.batching.balancing import partition
 from tests.parity.answers import Adapter, Answer
 from tests.parity.vectors import Case
 

@@ -13,7 +13,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel
 from engines.models import materialize
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.rendezvous import RendezvousFailed, meet
+from engines.train.model.rendezvous import RendezvousFailed, meet
 from engines.train.spec import ColumnsResult, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store

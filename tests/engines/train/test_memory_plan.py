@@ -14,9 +14,8 @@ from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape, model_facts
 from engines.models import build_empty, materialize
-from engines.train import attention, logprobs, memory_plan, updater
+from engines.train import logprobs, memory_plan, updater
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.lora import inject
 from engines.train.memory_plan import (
     Batch,
     activation_bytes,
@@ -24,6 +23,8 @@ from engines.train.memory_plan import (
     largest_batch,
     plan_rank,
 )
+from engines.train.model import attention
+from engines.train.model.lora import inject
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.train.adamw import stochastically_rounded
-from engines.train.fsdp import layers
+from engines.train.batching.micro_batch import pack
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.gathering import gather
-from engines.train.lora import base_weights
 from engines.train.memory import OTHERS, PASS, setting_for_less
 from engines.train.memory_plan import checkpointed
-from engines.train.micro_batch import pack
+from engines.train.model.fsdp import layers
+from engines.train.model.gathering import gather
+from engines.train.model.lora import base_weights
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (

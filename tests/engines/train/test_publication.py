@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.train import publication
-from engines.train.fsdp import own_part, shard
+from engines.train.model.fsdp import own_part, shard
+from engines.train.model.rendezvous import meet
 from engines.train.publication import compare_together, digest_together, publish_together
-from engines.train.rendezvous import meet
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest

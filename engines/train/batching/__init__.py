@@ -1,0 +1,1 @@
+"""From stored samples to micro-batches: plan, packing, reading ahead, shared prefixes."""

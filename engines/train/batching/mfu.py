@@ -1,0 +1,124 @@
+"""Floating-point operations of a model and peak rates of GPUs: what MFU is measured by.
+
+Model FLOPs utilisation (Chowdhery et al., 2022, arXiv:2204.02311, appendix B) counts the operations
+that the model needs, not those of recomputation or padding. Plans of a batch weigh rows by them too
+(engines/train/batching/packing.py). Without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+
+class Trained(Protocol):
+    """What the cost of a policy or a critic is known by."""
+
+    model: Any  # of transformers
+
+    @property
+    def head(self) -> Tensor:
+        """The last layer's weight."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All weights."""
+
+
+# FLOP/s of dense bfloat16 products with float32 sums, without sparsity, as the makers' data sheets
+# state them. The first name that stands in the device's name counts, so longer names come first.
+PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "MI300X": 1307e12,
+    "RTX 4090": 165e12,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostModel:
+    """Floating-point operations of a forward pass, and of a backward pass.
+
+    That costs once for the gradients of what a layer reads, once for those of its weights.
+    """
+
+    per_token: float = 1.0  # layers: 2 x their parameters
+    per_response_token: float = 0.0  # output head: 2 x hidden size x vocabulary
+    per_square: float = 0.0  # causal attention, per squared sequence length
+    frozen: float = (
+        0.0  # share of the layers' weights without a gradient; if any, the head has none
+    )
+
+    def forward(self, tokens: int, response_tokens: int, squares: int) -> float:
+        """FLOPs of a forward pass.
+
+        Args:
+            tokens: Positions that are computed, T.
+            response_tokens: Rows of logits, R.
+            squares: Sum of squared sequence lengths.
+        """
+        return (
+            self.per_token * tokens
+            + self.per_response_token * response_tokens
+            + self.per_square * squares
+        )
+
+    def backward(self, tokens: int, response_tokens: int, squares: int) -> float:
+        """FLOPs of a backward pass, in which frozen weights take half; arguments as for `forward`."""
+        unmade = self.frozen * self.per_token * tokens
+        unmade += self.per_response_token * response_tokens if self.frozen else 0.0
+        return 2 * self.forward(tokens, response_tokens, squares) - unmade
+
+
+def cost_model(policy: Trained) -> CostModel:
+    """The cost model of a policy or a critic, from its shapes, before it is sharded."""
+    config = policy.model.config.get_text_config()
+    head = policy.head
+    embedding = cast("Tensor", policy.model.get_input_embeddings().weight)
+    tables = embedding.numel() + (0 if head is embedding else head.numel())
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    adapted = 0 < trained < parameters
+    return CostModel(
+        frozen=1.0 - trained / (parameters - tables) if adapted else 0.0,
+        per_token=2.0 * (parameters - tables),
+        per_response_token=2.0 * head.numel(),
+        per_square=2.0 * config.hidden_size * config.num_hidden_layers,
+    )
+
+
+def utilisation(rate: float, device: str, ranks: int) -> float | None:
+    """Model FLOPs utilisation in [0, 1]; None where the device's peak is not known.
+
+    Args:
+        rate: FLOP/s of all ranks together.
+        device: Name of each rank's device, such as `NVIDIA H100 80GB HBM3`.
+        ranks: Number of devices.
+    """
+    peak = peak_flops(device)
+    return None if peak is None else rate / (peak * ranks)
+
+
+def peak_flops(device: str) -> float | None:
+    """FLOP/s of a device by its name, such as `NVIDIA H100 80GB HBM3`; None where it is not known."""
+    for name, rate in PEAKS.items():
+        if re.search(rf"\b{re.escape(name)}\b", device):
+            return rate
+    return None

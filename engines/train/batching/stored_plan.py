@@ -1,0 +1,75 @@
+"""The plan of an update as a stored object: made once by any worker, read by every rank.
+
+A plan is a pure function of the batch (engines/train/batching/packing.py), so a rank that is handed
+none, as in a replay, makes the same one. Of a large batch that takes seconds, which are better spent
+once, while no device waits. Without torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from engines.train.batching.mfu import CostModel
+from engines.train.batching.packing import MiniBatch, plan_update, read_lengths
+from storage.batches.refs import BatchRef
+from storage.batches.writing import Jagged, write_batch
+from storage.objects.store import Store
+
+
+def write_plan(
+    store: Store,
+    batch: BatchRef,
+    *,
+    world: int,
+    budget: int,
+    mini_batches: int,
+    cost: CostModel,
+    out_key: str,
+    tree_training: bool = False,
+) -> BatchRef:
+    """Make the plan of a batch and store it: a row for each micro-batch.
+
+    Columns: `micro_rows`, the row numbers (jagged int32); `mini_batch` and `rank`, whose it is. Of a
+    rank the micro-batches stand in their order. Arguments and errors are those of `plan_update`.
+    """
+    plan = plan_update(
+        read_lengths(store, batch, tree_training),
+        world=world,
+        budget=budget,
+        mini_batches=mini_batches,
+        cost=cost,
+    )
+    owners, micros = [], []
+    for number, mini in enumerate(plan):
+        for rank, parts in enumerate(mini.ranks):
+            owners += [(number, rank)] * len(parts)
+            micros += list(parts)
+    lengths = np.array([0, *map(len, micros)], np.int64)
+    rows = np.fromiter(itertools.chain.from_iterable(micros), np.int32, int(lengths.sum()))
+    owned = np.array(owners, np.int64).reshape(-1, 2)
+    columns: dict[str, object] = {
+        "micro_rows": Jagged(rows, lengths.cumsum()),
+        "mini_batch": owned[:, 0].copy(),
+        "rank": owned[:, 1].copy(),
+    }
+    return write_batch(store, out_key, columns)
+
+
+def read_plan(store: Store, stored: BatchRef) -> tuple[MiniBatch, ...]:
+    """The plan that `write_plan` stored."""
+    values, offsets = stored.fetch_numpy(store, "micro_rows")
+    assert offsets is not None
+    flat = values.tolist()
+    minis = stored.fetch_numpy(store, "mini_batch")[0].tolist()
+    ranks = stored.fetch_numpy(store, "rank")[0].tolist()
+    found: dict[int, dict[int, list[tuple[int, ...]]]] = {}
+    for mini, rank, (start, stop) in zip(
+        minis, ranks, itertools.pairwise(offsets.tolist()), strict=True
+    ):
+        found.setdefault(mini, {}).setdefault(rank, []).append(tuple(flat[start:stop]))
+    return tuple(
+        MiniBatch(ranks=tuple(tuple(micros) for _, micros in sorted(of_rank.items())))
+        for _, of_rank in sorted(found.items())
+    )

@@ -1,0 +1,1 @@
+"""The policy on its devices: sharding, loading, attention, LoRA, float32 masters."""

@@ -1,0 +1,210 @@
+"""A model directory's weights into a sharded model: each rank reads its own rows.
+
+A model is built on the meta device, sharded, and given memory for the rank's rows (fsdp.py); here
+its values come. Why so, and what is done with files that cannot be read by rows, is in
+docs/decisions/loading-by-rank.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from engines.adapters import is_factor
+from engines.model_files import StoredTensor, part_equals, read_part, stored_tensors, unfit
+from engines.models import build_empty, load_for_training
+from engines.progress import report
+from engines.train.model.fsdp import own_part, spread
+from engines.train.model.master_weights import MasterWeights
+
+# Buffers that older checkpoints hold and that models now compute; transformers passes over them too.
+COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """What is known of a model directory's weights before any of them is read."""
+
+    directory: Path
+    decoder: str  # what a name in the decoder has before it in the language model: "model."
+    # The tensor in the files of each weight, by its name in the language model; of names that are
+    # tied, one that the files lack has another's. None: the files hold it otherwise than the model,
+    # and rank 0 loads them whole.
+    tensors: Mapping[str, StoredTensor] | None
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Look at a model directory's config.json and at the headers of its files.
+
+    Raises ValueError naming the file or the tensor that is missing, of another shape, or not of
+    the model, and for quantised weights.
+    """
+    model = build_empty(directory)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{directory}: config.json has a quantization_config, and quantised weights cannot be "
+            "trained. Set model.path to the checkpoint that they were made of."
+        )
+    decoder = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    stored = stored_tensors(directory)
+    return Checkpoint(
+        directory=directory,
+        decoder=f"{name}." if name else "",
+        tensors=None if stored is None else _matched(directory, model, stored),
+    )
+
+
+def load(
+    model: PreTrainedModel,
+    prefix: str,
+    checkpoint: Checkpoint,
+    group: dist.ProcessGroup,
+    masters: MasterWeights,
+) -> None:
+    """Set every value of a sharded model; a collective where rank 0 loads for all.
+
+    Args:
+        model: The language model, or a part of it such as its decoder.
+        prefix: What the part's names have before them in the language model.
+        checkpoint: Of the directory that the model was built from.
+        group: All ranks.
+        masters: Where weights have one, its values are set instead.
+
+    Raises:
+        ValueError: A file is cut off, or tensors differ that config.json ties.
+    """
+    _compute_buffers(model)
+    if checkpoint.tensors is None:
+        _from_rank_0(model, prefix, checkpoint.directory, group, masters)
+        return
+    distinct = _distinct(model)
+    for number, (names, target) in enumerate(distinct):
+        report(f"reading the model's files: {number} of {len(distinct)} tensors")
+        own, begin = own_part(masters.of(target))
+        first, *others = (checkpoint.tensors[prefix + name] for name in names)
+        read_part(first, begin, own)
+        for other in others:
+            if other != first and not part_equals(other, begin, own):
+                raise ValueError(_not_tied(checkpoint.directory, first.name, other.name))
+
+
+def _from_rank_0(
+    model: PreTrainedModel,
+    prefix: str,
+    directory: Path,
+    group: dist.ProcessGroup,
+    masters: MasterWeights,
+) -> None:
+    """Rank 0 loads the files as transformers does, and gives every rank its rows."""
+    report("rank 0 loads the model's files")
+    whole = load_for_training(directory).state_dict() if group.rank() == 0 else {}
+    for names, target in _distinct(model):
+        first, *others = (whole.pop(prefix + name, None) for name in names)
+        for name, other in zip(names[1:], others, strict=True):
+            if first is not None and other is not None and not torch.equal(first, other):
+                raise ValueError(_not_tied(directory, names[0], name))
+        spread(masters.of(target), first, 0, group)
+
+
+def _not_tied(directory: Path, first: str, second: str) -> str:
+    return (
+        f"{directory}: config.json ties {first} and {second}, whose values differ. Set "
+        "tie_word_embeddings to false there."
+    )
+
+
+def _distinct(model: PreTrainedModel) -> list[tuple[list[str], Tensor]]:
+    """Every weight and stored buffer once, with its name, or names where weights are tied.
+
+    Adapters are in no model's files.
+    """
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_factor(name):
+            continue
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Give buffers that no checkpoint holds, such as rotary frequencies, their values.
+
+    transformers' own way: `initialize_weights` passes over tensors that are marked as initialised.
+    """
+    stored = model.state_dict(keep_vars=True)
+    for tensor in stored.values():
+        tensor._is_hf_initialized = True
+    computed = {name: each for name, each in model.named_buffers() if name not in stored}
+    for buffer in computed.values():
+        buffer.fill_(_unset(buffer))
+    model.initialize_weights()
+    for name, buffer in computed.items():
+        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+        if buffer.dtype != torch.bool and bool(unset.any()):
+            raise ValueError(
+                f"{type(model).__name__} does not compute its buffer {name}. Choose another model."
+            )
+
+
+def _unset(buffer: Tensor) -> float | int:
+    if buffer.is_floating_point():
+        return float("nan")
+    return 0 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min
+
+
+def _matched(
+    directory: Path, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor] | None:
+    """The stored tensor of each name in the model; None where transformers must convert some."""
+    wanted = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    found: dict[str, StoredTensor] = {}
+    unknown: list[str] = []
+    for name, tensor in stored.items():
+        prefix = model.base_model_prefix
+        target, converted = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:  # as transformers does
+            target, converted = name, None
+        if converted is not None or target in found or not tensor.readable:
+            return None
+        if target in wanted:
+            found[target] = tensor
+        else:
+            unknown.append(name)
+    _check_unknown(directory, model, unknown)
+    for names, weight in _distinct(model):
+        source = next((found[name] for name in names if name in found), None)
+        if source is None:
+            raise ValueError(unfit(directory, names[0], "is not in its files"))
+        for name in names:
+            if found.setdefault(name, source).shape != tuple(weight.shape):
+                raise ValueError(
+                    unfit(
+                        directory,
+                        found[name].name,
+                        f"has shape {found[name].shape} in {found[name].file.name}, "
+                        f"{tuple(weight.shape)} by config.json",
+                    )
+                )
+    return found
+
+
+def _check_unknown(directory: Path, model: PreTrainedModel, names: list[str]) -> None:
+    """Refuse tensors of which the model knows nothing, save those that it is known to pass over."""
+    passed = (*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED)
+    for name in sorted(names):
+        if not any(re.search(pattern, name) for pattern in passed):
+            what = "is in its files, but not in the model of config.json"
+            raise ValueError(unfit(directory, name, what))

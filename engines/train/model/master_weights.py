@@ -1,0 +1,63 @@
+"""Weights in bfloat16 on the device, with a float32 master of each in the host's memory.
+
+Masters are what an optimizer step changes, what a snapshot has and what float32 versions are made
+of. The device has their rounding, which is what FSDP makes of float32 weights before it gathers them
+for products in bfloat16: so all that is computed is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from engines.train.model.fsdp import own_part
+
+
+class MasterWeights:
+    """The masters of some (sharded) parameters; what has none is its own."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        """Those in bfloat16 among them get a master, zeros until it is set."""
+        self._of = {
+            parameter: torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
+            for parameter in parameters
+            if parameter.dtype == torch.bfloat16
+        }
+
+    def of(self, weight: Tensor) -> Tensor:
+        """The master of a parameter; any other tensor as it is."""
+        return self._of.get(weight, weight) if isinstance(weight, nn.Parameter) else weight
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All masters; this rank's parts."""
+        return list(self._of.values())
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Set the device's weights by the masters, once these have been filled."""
+        for parameter, master in self._of.items():
+            own_part(parameter)[0].copy_(own_part(master)[0])
+
+
+def sum_gradients_in_float32(module: nn.Module) -> None:
+    """Have FSDP add the gradients of micro-batches up in float32, whatever the weights are in.
+
+    It reduces them over the ranks in float32, and would then cast them to the format of the sharded
+    weights before it adds them (torch 2.13, `foreach_reduce`). That format is no setting of FSDP's,
+    so the one that it has found is replaced, until `grad_dtype` is enough:
+    https://github.com/pytorch/pytorch/issues/170648. Optimizer.step checks what comes of it.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            state._lazy_init()  # finds the formats; the root, which comes first, does so for all
+            group = state._fsdp_param_group
+            if group is not None and group._orig_dtype is not None:
+                group._orig_dtype = torch.float32
