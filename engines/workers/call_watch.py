@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-SLICE = 0.2  # seconds between looks at cancel events and deadlines
-LOOK = 1.0  # seconds between looks at whether the workers are still there
+SLICE = 0.5  # seconds between looks at cancel events and deadlines
+LOOK = 2.0  # seconds between looks at whether the workers are still there
 
 
 class Watched(Protocol):

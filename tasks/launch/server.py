@@ -28,7 +28,8 @@ FIRST_PORT = 4200
 OTHER_PORTS = range(20000, 32768)  # below those of connections and of listeners on port 0
 START_TIMEOUT = 120.0  # seconds; the first start migrates the database
 STOP_TIMEOUT = 2.0  # seconds until a server that does not stop is killed
-LOOK_EVERY = 2.0  # seconds
+LOOK_EVERY = 2.0  # seconds between looks at whether the process lives
+ASK_EVERY = 8.0  # seconds between questions to a server that has answered
 SILENCE = 30.0  # seconds after which a server that has answered counts as hung
 
 
@@ -69,10 +70,12 @@ class EmbeddedServer:
         """Have a server run until `stop`, except when the first one ends by itself or hangs."""
         while not self._stopping.is_set():
             self._server.start()
-            hung = time.monotonic() + START_TIMEOUT
+            hung, ask = time.monotonic() + START_TIMEOUT, 0.0
             while self._server.exit_code is None and not self._stopping.wait(LOOK_EVERY):
+                if time.monotonic() < ask:
+                    continue
                 if self._server.answers():
-                    hung = time.monotonic() + SILENCE
+                    ask, hung = time.monotonic() + ASK_EVERY, time.monotonic() + SILENCE
                 if time.monotonic() > hung:
                     self._server.send(signal.SIGKILL)
             killed = (self._server.exit_code or 0) < 0

@@ -160,7 +160,19 @@ def test_an_experiment_of_an_older_refrain_gets_its_kind(
     assert kind == "custom_model_development"
 
 
-def test_the_machine_is_sampled_until_the_page_ends(config: TrackingConfig) -> None:
+def test_the_machine_is_sampled_until_the_page_ends_without_reading_the_run(
+    config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+    read = MlflowClient.get_run
+
+    def get_run(self: MlflowClient, run_id: str) -> Run:
+        assert threading.current_thread().name != "SystemMetricsMonitor"
+        return read(self, run_id)
+
+    monkeypatch.setattr(MlflowClient, "get_run", get_run)
     before = set(threading.enumerate())
     often = Tracker(config.model_copy(update={"system_metrics": 1}))
     never = Tracker(config.model_copy(update={"system_metrics": 0}))
