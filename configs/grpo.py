@@ -14,6 +14,7 @@ from configs.elastic import check_elastic
 from configs.environment import cpu_multiplies_bfloat16
 from configs.form import without
 from configs.run import RunConfig
+from configs.watch_rules import check_what_watches
 
 
 class GRPOConfig(RunConfig):
@@ -188,56 +189,8 @@ class GRPOConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _guards_have_their_metrics(self) -> Self:
-        labels = [guard.label for guard in self.guards]
-        for guard in self.guards:
-            if labels.count(guard.label) > 1:
-                raise ValueError(
-                    f"guards: two are called {guard.label}, and commits tell them apart by that. "
-                    "Give one another name."
-                )
-            if guard.action == "synchronous" and self.max_staleness == 0:
-                raise ValueError(
-                    f"guards: the action of {guard.label} is synchronous, which ends the overlap of "
-                    "steps, and with max_staleness = 0 none do. Set max_staleness higher, or its "
-                    "action to stop or rollback."
-                )
-            if "correction" in guard.metric and not self.algorithm.correction:
-                raise ValueError(
-                    f"guards: the metric of {guard.label}, {guard.metric}, is of "
-                    "algorithm.correction, which is empty. Set it to "
-                    "train/rollout_effective_sample_size."
-                )
-            kl = self.algorithm.kl
-            if guard.metric == "train/kl_ref" and kl.coefficient == 0:
-                raise ValueError(
-                    f"guards: the metric of {guard.label}, train/kl_ref, is the KL from a reference, "
-                    "and the recipe has none. Set algorithm.kl.coefficient above 0, or remove the "
-                    "guard."
-                )
-            if guard.metric == "train/kl_ref" and kl.placement == "reward":
-                raise ValueError(
-                    f"guards: the metric of {guard.label}, train/kl_ref, is of a KL in the loss, and "
-                    "algorithm.kl.placement = reward. Set its metric to advantage/kl_ref."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _quarantine_can_be_measured(self) -> Self:
-        quarantine = self.data.quarantine
-        if quarantine is None:
-            return self
-        if quarantine.seconds is not None and self.episodes is None:
-            raise ValueError(
-                f"data.quarantine.seconds = {quarantine.seconds:g} is about the environments of "
-                "episodes, and episodes = null has none. Set data.quarantine.tokens instead."
-            )
-        if quarantine.no_variance is not None and self.group_size == 1:
-            raise ValueError(
-                f"data.quarantine.no_variance = {quarantine.no_variance} compares the samples of a "
-                "prompt, and group_size = 1 has one, which never varies. Set group_size higher, or "
-                "data.quarantine.no_variance = null."
-            )
+    def _what_watches_fits(self) -> Self:
+        check_what_watches(self)
         return self
 
     @model_validator(mode="after")
@@ -356,55 +309,6 @@ class GRPOConfig(RunConfig):
                 f"store.uri = {self.store.uri} is relative to this process, and the workers of "
                 f"cluster.kind = {self.cluster.kind} run elsewhere. Set store.uri to "
                 "s3://BUCKET/PREFIX, or to file:///PATH on a file system that all nodes share."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_fits(self) -> Self:
-        evaluation = self.evaluation
-        if evaluation is None:
-            return self
-        for name, suite in evaluation.suites.items():
-            if suite.source == self.data.source:
-                raise ValueError(
-                    f"evaluation.suites.{name}.source is the same as data.source, so the test would "
-                    "be on rows that are trained on. Set it to other rows."
-                )
-        own = self.cluster.roles.evaluation
-        if evaluation.every is not None and self.max_staleness > 0 and own is None:
-            raise ValueError(
-                f"evaluation.every = {evaluation.every} tests versions between steps, and with "
-                f"max_staleness = {self.max_staleness} steps overlap, so the engines of rollout "
-                "never hold one version. Set cluster.roles.evaluation to a pool of its own, or "
-                "evaluation.every = null."
-            )
-        taken = [role for role in self.engine_roles if self.cluster.roles.pool_of(role) == own]
-        if taken:
-            raise ValueError(
-                f"cluster.roles.evaluation = {own} is the pool of the role {taken[0]} too. Set it to "
-                "a pool that no other engine has, or to null: evaluations then come between steps."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_suite_promotes(self) -> Self:
-        if self.promotion is None or self.evaluation is None:
-            return self
-        suites, chosen = self.evaluation.suites, self.promotion.suite
-        if chosen is None and len(suites) > 1:
-            raise ValueError(
-                f"promotion goes by one suite, and evaluation.suites has {', '.join(suites)}. Set "
-                "promotion.suite to one of them."
-            )
-        if chosen is not None and chosen not in suites:
-            raise ValueError(
-                f"promotion.suite = {chosen} is no suite of the run. Set it to one of "
-                f"{', '.join(suites)}."
-            )
-        if not self.evaluation.at_end:
-            raise ValueError(
-                "promotion judges the last version, and evaluation.at_end = false does not test it. "
-                "Set evaluation.at_end = true, or promotion = null."
             )
         return self
 
