@@ -1,8 +1,8 @@
 """Which language model is trained: a pretrained one, or a random one made on the spot."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.base import Settings
 
@@ -21,6 +21,36 @@ class PretrainedModel(Settings):
     )
 
 
+class RandomVision(Settings):
+    """Vision towers before a random model, which then has the form of OpenVLA: it looks at images."""
+
+    image: int = Field(32, ge=8, description="Side of an image in pixels, to which any is scaled.")
+    patch: int = Field(8, ge=2, description="Side of a patch in pixels; a divisor of image.")
+    layers: int = Field(2, ge=1, description="Layers of each of the two towers.")
+    width: int = Field(32, ge=8, description="Width of each tower.")
+    heads: int = Field(2, ge=1, description="Attention heads of each tower.")
+    actions: int = Field(
+        4,
+        ge=2,
+        description="Action tokens, the last of the vocabulary: <0> is the last one, <1> the one "
+        "before it.",
+    )
+
+    @model_validator(mode="after")
+    def _patches_fill_an_image(self) -> Self:
+        if self.image % self.patch:
+            raise ValueError(
+                f"model.vision.patch = {self.patch} does not divide model.vision.image = "
+                f"{self.image}. Set one so that it does."
+            )
+        if self.width % self.heads:
+            raise ValueError(
+                f"model.vision.heads = {self.heads} does not divide model.vision.width = "
+                f"{self.width}. Set one so that it does."
+            )
+        return self
+
+
 class RandomModel(Settings):
     """A small Llama with random weights and a character tokenizer, for tests and smoke runs."""
 
@@ -34,6 +64,9 @@ class RandomModel(Settings):
     )
     max_positions: int = Field(256, ge=16, description="Longest sequence, in tokens.")
     seed: int = Field(0, ge=0, description="Seed of the random weights.")
+    vision: RandomVision | None = Field(
+        None, description="Vision towers, for a policy that looks at images. None: there are none."
+    )
 
 
 Model = Annotated[PretrainedModel | RandomModel, Field(discriminator="kind")]

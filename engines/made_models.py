@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 
 def draw(config: RandomModel, target: Path) -> None:
-    """A Llama with weights drawn from `config.seed` and the character tokenizer."""
+    """A Llama with weights drawn from `config.seed` and the character tokenizer.
+
+    With config.vision a policy in the form of OpenVLA.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    characters = _character_tokenizer()
+    vision = config.vision
+    characters = _character_tokenizer(0 if vision is None else vision.actions)
     llama = LlamaConfig(
         vocab_size=len(characters),
         hidden_size=config.hidden_size,
@@ -29,27 +33,36 @@ def draw(config: RandomModel, target: Path) -> None:
         num_attention_heads=config.heads,
         num_key_value_heads=config.heads,
         max_position_embeddings=config.max_positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=vision is None,
         bos_token_id=characters.bos_token_id,
         eos_token_id=characters.eos_token_id,
         pad_token_id=characters.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = LlamaForCausalLM(llama)
+        if vision is None:
+            model: PreTrainedModel = LlamaForCausalLM(llama)
+        else:
+            from engines.vla.openvla import OpenVLA, tiny_config
+
+            model = OpenVLA(tiny_config(text=llama, **vision.model_dump()))
     _save(model, target)
     characters.save_pretrained(target)
 
 
-def _character_tokenizer() -> PreTrainedTokenizerBase:
-    """A token for each printable character, <pad>, <bos>, <eos>, <unk>; a plain chat template."""
+def _character_tokenizer(actions: int = 0) -> PreTrainedTokenizerBase:
+    """A token for each printable character, <pad>, <bos>, <eos>, <unk>; a plain chat template.
+
+    actions: so many action tokens come last, <0> after the others.
+    """
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
     special = ("<pad>", "<bos>", "<eos>", "<unk>")
     printable = [character for character in string.printable if character not in "\r\x0b\x0c"]
-    vocabulary = {token: number for number, token in enumerate((*special, *printable))}
+    acting = [f"<{number}>" for number in reversed(range(actions))]
+    vocabulary = {token: number for number, token in enumerate((*special, *printable, *acting))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()

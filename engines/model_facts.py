@@ -17,6 +17,7 @@ from typing import Any
 
 from configs.model import PretrainedModel, RandomModel
 from engines.models import DEFAULT_CACHE, gguf_file, present
+from engines.vla.shapes import VisionShape, tiny_towers, vision_of
 
 _ARRAY, _STRING = 9, 8
 # GGUF's types of values: number -> struct's letter.
@@ -51,6 +52,7 @@ class ModelShape:
     head_size: int
     vocabulary: int  # tokens
     tied: bool  # whether the output head is the embedding
+    vision: VisionShape | None = None  # of a policy that looks at images
 
     @property
     def layer_parameters(self) -> int:
@@ -62,7 +64,8 @@ class ModelShape:
     def parameters(self) -> int:
         """Weights in all; a head that is tied counts once."""
         tables = (1 if self.tied else 2) * self.vocabulary * self.hidden
-        return self.layers * self.layer_parameters + tables + self.hidden
+        vision = 0 if self.vision is None else self.vision.parameters
+        return self.layers * self.layer_parameters + tables + self.hidden + vision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +85,7 @@ class ModelFacts:
     chat_template: bool  # whether its tokenizer has one
     unsupported: str | None  # what its attention has that the train engine does not compute
     shape: ModelShape | None = None  # None also for mixtures of experts
+    vision: VisionShape | None = None  # None: it looks at no images
 
 
 def model_facts(
@@ -92,6 +96,7 @@ def model_facts(
     cache: directory for models that are converted. Raises ValueError as `check_model` does.
     """
     if isinstance(config, RandomModel):
+        vision = made_vision(config)
         return ModelFacts(
             positions=config.max_positions,
             window=None,
@@ -108,9 +113,11 @@ def model_facts(
                 heads=config.heads,
                 kv_heads=config.heads,
                 head_size=config.hidden_size // config.heads,
-                vocabulary=_CHARACTERS,
-                tied=True,
+                vocabulary=_CHARACTERS + (0 if config.vision is None else config.vision.actions),
+                tied=vision is None,
+                vision=vision,
             ),
+            vision=vision,
         )
     directory = present(config, cache)
     if directory is not None:
@@ -151,6 +158,7 @@ def _of_directory(directory: Path) -> ModelFacts:
         text["hidden_size"] // heads if heads and text.get("hidden_size") else None
     )
     compressed = text.get("kv_lora_rank") is not None
+    vision = vision_of(whole)
     return ModelFacts(
         positions=_positions(text),
         window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
@@ -160,11 +168,22 @@ def _of_directory(directory: Path) -> ModelFacts:
         head_size=head_size,
         chat_template=_has_chat_template(directory),
         unsupported=_unsupported(text),
-        shape=None if compressed else _shape(text, head_size),
+        shape=None if compressed else _shape(text, head_size, vision),
+        vision=vision,
     )
 
 
-def _shape(text: dict[str, Any], head_size: int | None) -> ModelShape | None:
+def made_vision(config: RandomModel) -> VisionShape | None:
+    """The vision part of a random model; None: it has none."""
+    if config.vision is None:
+        return None
+    sizes = config.vision.model_dump(exclude={"actions"})
+    return VisionShape(towers=tiny_towers(**sizes), language=config.hidden_size)
+
+
+def _shape(
+    text: dict[str, Any], head_size: int | None, vision: VisionShape | None
+) -> ModelShape | None:
     """By config.json; None where it does not say all, or has experts."""
     heads = text.get("num_attention_heads")
     sizes = {
@@ -178,13 +197,15 @@ def _shape(text: dict[str, Any], head_size: int | None) -> ModelShape | None:
     }
     if any("expert" in name for name in text):
         return None
-    return _whole_shape(sizes, bool(text.get("tie_word_embeddings", False)))
+    return _whole_shape(sizes, bool(text.get("tie_word_embeddings", False)), vision)
 
 
-def _whole_shape(sizes: dict[str, int | None], tied: bool) -> ModelShape | None:
+def _whole_shape(
+    sizes: dict[str, int | None], tied: bool, vision: VisionShape | None = None
+) -> ModelShape | None:
     if any(size is None for size in sizes.values()):
         return None
-    return ModelShape(**sizes, tied=tied)  # type: ignore[arg-type]
+    return ModelShape(**sizes, tied=tied, vision=vision)  # type: ignore[arg-type]
 
 
 def _positions(text: dict[str, Any]) -> int | None:

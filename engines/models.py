@@ -118,7 +118,8 @@ def _place(config: ModelConfig, cache: Path) -> Path:
     """Where the directory made from a random model or a GGUF file is kept."""
     facts: dict[str, object]
     if isinstance(config, RandomModel):
-        name, facts = "random", {"random": config.model_dump(mode="json")}
+        name = "random"
+        facts = {"random": config.model_dump(mode="json", exclude_none=True)}
     else:
         source = _locate(config.path)
         assert source is not None
@@ -168,9 +169,7 @@ def load_for_training(directory: Path, dtype: Dtype = "float32") -> PreTrainedMo
     Raises ValueError naming a tensor that the files lack, have in another shape, or have although
     config.json knows none of that name; transformers would draw it at random or leave it out.
     """
-    from transformers import AutoModelForCausalLM
-
-    return _loaded(AutoModelForCausalLM, directory, dtype)
+    return _loaded(_causal_models(), directory, dtype)
 
 
 def load_classifier(directory: Path, dtype: Dtype = "float32") -> PreTrainedModel:
@@ -216,9 +215,7 @@ def _loaded(auto_class: Any, directory: Path, dtype: Dtype, body: bool = False) 
 
 def build_empty(directory: Path) -> PreTrainedModel:
     """The model of `directory` in float32 on the meta device: names and shapes, no memory."""
-    from transformers import AutoConfig
-
-    return _build(AutoConfig.from_pretrained(directory), "float32", "meta")
+    return _build(_config(directory), "float32", "meta")
 
 
 def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
@@ -227,21 +224,36 @@ def build_untied(directory: Path, dtype: Dtype, device: str) -> PreTrainedModel:
     A rollout engine takes every weight, also the head's, from a published policy version; a head
     that is tied only sometimes is one that can stay stale.
     """
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory)
+    config = _config(directory)
     config.tie_word_embeddings = False
     return _build(config, dtype, device).eval().requires_grad_(False)
 
 
 def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForCausalLM
 
     with quiet(), torch.device(device):
-        return AutoModelForCausalLM.from_config(
+        made: PreTrainedModel = _causal_models().from_config(
             config, dtype=_torch_dtype(dtype), attn_implementation="sdpa"
         )
+        return made
+
+
+def _config(directory: Path) -> PretrainedConfig:
+    _causal_models()
+    from transformers import AutoConfig
+
+    found: PretrainedConfig = AutoConfig.from_pretrained(directory)
+    return found
+
+
+def _causal_models() -> Any:
+    """transformers' class that builds them, which knows the forms of models that are here."""
+    from transformers import AutoModelForCausalLM
+
+    import engines.vla.openvla  # noqa: F401
+
+    return AutoModelForCausalLM
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

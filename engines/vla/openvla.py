@@ -1,65 +1,75 @@
-"""A policy in the form of OpenVLA (arXiv:2406.09246): its checkpoint's loader, and its action head.
+"""A policy in the form of OpenVLA (arXiv:2406.09246), as a model of transformers.
 
 Two vision towers look at an image, a projector makes their patches embeddings of the language model,
-which stand after the first token of the instruction, and the language model writes action tokens: the
-last 256 of its vocabulary (engines/environments/action_tokens.py).
-
-No engine that samples or trains holds such a policy yet; docs/algorithms.md says what that takes.
+which stand after the first token of a text, and the language model writes action tokens: the last
+ones of its vocabulary (engines/environments/action_tokens.py). It has the names of the checkpoints'
+tensors. Importing this module makes transformers know the form (`model_type: openvla`).
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engines.vla.vision_tower import DINOV2, SIGLIP, TowerShape, VisionTower
+from engines.vla.shapes import TowerShape, tiny_towers, towers_of
+from engines.vla.vision_tower import Scale, VisionTower, unused_names
 
-TOWERS = {"dinosiglip-vit-so-224px": (DINOV2, SIGLIP)}
 # Mean and deviation of each colour that the towers were trained with: ImageNet's, and halves.
 COLOURS = (((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLAShape:
-    """The sizes of a policy."""
+class OpenVLAConfig(PreTrainedConfig):
+    """config.json of a checkpoint. ValueError for one of another form."""
 
-    language: dict[str, Any]  # settings of the Llama model
-    towers: tuple[TowerShape, TowerShape] = (DINOV2, SIGLIP)
-    padding: int = 64  # rows of the embedding that are no tokens (pad_to_multiple_of)
-    bins: int = 256  # action tokens
-    statistics: dict[str, Any] = field(default_factory=dict)  # norm_stats, by data set
+    model_type = "openvla"
+    sub_configs: ClassVar[dict[str, Any]] = {"text_config": LlamaConfig}
 
-    @classmethod
-    def read(cls, directory: Path) -> Self:
-        """From a checkpoint's config.json. ValueError where it is of another form."""
-        said = json.loads((directory / "config.json").read_text())
-        towers, language = said.get("vision_backbone_id"), said.get("text_config", {})
-        if towers not in TOWERS or language.get("model_type", "llama") != "llama":
-            raise ValueError(
-                f"{directory} has the vision backbone {towers} and a language model of the kind "
-                f"{language.get('model_type')}. Name a checkpoint of OpenVLA, with "
-                f"{', '.join(TOWERS)} and llama."
-            )
-        return cls(
-            language={key: value for key, value in language.items() if key != "model_type"},
-            towers=TOWERS[towers],
-            padding=said.get("pad_to_multiple_of", 64),
-            bins=said.get("n_action_bins", 256),
-            statistics=said.get("norm_stats") or {},
-        )
+    vision_backbone_id: str = "dinosiglip-vit-so-224px"
+    text_config: dict[str, Any] | PreTrainedConfig | None = None
+    pad_to_multiple_of: int = 64  # rows of the embedding that are no tokens
+    n_action_bins: int = 256  # action tokens
+    norm_stats: dict[str, Any] | None = None  # statistics of actions, by data set
+    towers: list[dict[str, Any]] | None = None  # sizes of both, where the backbone has no name here
+    tie_word_embeddings: bool = False
 
+    def __post_init__(self, **rest: Any) -> None:
+        if isinstance(self.text_config, dict):
+            kind = self.text_config.get("model_type", "llama")
+            if kind != "llama":
+                raise ValueError(
+                    f"text_config.model_type = {kind}, and the language model of this form is a "
+                    "llama. Set model.path to a checkpoint of OpenVLA."
+                )
+            self.text_config = LlamaConfig(**self.text_config)
+        elif self.text_config is None:
+            self.text_config = LlamaConfig()
+        towers_of(self.vision_backbone_id, self.towers)
+        super().__post_init__(**rest)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActionTokensDrawn:
-    """Action tokens of B images."""
+    @property
+    def shapes(self) -> tuple[TowerShape, TowerShape]:
+        """Sizes of the towers."""
+        return towers_of(self.vision_backbone_id, self.towers)
 
-    ids: Tensor  # int64 [B, n]
-    logprobs: Tensor  # float32 [B, n], under the distribution that each was drawn from
+    @property
+    def action_tokens(self) -> tuple[int, int]:
+        """The first of them, and the one after the last."""
+        stop = self.get_text_config().vocab_size - self.pad_to_multiple_of
+        return stop - self.n_action_bins, stop
 
 
 class Projector(nn.Module):
@@ -85,120 +95,116 @@ class VisionBackbone(nn.Module):
         super().__init__()
         self.featurizer, self.fused_featurizer = (VisionTower(shape) for shape in towers)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers of both."""
+        return [*self.featurizer.blocks, *self.fused_featurizer.blocks]
+
     def forward(self, pixels: Tensor) -> Tensor:
         """[B, 6, image, image], normalised for each tower, to [B, patches, D1 + D2]."""
         one, other = pixels.split(3, dim=1)
         return torch.cat([self.featurizer(one), self.fused_featurizer(other)], dim=2)
 
 
-class OpenVLA(nn.Module):
-    """The policy. Modules have the names that the checkpoints' tensors have."""
+class OpenVLA(PreTrainedModel):
+    """The policy. In a sequence of tokens -1 - i stands for patch i of the images that go with it."""
 
-    def __init__(self, shape: VLAShape) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+    config: OpenVLAConfig
+    config_class = OpenVLAConfig
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
 
-        super().__init__()
-        self.shape = shape
-        self.vision_backbone = VisionBackbone(shape.towers)
-        width = sum(tower.width for tower in shape.towers)
-        language = LlamaConfig(**shape.language)
-        self.projector = Projector(width, language.hidden_size)
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__(config)
+        shapes, language = config.shapes, config.get_text_config()
+        self.vision_backbone = VisionBackbone(shapes)
+        self.projector = Projector(sum(one.width for one in shapes), language.hidden_size)
         self.language_model = LlamaForCausalLM(language)
-        self.vocabulary = language.vocab_size - shape.padding  # tokens that there are
+        self.patches = shapes[0].patches  # of an image
+        self._keys_to_ignore_on_load_unexpected = [
+            rf"^vision_backbone\.{name}\.{pattern}"
+            for name, shape in zip(("featurizer", "fused_featurizer"), shapes, strict=True)
+            for pattern in unused_names(shape)
+        ]
+        self.post_init()
 
-    @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype = torch.bfloat16) -> Self:
-        """The policy of a checkpoint. ValueError naming a tensor that is missing or has no place."""
-        from safetensors.torch import load_file
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
 
-        with torch.device("meta"):
-            policy = cls(VLAShape.read(directory))
-        given: dict[str, Tensor] = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            given |= load_file(file)
-        policy.take(given, dtype)
-        return policy.eval()
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.get_output_embeddings()
 
-    def take(self, given: dict[str, Tensor], dtype: torch.dtype) -> None:
-        """Take a checkpoint's tensors as the weights, in a number format."""
-        wanted = {name: tensor.shape for name, tensor in self.state_dict().items()}
-        used = {name: tensor for name, tensor in given.items() if not self._unused(name)}
-        for name in sorted(wanted.keys() | used.keys()):
-            if name not in used or name not in wanted:
-                where = "the checkpoint" if name not in used else "the policy of its config.json"
-                raise ValueError(f"The tensor {name} is not in {where}.")
-            if used[name].shape != wanted[name]:
-                shapes = f"{tuple(used[name].shape)}, not {tuple(wanted[name])}"
-                raise ValueError(f"The tensor {name} of the checkpoint has the shape {shapes}.")
-        weights = {name: tensor.to(dtype) for name, tensor in used.items()}
-        self.load_state_dict(weights, assign=True)
-        # Its frequencies are no weights, and were not computed on the meta device.
-        config = self.language_model.config
-        self.language_model.model.rotary_emb = type(self.language_model.model.rotary_emb)(config)
+    def get_decoder(self) -> nn.Module:
+        """The language model without its head."""
+        return self.language_model.get_decoder()
 
-    def _unused(self, name: str) -> bool:
-        for prefix, tower in self.vision_backbone.named_children():
-            place = f"vision_backbone.{prefix}."
-            if name.startswith(place):
-                assert isinstance(tower, VisionTower)
-                return tower.unused(name.removeprefix(place))
-        return name.endswith("rotary_emb.inv_freq")
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, VisionTower):
+            for parameter in module.parameters(recurse=False):
+                init.normal_(parameter, mean=0.0, std=0.02)
+        elif isinstance(module, Scale):
+            init.ones_(module.scale_factor)
+        elif isinstance(module, nn.Linear | nn.Conv2d):  # with less, nothing of an image is left
+            init.normal_(module.weight, mean=0.0, std=module.weight[0].numel() ** -0.5)
 
-    def embeddings(self, ids: Tensor, pixels: Tensor) -> Tensor:
-        """[B, T + patches, H]: the first token, the image, the other tokens.
+    def turn(self, prompt: Sequence[int], written: Sequence[int], image: int = 0) -> list[int]:
+        """What the policy reads at a turn: the first token, an image, the rest, what it has written.
+
+        image: number of the image among those that go with the sequences.
+        """
+        first = image * self.patches
+        seen = range(-1 - first, -1 - first - self.patches, -1)
+        return [prompt[0], *seen, *prompt[1:], *written]
+
+    def see(self, images: Tensor) -> Tensor:
+        """Images uint8 [F, H, W, 3] as embeddings [F patches, hidden]."""
+        weight = self.projector.fc1.weight
+        pixels = pixels_of(images, self.config.shapes[0].image).to(weight.dtype)
+        found: Tensor = self.projector(self.vision_backbone(pixels))
+        return found.flatten(0, 1)
+
+    def embedded(self, tokens: Tensor, seen: Tensor) -> Tensor:
+        """Tokens int64 [T] as embeddings [T, hidden]; `seen`: what `see` made of the images."""
+        words = self.get_input_embeddings()(tokens.clamp(min=0))
+        own = torch.arange(len(tokens), device=tokens.device)
+        places = torch.where(tokens < 0, len(tokens) - 1 - tokens, own)
+        return torch.cat([words, seen.to(words.dtype)]).index_select(0, places)
+
+    def forward(
+        self, input_ids: Tensor, seen: Tensor | None = None, **rest: Any
+    ) -> CausalLMOutputWithPast:
+        """Logits of sequences laid end to end, int64 [1, T]: -inf but for the action tokens.
 
         Args:
-            ids: int64 [B, T], of one length, the first one the beginning of a text.
-            pixels: [B, 6, image, image], as `pixels_of` makes them.
+            input_ids: Tokens, and patches of the images.
+            seen: Of the images, as `see` makes it; None: there are no patches.
+            rest: For the language model.
         """
-        words = self.language_model.get_input_embeddings()(ids)
-        image = self.projector(self.vision_backbone(pixels.to(words.dtype)))
-        return torch.cat([words[:, :1], image, words[:, 1:]], dim=1)
+        if seen is None:
+            seen = self.projector.fc3.weight.new_zeros(0, self.config.get_text_config().hidden_size)
+        found: CausalLMOutputWithPast = self.language_model(
+            inputs_embeds=self.embedded(input_ids[0], seen)[None], **rest
+        )
+        first, stop = self.config.action_tokens
+        plain: Any = found.logits
+        logits = torch.full_like(plain, -torch.inf)
+        logits[..., first:stop] = plain[..., first:stop]
+        return CausalLMOutputWithPast(logits=logits)  # type: ignore[arg-type]
 
-    def action_logprobs(self, ids: Tensor, pixels: Tensor, temperature: float = 1.0) -> Tensor:
-        """float32 [B, T, bins]: what the token after each is, among the action tokens alone.
+    def probed(self, tokens: Sequence[int], prompt: int) -> list[int]:
+        """Tokens of a probe as a turn: those after the first `prompt` become action tokens."""
+        first, stop = self.config.action_tokens
+        return [*tokens[:prompt], *(first + token % (stop - first) for token in tokens[prompt:])]
 
-        [..., b] is of the token vocabulary - bins + b. Args: as `embeddings`.
-        """
-        found = self.language_model(inputs_embeds=self.embeddings(ids, pixels)).logits
-        patches = self.shape.towers[0].patches
-        at_text = torch.cat([found[:, :1], found[:, 1 + patches :]], dim=1)
-        return self._of_actions(at_text, temperature)
-
-    def _of_actions(self, logits: Tensor, temperature: float) -> Tensor:
-        first = self.vocabulary - self.shape.bins
-        own = logits[..., first : self.vocabulary].float() / temperature
-        return own.log_softmax(-1)
-
-    @torch.inference_mode()
-    def draw(
-        self,
-        ids: Tensor,
-        pixels: Tensor,
-        count: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> ActionTokensDrawn:
-        """Draw `count` action tokens for each of B images; the likeliest at temperature 0.
-
-        Args: otherwise as `embeddings`.
-        """
-        step = self.language_model(inputs_embeds=self.embeddings(ids, pixels), use_cache=True)
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        for number in range(count):
-            likely = self._of_actions(step.logits[:, -1], temperature or 1.0)
-            if temperature:
-                chosen = torch.multinomial(likely.exp(), 1, generator=generator)
-            else:
-                chosen = likely.argmax(-1, keepdim=True)
-            logprobs.append(likely.gather(1, chosen))
-            tokens.append(chosen + self.vocabulary - self.shape.bins)
-            if number + 1 < count:
-                step = self.language_model(
-                    input_ids=tokens[-1], past_key_values=step.past_key_values, use_cache=True
-                )
-        return ActionTokensDrawn(ids=torch.cat(tokens, 1), logprobs=torch.cat(logprobs, 1))
+    @property
+    def probe_image(self) -> Tensor:
+        """What a probe shows to the policy, uint8 [1, image, image, 3]: colours side by side."""
+        side = self.config.shapes[0].image
+        places = torch.arange(side * side * 3, dtype=torch.int64)
+        return (places * 7919 % 256).to(torch.uint8).view(1, side, side, 3)
 
 
 def pixels_of(images: Tensor, size: int) -> Tensor:
@@ -207,11 +213,30 @@ def pixels_of(images: Tensor, size: int) -> Tensor:
     Scaled to the size in both directions, whatever their shape (image_resize_strategy resize-naive).
     """
     planes = images.permute(0, 3, 1, 2).float() / 255.0
-    planes = nn.functional.interpolate(
-        planes, [size, size], mode="bicubic", align_corners=False, antialias=True
-    ).clamp(0.0, 1.0)
+    if planes.shape[2:] != (size, size):
+        planes = nn.functional.interpolate(
+            planes, [size, size], mode="bicubic", align_corners=False, antialias=True
+        ).clamp(0.0, 1.0)
     parts = []
     for numbers in COLOURS:
         mean, deviation = (planes.new_tensor(one).reshape(1, 3, 1, 1) for one in numbers)
         parts.append((planes - mean) / deviation)
     return torch.cat(parts, dim=1)
+
+
+def tiny_config(
+    *, text: LlamaConfig, image: int, patch: int, width: int, layers: int, heads: int, actions: int
+) -> OpenVLAConfig:
+    """Of a policy whose towers are those of `tiny_towers`, and so many last tokens are actions."""
+    towers = tiny_towers(image=image, patch=patch, width=width, layers=layers, heads=heads)
+    return OpenVLAConfig(
+        vision_backbone_id="made",
+        text_config=text,
+        pad_to_multiple_of=0,
+        n_action_bins=actions,
+        towers=[asdict(shape) for shape in towers],
+    )
+
+
+AutoConfig.register(OpenVLAConfig.model_type, OpenVLAConfig, exist_ok=True)
+AutoModelForCausalLM.register(OpenVLAConfig, OpenVLA, exist_ok=True)

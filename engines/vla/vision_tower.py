@@ -7,42 +7,13 @@ which the checkpoints have too, are not built.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from engines.vla.shapes import TowerShape
 
 EPSILON = 1e-6  # of the norms
-UNUSED = re.compile(r"^(norm|fc_norm|attn_pool|head)\.")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TowerShape:
-    """The sizes of a vision transformer."""
-
-    width: int  # D
-    depth: int  # blocks, with the last, which is not built
-    heads: int
-    hidden: int  # of the feed-forward part
-    patch: int  # pixels of a side
-    image: int  # pixels of a side
-    prefix: int  # class and register tokens
-    scaled: bool  # whether a block's outputs are scaled (LayerScale), as DINOv2's
-
-    @property
-    def patches(self) -> int:
-        """Patches of an image."""
-        return (self.image // self.patch) ** 2
-
-
-# Those that OpenVLA's checkpoints name (vision_backbone_id = dinosiglip-vit-so-224px).
-DINOV2 = TowerShape(
-    width=1024, depth=24, heads=16, hidden=4096, patch=14, image=224, prefix=5, scaled=True
-)
-SIGLIP = TowerShape(
-    width=1152, depth=27, heads=16, hidden=4304, patch=14, image=224, prefix=0, scaled=False
-)
 
 
 class VisionTower(nn.Module):
@@ -68,9 +39,10 @@ class VisionTower(nn.Module):
             x = block(x)
         return x[:, self.shape.prefix :]
 
-    def unused(self, name: str) -> bool:
-        """Whether a checkpoint's tensor of this name has no part in the features."""
-        return bool(UNUSED.match(name)) or name.startswith(f"blocks.{self.shape.depth - 1}.")
+
+def unused_names(shape: TowerShape) -> tuple[str, ...]:
+    """Patterns of what a checkpoint's tensors of a tower begin with that have no part in features."""
+    return (r"(norm|fc_norm|attn_pool|head)\.", rf"blocks\.{shape.depth - 1}\.")
 
 
 class PatchEmbedding(nn.Module):
@@ -86,7 +58,7 @@ class PatchEmbedding(nn.Module):
         return found
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     """x + s1 attention(norm1(x)), then x + s2 mlp(norm2(x))."""
 
     def __init__(self, shape: TowerShape) -> None:

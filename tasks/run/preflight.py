@@ -245,6 +245,10 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     name = "random Llama" if isinstance(config.model, RandomModel) else config.model.path
     if facts is None:
         return f"{name}: a hub id, not downloaded yet; samples of up to {longest} tokens"
+    if facts.vision is not None:
+        raise PreflightError(
+            "The model looks at images, which no engine shows to it. Set model to a language model."
+        )
     if facts.unsupported is not None:
         raise PreflightError(
             f"model.path = {name}: its attention has {facts.unsupported}, which the train engine "

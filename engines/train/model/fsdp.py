@@ -1,4 +1,4 @@
-"""FSDP2: a model spread over the ranks of a gang, one unit per decoder layer.
+"""FSDP2: a model spread over the ranks of a gang, one unit per layer of decoder and vision towers.
 
 Here it is sharded, and set to a published policy version. Its whole tensors are gathered in
 gathering.py.
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from engines.adapters import stream_whole, whole_entries
 from engines.failures import WeightMismatch
 from engines.progress import report
+from engines.vla.openvla import VisionBackbone
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 
@@ -55,7 +56,7 @@ def shard(
     if compute != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     again = group.size() > replicas if reshard == "auto" else reshard
-    for layer in layers(module):
+    for layer in (*layers(module), *tower_layers(module)):
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=again)
     fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     module.to_empty(device=device)
@@ -77,13 +78,27 @@ def _mesh(group: dist.ProcessGroup, device: str, replicas: int) -> DeviceMesh:
 
 def layers(module: nn.Module) -> list[nn.Module]:
     """The decoder's repeated layers: the largest list of modules in it."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    seeing = {id(part) for tower in _towers(module) for part in tower.modules()}
+    lists = [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.ModuleList) and id(part) not in seeing
+    ]
     if not lists:
         raise ValueError(
             f"{type(module).__name__} has no list of layers to shard. Choose another model."
         )
     sizes = [sum(parameter.numel() for parameter in found.parameters()) for found in lists]
     return list(lists[sizes.index(max(sizes))])
+
+
+def tower_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of the vision towers; none where the policy looks at no images."""
+    return [layer for towers in _towers(module) for layer in towers.blocks]
+
+
+def _towers(module: nn.Module) -> list[VisionBackbone]:
+    return [part for part in module.modules() if isinstance(part, VisionBackbone)]
 
 
 def own_part(target: Tensor) -> tuple[Tensor, int]:

@@ -1,8 +1,9 @@
-"""A policy of OpenVLA's form, of random weights: towers, loader, action head."""
+"""A policy of OpenVLA's form, of random weights: towers, checkpoint, sequences with images."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
-from engines.environments.action_tokens import ActionStatistics, actions_of
-from engines.vla import openvla
-from engines.vla.openvla import OpenVLA, VLAShape, pixels_of
-from engines.vla.vision_tower import DINOV2, SIGLIP, TowerShape, VisionTower
+from configs.model import PretrainedModel, RandomModel, RandomVision
+from engines import models
+from engines.model_facts import model_facts
+from engines.vla.openvla import OpenVLA, OpenVLAConfig, pixels_of
+from engines.vla.shapes import DINOV2, SIGLIP, TowerShape, VisionShape
+from engines.vla.vision_tower import VisionTower
 
 ONE = TowerShape(width=32, depth=3, heads=2, hidden=64, patch=8, image=16, prefix=5, scaled=True)
 OTHER = TowerShape(width=16, depth=3, heads=2, hidden=40, patch=8, image=16, prefix=0, scaled=False)
@@ -26,7 +30,6 @@ LANGUAGE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-STATISTICS = {"libero": {"action": {"q01": [-1.0, 0.0], "q99": [1.0, 4.0]}}}
 
 
 def randomised(module: torch.nn.Module) -> None:
@@ -39,37 +42,57 @@ def randomised(module: torch.nn.Module) -> None:
 
 @pytest.fixture
 def policy() -> OpenVLA:
-    shape = VLAShape(language=LANGUAGE, towers=(ONE, OTHER), statistics=STATISTICS)
-    made = OpenVLA(shape).eval()
+    config = OpenVLAConfig(
+        vision_backbone_id="tiny",
+        towers=[asdict(ONE), asdict(OTHER)],
+        text_config=LlamaConfig(**LANGUAGE),
+    )
+    made = OpenVLA(config).eval()
     randomised(made)
     return made
 
 
-@pytest.fixture
-def checkpoint(policy: OpenVLA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Its files, with the tensors of timm's towers that the features do not need."""
-    monkeypatch.setitem(openvla.TOWERS, "tiny", (ONE, OTHER))
+def save(policy: OpenVLA, tensors: dict[str, Tensor], folder: Path) -> Path:
+    """Files of a checkpoint as OpenVLA's are: two of tensors, an index, config.json with auto_map."""
     config = {
+        "architectures": ["OpenVLAForActionPrediction"],
+        "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"},
+        "model_type": "openvla",
         "vision_backbone_id": "tiny",
+        "towers": [asdict(ONE), asdict(OTHER)],
         "text_config": {"model_type": "llama", **LANGUAGE},
-        "norm_stats": STATISTICS,
+        "norm_stats": {"libero": {"action": {"q01": [-1.0], "q99": [1.0]}}},
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    for name in ("featurizer.norm.weight", "featurizer.blocks.2.attn.qkv.weight"):
-        tensors[f"vision_backbone.{name}"] = torch.ones(3)
-    tensors["vision_backbone.fused_featurizer.attn_pool.latent"] = torch.ones(3)
+    (folder / "config.json").write_text(json.dumps(config))
     names = sorted(tensors)
-    for number, some in enumerate((names[::2], names[1::2]), 1):
-        save_file({name: tensors[name] for name in some}, tmp_path / f"model-{number}.safetensors")
-    return tmp_path
+    parts = {f"model-{number}.safetensors": names[number::2] for number in range(2)}
+    for file, some in parts.items():
+        save_file({name: tensors[name] for name in some}, folder / file)
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, some in parts.items() for name in some},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
-def asked() -> tuple[Tensor, Tensor]:
+@pytest.fixture
+def tensors(policy: OpenVLA) -> dict[str, Tensor]:
+    """Those of its checkpoint, with those of timm's towers that the features do not need."""
+    found = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    for name in ("featurizer.norm.weight", "featurizer.blocks.2.attn.qkv.weight"):
+        found[f"vision_backbone.{name}"] = torch.ones(3)
+    found["vision_backbone.fused_featurizer.attn_pool.latent"] = torch.ones(3)
+    return found
+
+
+def asked(policy: OpenVLA) -> tuple[Tensor, Tensor]:
+    """Three turns end to end, int64 [1, T], and what was seen at each."""
     torch.manual_seed(1)
-    ids = torch.randint(0, 40, (3, 6))
+    ids = torch.randint(0, 40, (3, 6)).tolist()
     images = torch.randint(0, 256, (3, 20, 24, 3), dtype=torch.uint8)
-    return ids, pixels_of(images, 16)
+    turns = [policy.turn(row, [], number) for number, row in enumerate(ids)]
+    return torch.tensor(turns), policy.see(images)
 
 
 def test_a_tower_with_registers_is_dinov2s() -> None:
@@ -123,73 +146,98 @@ def test_the_sizes_are_those_of_the_checkpoints() -> None:
     for shape, millions in ((DINOV2, 291), (SIGLIP, 397)):
         with torch.device("meta"):
             tower = VisionTower(shape)
-        assert round(sum(one.numel() for one in tower.parameters()) / 1e6) == millions
+        found = sum(one.numel() for one in tower.parameters())
+        assert (found, round(found / 1e6)) == (shape.parameters, millions)
         assert shape.patches == 256
 
 
-def test_a_checkpoint_gives_the_policy_back(policy: OpenVLA, checkpoint: Path) -> None:
-    loaded = OpenVLA.load(checkpoint, torch.float32)
-    assert loaded.vocabulary == 300 and loaded.shape.statistics == STATISTICS
-    ids, pixels = asked()
-    torch.testing.assert_close(
-        loaded.action_logprobs(ids, pixels), policy.action_logprobs(ids, pixels)
-    )
-    half = OpenVLA.load(checkpoint, torch.bfloat16)
+def test_a_checkpoint_gives_the_policy_back(
+    policy: OpenVLA, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    loaded = models.load_for_training(save(policy, tensors, tmp_path))
+    assert isinstance(loaded, OpenVLA) and loaded.config.action_tokens == (44, 300)
+    ids, seen = asked(policy)
+    for row in ids:
+        torch.testing.assert_close(loaded(row[None], seen).logits, policy(row[None], seen).logits)
+    half = models.load_for_training(tmp_path, "bfloat16")
     assert {one.dtype for one in half.parameters()} == {torch.bfloat16}
-    assert half.draw(ids, pixels, 2).logprobs.dtype == torch.float32
+    assert models.tensor_shapes(tmp_path).keys() == policy.state_dict().keys()
 
 
-def test_tensors_that_are_missing_or_of_no_use_are_named(policy: OpenVLA, checkpoint: Path) -> None:
-    tensors = dict(policy.state_dict())
-    with pytest.raises(ValueError, match=r"projector.fc2.bias is not in the checkpoint"):
-        policy.take({k: v for k, v in tensors.items() if k != "projector.fc2.bias"}, torch.float32)
-    with pytest.raises(ValueError, match=r"projector.fc9 is not in the policy"):
-        policy.take({**tensors, "projector.fc9": torch.ones(1)}, torch.float32)
-    with pytest.raises(
-        ValueError, match=r"projector.fc3.bias of the checkpoint has the shape \(2,"
-    ):
-        policy.take({**tensors, "projector.fc3.bias": torch.ones(2)}, torch.float32)
-    (checkpoint / "config.json").write_text(json.dumps({"vision_backbone_id": "clip-vit-l"}))
-    with pytest.raises(ValueError, match="has the vision backbone clip-vit-l"):
-        OpenVLA.load(checkpoint)
+def test_tensors_that_are_missing_or_of_no_use_are_named(
+    policy: OpenVLA, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    lost = tensors.pop("projector.fc2.bias")
+    with pytest.raises(ValueError, match=r"the tensor projector.fc2.bias is not in its files"):
+        models.load_for_training(save(policy, tensors, tmp_path))
+    more = {**tensors, "projector.fc2.bias": lost, "projector.fc9": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"the tensor projector.fc9 is in its files, but not in"):
+        models.load_for_training(save(policy, more, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"towers": None, "vision_backbone_id": "clip-vit-l"}, "vision_backbone_id = clip-vit-l"),
+        ({"text_config": {"model_type": "phi"}}, "text_config.model_type = phi"),
+    ],
+)
+def test_another_form_is_refused(
+    policy: OpenVLA, tensors: dict[str, Tensor], tmp_path: Path, other: dict[str, Any], said: str
+) -> None:
+    file = save(policy, tensors, tmp_path) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
+    with pytest.raises(ValueError, match=said):
+        models.build_empty(tmp_path)
+
+
+def test_what_its_files_say(policy: OpenVLA, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    facts = model_facts(PretrainedModel(path=str(save(policy, tensors, tmp_path))))
+    assert facts is not None and facts.shape is not None
+    assert facts.vision == facts.shape.vision == VisionShape(towers=(ONE, OTHER), language=32)
+    assert facts.shape.parameters == sum(one.numel() for one in policy.parameters())
+
+
+def test_one_is_drawn_at_random(tmp_path: Path) -> None:
+    model = RandomModel(vision=RandomVision(actions=3))
+    directory = models.materialize(model, tmp_path)
+    drawn = models.load_for_training(directory)
+    assert isinstance(drawn, OpenVLA)
+    facts = model_facts(model)
+    assert facts is not None and facts.shape is not None and facts.vision is not None
+    assert facts.vision.patches == drawn.patches == 16
+    assert facts.shape.parameters == sum(one.numel() for one in drawn.parameters())
+    tokenizer = models.load_tokenizer(directory)
+    first, stop = drawn.config.action_tokens
+    assert [tokenizer.decode([one]) for one in range(first, stop)] == ["<2>", "<1>", "<0>"]
+    # Each image is another embedding, and not so small that a norm's epsilon hides it.
+    seen = drawn.see(torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8)).unflatten(0, (2, -1))
+    assert float((seen[0] - seen[1]).detach().square().mean().sqrt()) > 0.01
+    assert models.materialize(RandomModel(), tmp_path) != directory
 
 
 def test_the_image_stands_after_the_first_token(policy: OpenVLA) -> None:
-    ids, pixels = asked()
-    words = policy.language_model.get_input_embeddings()(ids)
-    both = policy.embeddings(ids, pixels)
-    assert both.shape == (3, 6 + 4, 32)
-    torch.testing.assert_close(both[:, :1], words[:, :1])
-    torch.testing.assert_close(both[:, 5:], words[:, 1:])
-    other = policy.action_logprobs(ids, pixels.flip(0))
-    assert not torch.allclose(other[:, -1], policy.action_logprobs(ids, pixels)[:, -1], atol=1e-3)
+    ids, seen = asked(policy)
+    words = policy.get_input_embeddings()(ids[1].clamp(min=0))
+    both = policy.embedded(ids[1], seen)
+    assert both.shape == (6 + 4, 32) and ids[1, 1:5].tolist() == [-5, -6, -7, -8]
+    torch.testing.assert_close(both[1:5], seen[4:8])
+    torch.testing.assert_close(both[[0, 5, 6, 7, 8, 9]], words[[0, 5, 6, 7, 8, 9]])
+    other = policy(ids[1][None], seen.flip(0)).logits[0, -1, 44:300]
+    assert not torch.allclose(other, policy(ids[1][None], seen).logits[0, -1, 44:300], atol=1e-3)
 
 
-def test_drawn_tokens_are_actions_with_their_probabilities(policy: OpenVLA) -> None:
-    ids, pixels = asked()
-    drawn = policy.draw(ids, pixels, 4, generator=torch.Generator().manual_seed(5))
-    again = policy.draw(ids, pixels, 4, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(drawn.ids, again.ids)
-    assert int(drawn.ids.min()) >= 300 - 256 and int(drawn.ids.max()) < 300
-    with torch.no_grad():
-        whole = policy.action_logprobs(torch.cat([ids, drawn.ids[:, :-1]], 1), pixels)
-    known = whole[:, ids.shape[1] - 1 :].gather(2, (drawn.ids - 44)[..., None])[..., 0]
-    torch.testing.assert_close(drawn.logprobs, known, atol=1e-4, rtol=1e-4)
-    likeliest = policy.draw(ids, pixels, 1, temperature=0.0).ids
-    with torch.no_grad():
-        assert torch.equal(
-            likeliest[:, 0] - 44, policy.action_logprobs(ids, pixels)[:, -1].argmax(-1)
-        )
-    statistics = ActionStatistics.of(STATISTICS["libero"]["action"])
-    for row in drawn.ids.tolist():
-        actions = actions_of(row, policy.vocabulary, statistics)
-        assert actions.shape == (2, 2)
-        assert (actions >= statistics.low).all() and (actions <= statistics.high).all()
+def test_it_says_action_tokens_alone(policy: OpenVLA) -> None:
+    ids, seen = asked(policy)
+    likely = policy(ids[:1], seen).logits.log_softmax(-1)
+    plain = policy.language_model(inputs_embeds=policy.embedded(ids[0], seen)[None]).logits
+    torch.testing.assert_close(likely[..., 44:300], plain[..., 44:300].log_softmax(-1))
+    assert likely[..., :44].isneginf().all() and likely[..., 300:].isneginf().all()
 
 
 def test_gradients_reach_every_part(policy: OpenVLA) -> None:
-    ids, pixels = asked()
-    policy.action_logprobs(ids, pixels)[:, -1, 0].sum().backward()  # type: ignore[no-untyped-call]
+    ids, seen = asked(policy)
+    policy(ids[:1], seen).logits[0, -1, 44].backward()
     for name in ("vision_backbone.featurizer.blocks.0.ls1.scale_factor", "projector.fc1.weight"):
         gradient = policy.get_parameter(name).grad
         assert gradient is not None and float(gradient.abs().max()) > 0, name
