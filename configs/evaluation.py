@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from configs.base import Settings
 from configs.data import DataConfig, Source
@@ -110,6 +112,15 @@ class SuiteConfig(Settings):
         description="Rows that an engine is given at once; what a killed evaluation keeps.",
     )
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """In the form a suite that comes with Refrain stands by its name, so without its source."""
+        found = super().__get_pydantic_json_schema__(core_schema, handler)
+        found.pop("required", None)
+        return found
+
     @model_validator(mode="after")
     def _sampling_fits(self) -> SuiteConfig:
         if self.greedy and self.samples > 1:
@@ -152,7 +163,7 @@ class EvaluationConfig(Settings):
     suites: dict[str, SuiteConfig] = Field(
         min_length=1,
         description="Suites by name. Names that come with Refrain may stand alone, as in [gsm8k, "
-        "aime24, rg_chain_sum], or with what is other than there.",
+        'aime24, rg_chain_sum] (in the form {"gsm8k": {}}), or with what is other than there.',
     )
     before: bool = Field(False, description="Test the version that the run begins with.")
     every: int | None = Field(

@@ -15,6 +15,7 @@ from configs.cluster.cluster import ClusterConfig
 from configs.settings_help import fields
 
 Config = TypeVar("Config", bound=BaseModel)
+SUITES = "evaluation.suites"
 
 
 class ConfigError(ValueError):
@@ -24,10 +25,15 @@ class ConfigError(ValueError):
 def change(model: type[Config], settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Plain settings with key=value overrides applied, checked."""
     raw = copy.deepcopy(dict(settings))
-    # Kinds first: a new kind drops the settings that the recipe gave the old one.
-    for word in sorted(overrides, key=lambda word: not word.partition("=")[0].endswith("kind")):
+    for word in sorted(overrides, key=_turn):
         _apply(raw, word)
     return validate(model, raw)
+
+
+def _turn(word: str) -> int:
+    """Which suites there are before settings of one; a kind before what it has: it drops the old."""
+    key = word.partition("=")[0]
+    return 0 if key == SUITES else 1 if key.endswith("kind") else 2
 
 
 def validate(model: type[Config], raw: Mapping[str, Any]) -> Config:
@@ -52,6 +58,10 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         value = _number(text)
     if key.startswith("cluster.pools.") and "pools" not in raw.get("cluster", {}):
         raw.setdefault("cluster", {})["pools"] = ClusterConfig().model_dump()["pools"]
+    if key.startswith(f"{SUITES}.") and isinstance(raw.get("evaluation"), dict):
+        suites = raw["evaluation"].get("suites")
+        if isinstance(suites, list):  # of names
+            raw["evaluation"]["suites"] = {str(name): {} for name in suites}
     *parents, last = key.split(".")
     place: Any = raw
     for position, parent in enumerate(parents):

@@ -52,6 +52,19 @@ def test_settings_of_runs_before_there_were_suites_are_the_suite_held_out() -> N
     }
 
 
+def test_suites_by_name_and_a_change_of_one_stand_in_any_order() -> None:
+    words = [
+        "evaluation.suites=[gsm8k, gpqa]",
+        "evaluation.suites.gsm8k.rows=200",
+        "evaluation.suites.gpqa.source.kind=file",
+        "evaluation.suites.gpqa.source.path=gpqa.jsonl",
+    ]
+    found = suites(*words)
+    assert list(found.suites) == ["gsm8k", "gpqa"] and found.suites["gsm8k"].rows == 200
+    assert found.suites["gpqa"].source.kind == "file"
+    assert suites(*reversed(words)) == found
+
+
 def test_a_suite_is_changed_setting_by_setting_and_a_file_takes_the_hubs_place() -> None:
     found = suites(
         "evaluation.suites.gpqa.source.kind=file",

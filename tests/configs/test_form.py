@@ -135,3 +135,19 @@ def test_titles_read_as_people_write() -> None:
     assert title_of("kv_cache_gib") == "KV cache (GiB)"
     assert title_of("kl") == "KL"
     assert title_of("prompts_per_step") == "Prompts per step"
+
+
+def test_suites_that_come_with_refrain_stand_by_their_names(schema: dict[str, Any]) -> None:
+    own = {"source": {"kind": "file", "path": "held-out.jsonl"}}
+    suites = {"gsm8k": {}, "aime24": {"rows": 5}, "rg_chain_sum": {}, "mine": own}
+    config = load_recipe(GRPOConfig, "tiny").model_dump(mode="json")
+    config["evaluation"] = {"suites": suites}
+    validate({"config": config}, schema, raise_on_error=True)
+    found = GRPOConfig.model_validate(config).evaluation
+    assert found is not None and list(found.suites) == list(suites)
+    assert found.suites["gsm8k"].source.kind == "hub" and found.suites["aime24"].rows == 5
+    config["evaluation"] = {"suites": {"gsm8k": {"rows": 0}}}
+    with pytest.raises(ValidationError, match="evaluation"):
+        validate({"config": config}, schema, raise_on_error=True)
+    with pytest.raises(ValueError, match="mine.*source"):
+        GRPOConfig.model_validate(config | {"evaluation": {"suites": {"mine": {}}}})

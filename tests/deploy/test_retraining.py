@@ -32,14 +32,20 @@ def nightly(platform: Platform, tmp_path: Path) -> dict[str, object]:
     return {
         "name": f"night-{tmp_path.name.replace('_', '-')[:20]}",
         "data.source": {"kind": "file", "path": str(tmp_path / "rows.jsonl")},
-        "evaluation": {"source": {"kind": "file", "path": str(tmp_path / "held-out.jsonl")}},
+        # Every group as the form gives it: by the names that it shows, without short forms.
+        "evaluation": {
+            "suites": {
+                "held_out": {"source": {"kind": "file", "path": str(tmp_path / "held-out.jsonl")}}
+            }
+        },
         "promotion": {"alias": "champion"},
     }
 
 
 def run(platform: Platform, changes: dict[str, object]) -> dict:
-    submitted = platform.submit("tiny", platform.config("tiny", **changes)).json()
-    return platform.wait(submitted["id"], "COMPLETED")
+    submitted = platform.submit("tiny", platform.config("tiny", **changes))
+    assert submitted.status_code == 201, submitted.text
+    return platform.wait(submitted.json()["id"], "COMPLETED")
 
 
 def test_night_after_night(platform: Platform, nightly: dict[str, object], tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from storage.tracking.cost import SECONDS
 from tasks.evaluation.back_fill import Subject, subjects_of
 from tests.faults.planted import Fault, Faults
 from tests.flows.conftest import Launch, Launched, starting
+from tests.hub import serving
+from tests.storage.prompts.test_chosen import HUB
+from tests.storage.prompts.test_hub import repository
 
 pytestmark = pytest.mark.cluster
 
@@ -267,3 +270,17 @@ def test_two_runs_are_compared_prompt_by_prompt(launch: Launch) -> None:
         test = one["found"]
         assert test["prompts"] == 10 and 0 < test["p_value"] <= 1
         assert test["low"] <= test["difference"] <= test["high"]
+
+
+@pytest.mark.slow
+def test_a_run_is_tested_by_a_suite_whose_data_a_hub_has(launch: Launch, tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="needs the extra hub")
+    with serving({"openai/gsm8k": repository("gsm8k")}) as hub:
+        places = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hub")}
+        words = ["evaluation.suites=[gsm8k]", "evaluation.suites.gsm8k.max_new_tokens=8"]
+        words += ["evaluation.suites.gsm8k.prompt.max_prompt_tokens=200"]
+        run = launch("tiny", "steps=1", *words, environment=places).whole()
+    (found,) = evaluations_of(run.files)
+    assert (found.suite, found.version, found.asked, found.failed) == ("gsm8k", 1, 1, 0)
+    assert found.prompts.fetch_list(run.files.store, "row") == [HUB["gsm8k"]]
+    assert audit(run.files).problems == []
