@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 from configs.base import FunctionPath, Settings
 from configs.retraining import CONTINUE_FROM
 
-Params = dict[str, int | float | bool | str]
+Param = int | float | bool | str
+Params = dict[str, Param | list[Param]]
 
 
 class ClassEnvironment(Settings):
@@ -142,10 +143,17 @@ class EpisodesConfig(Settings):
         "counts as a turn like others, as where each action has so many tokens and no end.",
     )
     turn_timeout: float = Field(
-        30.0, gt=0, description="Deadline of one answer of the environment, in seconds."
+        30.0,
+        gt=0,
+        description="Deadline of one answer of the environment, in seconds; beyond it the episode "
+        "ends, and has failed.",
     )
     timeout: float = Field(
-        600.0, gt=0, description="Seconds of the environment in one episode, all turns together."
+        600.0,
+        gt=0,
+        description="Seconds of the environment in one episode, all turns together; with the answer "
+        "that takes it beyond, the episode ends, and has failed unless the environment then gives it "
+        "a reward.",
     )
     seed: int = Field(0, ge=0, description="Seed of the environments, with the row's number.")
     processes: int = Field(

@@ -9,6 +9,8 @@ python -m flows.grpo guess_the_number.yaml rewards.functions.0.weight=0 \
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Callable
 from typing import Any
 
 _GAMES = (  # guesses and what the game says of each
@@ -35,6 +37,37 @@ def no_prize(prompts: list[object], completions: list[str], **columns: object) -
     """0 for everybody, so that an episode that a limit ended, for which the game gives nothing, is
     a lost game and not a failed sample."""
     return [0.0] * len(completions)
+
+
+_SAID = re.compile(r"\[(-?\d+)\]|^\[GAME\] The target number is (higher|lower)", re.MULTILINE)
+
+
+def follows_hints(
+    prompts: list[object],
+    completions: list[list[dict[str, str]]],
+    log_metric: Callable[[str, float], None],
+    **columns: object,
+) -> list[float | None]:
+    """The share of guesses after a hint that lie among the numbers which all hints so far have left.
+
+    None for an episode without such a guess. The metric `left_by_hints` is the share of the numbers
+    from 1 to 20 that were left: what guesses come to that are drawn at random.
+    """
+    found: list[float | None] = []
+    for completion in completions:
+        least, most, guess, follows = 1, 20, None, []
+        for number, hint in _SAID.findall(completion[0]["content"]):
+            if number:
+                guess = int(number)
+                if (least, most) != (1, 20):
+                    follows.append(least <= guess <= most)
+                    log_metric("left_by_hints", (most - least + 1) / 20)
+            elif guess is not None and hint == "higher":
+                least = max(least, guess + 1)
+            elif guess is not None:
+                most = min(most, guess - 1)
+        found.append(sum(follows) / len(follows) if follows else None)
+    return found
 
 
 def any_prize(

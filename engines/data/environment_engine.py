@@ -48,8 +48,14 @@ from engines.data.results import (
     SampleFailure,
 )
 from engines.data.tool_calls import Malformed, tool_calls
-from engines.environments.protocol import Outcome, Tokens, Told, ToolCall
-from engines.environments.sessions import Environments, PastTurn, Turn, digest_of
+from engines.environments.protocol import SECONDS, Outcome, Tokens, Told, ToolCall
+from engines.environments.sessions import (
+    Environments,
+    PastTurn,
+    Turn,
+    digest_of,
+    took_too_long,
+)
 from engines.workers.engine import Engine
 from storage.batches.columns import OPPONENTS_TURN, Author, SampleStatus
 from storage.batches.refs import BatchRef
@@ -283,7 +289,7 @@ class EnvironmentEngine(Engine):
             outcome = fitting(self._known(answered), form)
             one.took(outcome.seconds)
             if outcome.failed is not None:
-                one.end(FAILED, SampleStatus.FAILED, outcome.failed)
+                one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
             else:
                 self._take(one, outcome)
 
@@ -293,12 +299,15 @@ class EnvironmentEngine(Engine):
         for one, outcome in zip(episodes, self._environments.finish(turns), strict=True):
             one.took(outcome.seconds)
             if outcome.failed is not None:
-                one.end(FAILED, SampleStatus.FAILED, outcome.failed)
-            elif one.others:
-                for row, reward in zip(one.rows, outcome.rewards, strict=False):
-                    row.earns(reward)
-            else:
-                one.earns(outcome.reward)
+                one.end(outcome.limit or FAILED, SampleStatus.FAILED, outcome.failed)
+                continue
+            last = outcome.rewards if one.others else (outcome.reward,)
+            for row, reward in zip(one.rows, last, strict=False):
+                row.earns(reward)
+            if one.ended == SECONDS and all(reward is None for reward in last):
+                # How far it came by then says how slow the environment was.
+                said = took_too_long(self._spec.episodes.timeout)
+                one.end(SECONDS, SampleStatus.FAILED, f"{said}, and gave no reward at its end")
 
     def _turn(self, episode: Episode) -> Turn:
         """The turns of an episode that are answered, and its next turn, if there is one.
@@ -356,6 +365,9 @@ class EnvironmentEngine(Engine):
                 turn = episode.tokens[start:stop]
                 words = None if self._code.tokens else self._tokenizer
                 episode.unused = unused_tokens(words, turn, outcome.used)
+            return
+        if outcome.limit:
+            episode.end(outcome.limit, SampleStatus.OK)
             return
         text, role = outcome.observation, self._answers_as
         if episode.others:

@@ -22,6 +22,10 @@ Tokens: TypeAlias = "Mapping[str, Any]"
 # An image or a state: "dtype" (uint8 or float32), "shape", and "data", its bytes row by row.
 Frame: TypeAlias = "Mapping[str, Any]"
 
+# Limits of the environment's seconds, as the column `episode` names them.
+TURN_SECONDS = "turn_seconds"  # episodes.turn_timeout: it did not answer a turn in time
+SECONDS = "seconds"  # episodes.timeout, of all turns together
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
@@ -113,6 +117,7 @@ class Outcome:
     )
     results: tuple[str, ...] = ()  # of each tool call; the observation is these, joined by newlines
     died: bool = False  # whether it failed because the process or the server ended
+    limit: str = ""  # TURN_SECONDS or SECONDS, where that was reached; with `failed` or without
     # That it took, an episode that was played again with it.
     seconds: float = field(default=0.0, compare=False)
     out_of_memory: bool = False  # whether it failed because the process has all its memory

@@ -21,6 +21,8 @@ from typing import Self, TypeAlias
 from configs.episodes import EpisodesConfig
 from engines.environments.process import EnvironmentProcess
 from engines.environments.protocol import (
+    SECONDS,
+    TURN_SECONDS,
     Act,
     Close,
     Finish,
@@ -291,24 +293,28 @@ class _Player:
         return reply if isinstance(reply, Outcome) else None
 
     def _call(self, session: _Session, call: Open | Act | Finish) -> Reply:
-        """The answer of the process; _Failed where it does not come in time, or at all."""
+        """The answer of the process; _Failed where it does not come in time, or at all.
+
+        An answer after which the episode has no seconds left has the limit SECONDS. Those are looked
+        at between two answers only: the environment can still be asked for a last reward, and other
+        episodes of its process go on.
+        """
         self.process.start()  # its time is not the episode's
         most, turn = self._config.timeout, self._config.turn_timeout
-        left = most - session.seconds
-        too_long = f"the environment took longer than episodes.timeout = {most:g} s"
+        if isinstance(call, Act) and session.seconds >= most:
+            raise _failed(took_too_long(most), limit=SECONDS)
         began = time.perf_counter()
         try:
-            reply = self.process.call(call, min(turn, left))
+            reply = self.process.call(call, turn)
         except CallTimedOut as error:
-            if left > turn:
-                too_long = f"the environment took longer than episodes.turn_timeout = {turn:g} s"
-            raise _failed(f"{too_long}\n{error.stacks}") from None
+            said = f"the environment took longer than episodes.turn_timeout = {turn:g} s"
+            raise _failed(f"{said}\n{error.stacks}", limit=TURN_SECONDS) from None
         except ProcessDied as error:
             raise _failed(f"the environment failed: {error}\n{error.stacks}", died=True) from None
         session.seconds += time.perf_counter() - began
-        if session.seconds >= most:
-            raise _failed(too_long)
-        return reply
+        if session.seconds < most or not isinstance(reply, Outcome):
+            return reply
+        return replace(reply, limit=SECONDS)
 
     def _keep(
         self, among: OrderedDict[str, _Session], episode: str, session: _Session
@@ -349,5 +355,10 @@ def _compare(outcome: Outcome, before: str, what: str, over: bool = False) -> No
         )
 
 
-def _failed(text: str, died: bool = False) -> _Failed:
-    return _Failed(Outcome(failed=text.rstrip(), died=died))
+def took_too_long(seconds: float) -> str:
+    """What is said of an episode whose environment has used up its seconds."""
+    return f"the environment took longer than episodes.timeout = {seconds:g} s"
+
+
+def _failed(text: str, died: bool = False, limit: str = "") -> _Failed:
+    return _Failed(Outcome(failed=text.rstrip(), died=died, limit=limit))

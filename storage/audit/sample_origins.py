@@ -57,7 +57,7 @@ class SampleOrigin:
     player: int | None = None  # of an episode of several players
     episode: int | None = None  # likewise: the sample_id of player 0, which the others name too
     opponent: str = ""  # RUN@VERSION that played it, where that was a frozen version
-    episode_end: str = ""  # what ended its episode: done, turns, turn_tokens, tokens or failed
+    episode_end: str = ""  # what ended its episode: done, failed, or a limit: docs/episodes.md
     episode_error: str = ""  # of an episode that failed: why
     turn_rewards: tuple[float | None, ...] = ()  # of its environment, by turn; None: it gave none
     teacher: str | None = None  # that scored its tokens, in a distillation

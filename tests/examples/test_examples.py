@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from storage.runs.commit_log import Commit, read_commit
 from tests.flows.conftest import ROOT, Launch, Launched
 
 EXAMPLES = ROOT / "examples"
+HINTS = ("higher", "lower")
 COMMAND = re.compile(r"^(?:refrain|python -m) (?:.*\\\n)*.*", re.MULTILINE)
 
 
@@ -228,6 +230,25 @@ def test_a_game_is_shown_before_it_says_its_rules() -> None:
     chat = prompt_of(row, DataConfig(source=source), "[GAME] Enter your guess.")
     assert [one["role"] for one in chat] == ["user", "assistant"] * 6 + ["user"]
     assert chat[-1]["content"] == "You win. A new game:\n\n[GAME] Enter your guess."
+
+
+def test_guesses_are_held_against_the_hints() -> None:
+    follows_hints = runpy.run_path(str(EXAMPLES / "guess_the_number.py"))["follows_hints"]
+    higher, lower = (f"\nuser\n[GAME] The target number is {it}.\nassistant\n" for it in HINTS)
+    left: list[float] = []
+
+    def share(*said: str) -> float | None:
+        completion = [{"role": "assistant", "content": "".join(said)}]
+        (found,) = follows_hints([], [completion], log_metric=lambda _, value: left.append(value))
+        return cast("float | None", found)
+
+    assert share("[10]", higher, "[15]", lower, "[14]") == 1.0
+    assert left == [10 / 20, 4 / 20]
+    assert share("[10]", lower, "[12]", lower, "[9]") == 0.5, "12 is above 9, and 9 is below 10"
+    refused = "\nuser\n[GAME] You attempted an invalid move.\nassistant\n"
+    assert share("[10]", lower, "[0]", refused, "[-5]", refused, "[10]") == 0.0
+    assert share("[20]") is None
+    assert share("[30]", refused, "[3]") is None, "a move that is not valid brings no hint"
 
 
 def test_any_prize_says_nothing_of_the_game() -> None:

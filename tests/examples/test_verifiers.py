@@ -68,7 +68,7 @@ Playing = Callable[..., Environments]
 @pytest.fixture
 def play(tmp_path: Path) -> Iterator[Playing]:
     """Makes environments of the example's agent, in a folder with both its tasks and those above."""
-    for name in ("verifiers_agent.py", "verifiers_sums.py"):
+    for name in ("verifiers_agent.py", "verifiers_chat.py", "verifiers_sums.py"):
         shutil.copy(ROOT / "examples" / name, tmp_path)
     (tmp_path / "with_tools.py").write_text(TOOLS)
     made: list[Environments] = []
@@ -86,8 +86,9 @@ def play(tmp_path: Path) -> Iterator[Playing]:
         one.close()
 
 
-def test_an_environment_of_several_turns(play: Playing) -> None:
-    environments = play(max_turns=2)
+@pytest.mark.parametrize("harness", ["null", "verifiers_chat"])
+def test_an_environment_of_several_turns(play: Playing, harness: str) -> None:
+    environments = play(max_turns=2, harness=harness)
     [opening] = environments.opening([{"task": 11}], [0])
     assert json.loads(opening.observation)["messages"] == [{"role": "user", "content": "1 + 3 ="}]
     right = begin(environments, task=11)
@@ -102,8 +103,9 @@ def test_an_environment_of_several_turns(play: Playing) -> None:
     assert (outcome.reward, outcome.done, outcome.failed) == (0.0, True, None)
 
 
-def test_an_episode_at_its_limit_is_scored(play: Playing) -> None:
-    environments = play()
+@pytest.mark.parametrize("harness", ["null", "verifiers_chat"])
+def test_an_episode_at_its_limit_is_scored(play: Playing, harness: str) -> None:
+    environments = play(harness=harness)
     episode = begin(environments, task=11)
     episode.act(environments, "it is 5", ())
     assert episode.finish(environments).reward == 0.0

@@ -279,9 +279,11 @@ def test_an_environment_that_fails_is_no_reward(
             assert reward in (0.0, 1.0)
         else:
             assert causes[kind] in error
+            assert ended == ("turn_seconds" if kind == 1 else "failed")
             assert status == SampleStatus.FAILED
             assert np.isnan(reward)
     assert all(seen)
+    assert commit.metrics["episode/ended_by_turn_seconds"] == seen[1] / 24
     assert commit.ledger.dropped["reward_failed"] >= sum(seen[:3]) / 2
     monkeypatch.chdir(run.folder)
     words = ["samples", run.files.run, "--failed", "--limit", "99", "--json"]
@@ -290,7 +292,9 @@ def test_an_environment_that_fails_is_no_reward(
     shown = json.loads(capsys.readouterr().out)
     assert len(shown) == sum(seen[:3])
     for one in shown:
-        assert one["episode_end"] == "failed" and any(it in one["episode_error"] for it in causes)
+        hung = causes[1] in one["episode_error"]
+        assert one["episode_end"] == ("turn_seconds" if hung else "failed")
+        assert any(it in one["episode_error"] for it in causes)
         assert one["reward"] is None
 
 

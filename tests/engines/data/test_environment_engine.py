@@ -21,6 +21,9 @@ from storage.objects.store import Store
 
 P, E, T = Author.POLICY, Author.ENVIRONMENT, Author.TEMPLATE
 GAMES = '''
+import time
+
+
 class Echo:
     """Says what it was told, and counts."""
 
@@ -44,6 +47,18 @@ class Echo:
 
     def get_reward(self):
         return self._reward
+
+
+class Slow(Echo):
+    """Has its time."""
+
+    def __init__(self, reward=None, names=()):
+        super().__init__(reward)
+        self.names = names
+
+    def step(self, text):
+        time.sleep(600 if text == "hang" else 2.1 if text == "wait" else 0)
+        return super().step(self.names[0] if text == "name" else text)
 
 
 class Adder:
@@ -235,6 +250,44 @@ def test_what_the_environment_says_first_is_in_the_prompt(make: Make, tmp_path: 
     assert len(set(seeds)) == 2 and all(0 <= seed < 2**31 for seed in seeds)
     with pytest.raises(EnvironmentFailed, match="no table is free"):
         engine.prompts([3], 5, "none.safetensors")
+
+
+@pytest.mark.parametrize("reward", [None, 0.25])
+def test_limits_of_seconds_have_names_of_their_own(
+    make: Make, tmp_path: Path, reward: float | None
+) -> None:
+    """What was given on the way is no reward of an episode that was cut off for being slow."""
+    params = {} if reward is None else {"reward": reward}
+    engine = make("Slow", timeout=2.0, turn_timeout=5.0, params=params)
+    play = Play(engine, tmp_path, 3)
+    result = play.says("wait", "a", "b")
+    assert play.column("episode") == ["seconds", "", ""]
+    status = SampleStatus.FAILED if reward is None else SampleStatus.OK
+    assert play.column("status")[0] == status
+    said = "the environment took longer than episodes.timeout = 2 s"
+    if reward is None:
+        assert play.column("episode_error")[0] == f"{said}, and gave no reward at its end"
+        assert [one.sample for one in result.failures] == [70]
+    else:
+        assert play.column("episode_error")[0] == "" and result.failures == ()
+        assert play.column("turn_rewards")[0] == [0.75]
+    play.says(None, "b", "bye")
+    assert play.column("episode") == ["seconds", "", "done"], "each has seconds of its own"
+
+
+def test_a_turn_without_an_answer_has_failed(make: Make, tmp_path: Path) -> None:
+    play = Play(make("Slow", turn_timeout=1.0, params={"reward": 0.25}), tmp_path, 1)
+    play.says("a")
+    play.says("hang")
+    assert play.column("episode") == ["turn_seconds"]
+    assert play.column("status") == [SampleStatus.FAILED]
+    assert "episodes.turn_timeout = 1 s" in play.column("episode_error")[0]
+
+
+def test_params_may_be_lists(make: Make, tmp_path: Path) -> None:
+    play = Play(make("Slow", params={"names": ["ada", "bob"]}), tmp_path, 1)
+    play.says("name")
+    assert play.tokenizer.decode(play.column("response_ids")[0]) == "name[ada]"
 
 
 def test_turns_and_their_ends(make: Make, tmp_path: Path) -> None:

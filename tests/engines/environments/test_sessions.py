@@ -23,7 +23,7 @@ from configs.episodes import (
     TextArenaEnvironment,
     ToolsEnvironment,
 )
-from engines.environments.protocol import Outcome, Ready
+from engines.environments.protocol import SECONDS, TURN_SECONDS, Outcome, Ready
 from engines.environments.sessions import Environments, digest_of
 from tests.engines.environments.playing import Episode, begin, call
 
@@ -116,6 +116,21 @@ class Texts:
         if text in rewards: return "", rewards[text], False
         self.said.append(text)
         return f"{len(self.said)} {text} {random.random():.6f}"
+
+class Slow:
+    """As slow as it is told."""
+
+    def reset(self, seconds):
+        self.seconds = seconds
+        return "slow"
+
+    def step(self, text):
+        time.sleep(float(text))
+        return "slow"
+
+    def get_reward(self):
+        time.sleep(self.seconds)
+        return 0.25
 
 class Opens:
     """Slow at its reset."""
@@ -418,6 +433,7 @@ def test_a_hang_fails_its_episode_only(play: Playing) -> None:
     assert hung.failed
     first, *stack = hung.failed.splitlines()
     assert first == "the environment took longer than episodes.turn_timeout = 1 s"
+    assert hung.limit == TURN_SECONDS
     assert any("my_envs.py" in line and "in step" in line for line in stack)
     assert other.failed is None and other.observation.startswith("3 b ")
 
@@ -440,15 +456,24 @@ def test_an_episodes_seconds_are_limited(play: Playing) -> None:
     environments = play("Texts", timeout=1.0)
     episode = begin(environments)
     outcomes = [episode.act(environments, "nap") for _ in range(3)]
-    assert all(outcome.failed is None for outcome in outcomes)
-    said = "took longer than episodes.timeout = 1 s"
-    hung = episode.act(environments, "hang")
-    assert hung.failed and said in hung.failed
-    episode = begin(environments, "two")
-    outcomes = []
-    while not outcomes or (outcomes[-1].failed is None and len(outcomes) < 20):
+    assert all((outcome.failed, outcome.limit) == (None, "") for outcome in outcomes)
+    while outcomes[-1].limit == "" and len(outcomes) < 20:
         outcomes.append(episode.act(environments, "nap"))
-    assert outcomes[-1].failed and said in outcomes[-1].failed and len(outcomes) < 8
+    assert (outcomes[-1].failed, outcomes[-1].limit) == (None, SECONDS) and len(outcomes) < 8
+    further = episode.act(environments, "nap")
+    assert further.failed == "the environment took longer than episodes.timeout = 1 s"
+    assert further.limit == SECONDS
+
+
+def test_an_episode_without_seconds_is_asked_for_its_reward(play: Playing) -> None:
+    environments = play("Slow", timeout=0.5, turn_timeout=3.0)
+    for name, seconds, end in (("one", 0.0, 0.25), ("two", 600.0, None)):
+        episode = begin(environments, name, seconds=seconds)
+        assert episode.act(environments, "0.6").limit == SECONDS
+        last = episode.finish(environments)
+        assert last.reward == end
+        assert last.limit == (SECONDS if end else TURN_SECONDS)
+        assert (last.failed is None) == bool(end)
 
 
 def test_too_much_memory_fails_an_episode(play: Playing) -> None:
