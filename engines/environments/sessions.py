@@ -295,14 +295,13 @@ class _Player:
     def _call(self, session: _Session, call: Open | Act | Finish) -> Reply:
         """The answer of the process; _Failed where it does not come in time, or at all.
 
-        An answer after which the episode has no seconds left has the limit SECONDS. Those are looked
-        at between two answers only: the environment can still be asked for a last reward, and other
-        episodes of its process go on.
+        An answer after which the episode has no seconds left has the limit SECONDS. Only its driver
+        looks at that, who ends the episode: the environment can still be asked for a last reward, an
+        episode that is over can be played again, however long that takes, and others of its process
+        go on.
         """
         self.process.start()  # its time is not the episode's
         most, turn = self._config.timeout, self._config.turn_timeout
-        if isinstance(call, Act) and session.seconds >= most:
-            raise _failed(took_too_long(most), limit=SECONDS)
         began = time.perf_counter()
         try:
             reply = self.process.call(call, turn)

@@ -460,9 +460,17 @@ def test_an_episodes_seconds_are_limited(play: Playing) -> None:
     while outcomes[-1].limit == "" and len(outcomes) < 20:
         outcomes.append(episode.act(environments, "nap"))
     assert (outcomes[-1].failed, outcomes[-1].limit) == (None, SECONDS) and len(outcomes) < 8
-    further = episode.act(environments, "nap")
-    assert further.failed == "the environment took longer than episodes.timeout = 1 s"
-    assert further.limit == SECONDS
+
+
+def test_what_is_played_again_may_take_longer(play: Playing) -> None:
+    """On a slower machine an episode that is over would reach its limit before its last turn."""
+    environments = play("Texts", timeout=0.5)
+    episode = begin(environments)
+    for text in ("a", "nap", "nap", "nap", "nap"):
+        episode.act(environments, text)
+    environments.close()
+    again = play("Texts", timeout=0.1).finish([episode.turn])
+    assert again[0].failed is None
 
 
 def test_an_episode_without_seconds_is_asked_for_its_reward(play: Playing) -> None:
