@@ -50,12 +50,13 @@ class PendingCall:
         slot: bool = True,
         wake: threading.Event | None = None,
         starts: bool = False,
+        pushed: bool = False,
     ) -> None:
         """Submit `function(*args)` to the worker at `address`; `label` names it for people.
 
         `slot`: whether it takes one of the worker's slots. `wake`: set when the call ends, for a
         caller that waits for several. `starts`: it is part of an engine's start, whose deadline
-        counts from its last progress.
+        counts from its last progress. `pushed`: the worker pushes the result, under `token`.
         """
         pool = cluster.pool_of(address)
         self.cluster, self.pool = cluster, pool or ""
@@ -63,7 +64,7 @@ class PendingCall:
         self.worker = cluster.name_of(address)
         self.label = label
         self.token = token
-        self._starts = starts
+        self._starts, self._pushed = starts, pushed
         self.began = time.monotonic()
         if pool is None:
             raise WorkerLost(self.worker, f"there is no worker at {address} any more")
@@ -72,6 +73,8 @@ class PendingCall:
         self._cancel: threading.Event | None = None
         self._until = math.inf  # when the watch has the deadline looked at
         self._extended = 0.0  # since it had not begun, or queued
+        if pushed:
+            cluster.pushed.expect(token)
         try:
             self.future: Future = cluster.client.submit(
                 function,
@@ -127,6 +130,8 @@ class PendingCall:
 
     def drop(self) -> None:
         """Forget the call: Dask cancels it if it has not begun, and frees its result."""
+        if self._pushed:
+            self.cluster.pushed.forget(self.token)
         self.future.release()
 
     def _overtime(self, deadline: float) -> float:
@@ -171,12 +176,14 @@ class PendingCall:
         Dask's client fetches for several callers in one request. Who gives up waiting in its loop,
         as Future.result(timeout) does, cancels that for all of them; so the wait is bounded here.
         """
+        if self._pushed and (found := self.cluster.pushed.take(self.token)) is not None:
+            return found
         until = time.monotonic() + FETCH
         loop = cast("BaseAsyncIOLoop", self.cluster.client.loop).asyncio_loop
         fetched = asyncio.run_coroutine_threadsafe(self.future._result(), loop)
         while True:
             try:
-                return fetched.result(timeout=LOOK)
+                found = fetched.result(timeout=LOOK)
             except TimeoutError:
                 self.cluster.check()
                 gone = self.cluster.pool_of(self.address) is None
@@ -187,6 +194,10 @@ class PendingCall:
                 raise self.cluster.why_lost(
                     f"the Dask scheduler cannot be reached: {error}"
                 ) from error
+            else:
+                if found is None and self._pushed:
+                    raise self._lost("the result that it pushed has not arrived")
+                return found
 
     def _lost(self, cause: str) -> WorkerLost:
         seconds = time.monotonic() - self.began
@@ -277,7 +288,7 @@ def start(
 ) -> PendingCall:
     """Begin `submit`; `wake` and `slot` as in PendingCall."""
     token = uuid.uuid4().hex
-    args = (role, method, dict(kwargs), call_id, token, deadline + GRACE)
+    args = (role, method, dict(kwargs), call_id, token, deadline + GRACE, cluster.pushed.topic)
     return PendingCall(
         cluster,
         address,
@@ -288,6 +299,7 @@ def start(
         slot=slot,
         wake=wake,
         starts=method in STARTS,
+        pushed=True,
     )
 
 

@@ -35,6 +35,7 @@ from engines.workers.membership import (
     list_workers,
 )
 from engines.workers.messages import CallResult
+from engines.workers.pushed import PushedResults
 from engines.workers.spent import Spent
 from storage.objects.usage import Usage
 
@@ -86,6 +87,7 @@ class Cluster:
         self._remote = remote
         self.table = WorkerTable(config.pools, self._list)
         self.watch = CallWatch(self._look)
+        self.pushed = PushedResults(client)
         client.subscribe_topic(TellsOfWorkers.topic, self.table.heard)
         self.usage: dict[str, Usage] = {}  # of the store by worker process, as its last call told
         self.spent: dict[tuple[str, str], Spent] = {}  # by pool and worker process, likewise

@@ -20,6 +20,7 @@ from engines.workers.engine import EngineSpec
 from engines.workers.host import HOST, EngineHost
 from engines.workers.messages import CallId, CallResult, HostStatus, WorkerInfo
 from engines.workers.placement import find_free_port, this_node
+from engines.workers.pushed import push
 from engines.workers.spent import METER
 from storage.objects.usage import COUNTER
 
@@ -57,10 +58,13 @@ def call(
     call_id: CallId | None,
     token: str,
     limit: float,
-) -> CallResult:
-    """Dask task: `EngineHost.call`."""
-    host = host_of(get_worker())
-    return _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
+    topic: str,
+) -> object:
+    """Dask task: `EngineHost.call`; its CallResult is pushed, or returned where it is large."""
+    worker = get_worker()
+    host = host_of(worker)
+    ended = _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
+    return push(worker, topic, token, ended)
 
 
 def collect(role: str, method: str, parts: list[Any]) -> CallResult:

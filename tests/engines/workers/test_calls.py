@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, get_worker
 
-from engines.failures import ClusterLost
+from engines.failures import ClusterLost, WorkerLost
 from engines.workers import calls
 from engines.workers.call_watch import CallWatch
 from engines.workers.calls import PendingCall
+from engines.workers.pushed import MOST, PushedResults, push
 
 
 @pytest.fixture
@@ -71,3 +72,65 @@ def test_a_call_that_meets_a_closed_client_is_a_lost_cluster(client: Client) -> 
     client.close()
     with pytest.raises(ClusterLost, match="double could not be sent"):
         PendingCall(cluster, address, "double", lambda x: 2 * x, 1, slot=False)
+
+
+def pushing(topic: str, token: str, size: int) -> object:
+    """As a worker's: a result of so many bytes."""
+    return push(get_worker(), topic, token, b"x" * size)
+
+
+@pytest.fixture
+def cluster(client: Client) -> Iterator[Any]:
+    (address,) = client.scheduler_info()["workers"]
+    made: Any = SimpleNamespace(
+        client=client,
+        address=address,
+        pool_of=lambda address: "pool",
+        name_of=lambda address: "rollout-0",
+        log_hint=lambda worker: "",
+        check=lambda: None,
+        watch=CallWatch(lambda: {address: "pool"}),
+        pushed=PushedResults(client),
+    )
+    yield made
+    made.watch.close()
+
+
+def call_of(cluster: Any, token: str, topic: str, size: int) -> PendingCall:
+    return PendingCall(
+        cluster, cluster.address, "push", pushing, topic, token, size,
+        token=token, slot=False, pushed=True,
+    )  # fmt: skip
+
+
+def test_a_small_result_is_pushed_and_a_large_one_is_fetched(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+    gather = cluster.client._gather_remote
+
+    async def counted(*given: Any) -> Any:
+        fetched.append(given)
+        return await gather(*given)
+
+    monkeypatch.setattr(cluster.client, "_gather_remote", counted)
+    topic = cluster.pushed.topic
+    for number in range(20):
+        assert len(call_of(cluster, f"small-{number}", topic, 1000).wait(60.0)) == 1000
+    assert not fetched
+    assert len(call_of(cluster, "large", topic, MOST).wait(60.0)) == MOST
+    assert fetched
+    assert not cluster.pushed._came, "nothing is kept of calls that have ended"
+
+
+def test_a_result_that_does_not_arrive_is_a_lost_worker_and_not_no_result(cluster: Any) -> None:
+    call = call_of(cluster, "astray", "nobody listens here", 10)
+    with pytest.raises(WorkerLost, match="the result that it pushed has not arrived"):
+        call.wait(60.0)
+
+
+def test_a_dropped_call_leaves_nothing_behind(cluster: Any) -> None:
+    call = call_of(cluster, "dropped", cluster.pushed.topic, 10)
+    call.drop()
+    assert call_of(cluster, "next", cluster.pushed.topic, 10).wait(60.0)
+    assert not cluster.pushed._came

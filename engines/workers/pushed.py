@@ -1,0 +1,59 @@
+"""Results of calls, pushed by the worker to the flow, where they are small.
+
+Dask's client fetches the result of each finished task: a request to the scheduler, which makes one to
+the worker. What an engine returns are references and counts, of a few kilobytes. So the worker sends
+them along the way on which it reports that the task has ended, just before that; of the task itself
+nothing is left to fetch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+from distributed import Client, Worker
+
+MOST = 64 * 1024  # bytes; a larger result is fetched, so that no message holds up the others
+
+
+def push(worker: Worker, topic: str, token: str, result: object) -> object:
+    """On a worker: send the result on its way; what the task then returns, None if it was sent."""
+    packed = pickle.dumps(result)
+    if len(packed) > MOST:
+        return result
+    worker.log_event(topic, [token, packed])
+    return None
+
+
+class PushedResults:
+    """In the flow: what workers have pushed and nobody has taken yet. Safe in several threads."""
+
+    def __init__(self, client: Client) -> None:
+        """Begin to listen, on a topic that no other client of the scheduler has."""
+        self.topic = f"refrain-results-{client.id}"
+        self._came: dict[str, bytes | None] = {}  # by token, of those that are expected
+        self._lock = threading.Lock()
+        client.subscribe_topic(self.topic, self._heard)
+
+    def expect(self, token: str) -> None:
+        """Keep the result of a call that is about to be sent, until it is taken or forgotten."""
+        with self._lock:
+            self._came[token] = None
+
+    def _heard(self, event: tuple[float, tuple[str, bytes]]) -> None:
+        token, packed = event[1]
+        with self._lock:
+            if token in self._came:
+                self._came[token] = packed
+
+    def take(self, token: str) -> Any:
+        """A call's result, once it has ended; None where it was not pushed."""
+        with self._lock:
+            packed = self._came.pop(token, None)
+        return None if packed is None else pickle.loads(packed)
+
+    def forget(self, token: str) -> None:
+        """Nobody wants a call's result any more."""
+        with self._lock:
+            self._came.pop(token, None)
