@@ -74,7 +74,7 @@ class PendingCall:
         self._until = math.inf  # when the watch has the deadline looked at
         self._extended = 0.0  # since it had not begun, or queued
         if pushed:
-            cluster.pushed.expect(token)
+            cluster.pushed.expect(token, lambda: self._wake(wake))
         try:
             self.future: Future = cluster.client.submit(
                 function,
@@ -88,7 +88,8 @@ class PendingCall:
             )
         except ClosedClientError as error:  # the run is being ended, or the scheduler has gone
             raise cluster.why_lost(f"{label} could not be sent ({error})") from error
-        self.future.add_done_callback(lambda _: self._wake(wake))
+        if not pushed:  # a callback is a task and a thread's work, and takes longer than the push
+            self.future.add_done_callback(lambda _: self._wake(wake))
 
     def wait(self, deadline: float, cancel: threading.Event | None = None) -> Any:
         """The function's result, or the error that fits what happened.
@@ -107,20 +108,24 @@ class PendingCall:
             self.drop()
 
     def overdue(self, now: float) -> bool:
-        """Whether its deadline is over, or it has been cancelled."""
-        return now >= self._until or (self._cancel is not None and self._cancel.is_set())
+        """Whether its deadline is over, it has been cancelled, or ended without a pushed result."""
+        cancelled = self._cancel is not None and self._cancel.is_set()
+        return now >= self._until or cancelled or self.future.done()
 
     def ended(self, deadline: float) -> bool:
         """Whether the call has ended; raises when it never will, or not in time."""
-        if self.done.is_set():
+        if self._is_done():
             return True
         self.cluster.check()
-        if self.cluster.pool_of(self.address) is None and not self.done.is_set():
+        if self.cluster.pool_of(self.address) is None and not self._is_done():
             raise self._lost("its process ended or its host cannot be reached")
         now = time.monotonic()
         if now >= max(self.began + deadline, self._extended):
             self._extended = self._until = now + self._overtime(deadline)
         return False
+
+    def _is_done(self) -> bool:
+        return self.done.is_set() or self.future.done()
 
     def _wake(self, wake: threading.Event | None) -> None:
         self.done.set()
@@ -149,7 +154,7 @@ class PendingCall:
                 phase, spent = mine.phase, mine.idle if self._starts else mine.age
                 if spent < deadline:
                     return deadline - spent
-        if self.done.is_set():
+        if self._is_done():
             return 1.0
         self.cluster.kill([self.address])
         if self._starts:

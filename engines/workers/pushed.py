@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from distributed import Client, Worker
@@ -18,12 +19,14 @@ MOST = 64 * 1024  # bytes; a larger result is fetched, so that no message holds 
 
 
 def push(worker: Worker, topic: str, token: str, result: object) -> object:
-    """On a worker: send the result on its way; what the task then returns, None if it was sent."""
+    """On a worker: send the result on its way; what the task then returns, None if it was sent.
+
+    Of a larger one is sent that it is there.
+    """
     packed = pickle.dumps(result)
-    if len(packed) > MOST:
-        return result
-    worker.log_event(topic, [token, packed])
-    return None
+    small = len(packed) <= MOST
+    worker.log_event(topic, [token, packed if small else None])
+    return None if small else result
 
 
 class PushedResults:
@@ -33,27 +36,35 @@ class PushedResults:
         """Begin to listen, on a topic that no other client of the scheduler has."""
         self.topic = f"refrain-results-{client.id}"
         self._came: dict[str, bytes | None] = {}  # by token, of those that are expected
+        self._wake: dict[str, Callable[[], object]] = {}
         self._lock = threading.Lock()
         client.subscribe_topic(self.topic, self._heard)
 
-    def expect(self, token: str) -> None:
-        """Keep the result of a call that is about to be sent, until it is taken or forgotten."""
-        with self._lock:
-            self._came[token] = None
+    def expect(self, token: str, wake: Callable[[], object]) -> None:
+        """Keep the result of a call that is about to be sent, until it is taken or forgotten.
 
-    def _heard(self, event: tuple[float, tuple[str, bytes]]) -> None:
+        `wake` is called once the call has ended, by the thread that listens.
+        """
+        with self._lock:
+            self._came[token], self._wake[token] = None, wake
+
+    def _heard(self, event: tuple[float, tuple[str, bytes | None]]) -> None:
         token, packed = event[1]
         with self._lock:
-            if token in self._came:
-                self._came[token] = packed
+            if (wake := self._wake.pop(token, None)) is None:
+                return
+            self._came[token] = packed
+        wake()
 
     def take(self, token: str) -> Any:
         """A call's result, once it has ended; None where it was not pushed."""
         with self._lock:
             packed = self._came.pop(token, None)
+            self._wake.pop(token, None)
         return None if packed is None else pickle.loads(packed)
 
     def forget(self, token: str) -> None:
         """Nobody wants a call's result any more."""
         with self._lock:
             self._came.pop(token, None)
+            self._wake.pop(token, None)
