@@ -129,6 +129,11 @@ class EpisodesConfig(Settings):
         description="A frozen version that plays all seats but one; its samples do not train. None: "
         "the policy plays all.",
     )
+    sees: Literal["text", "frames"] = Field(
+        "text",
+        description="What the policy goes by. text: the conversation. frames: it looks at images "
+        "(OpenVLA); each turn is a sequence of its own, the prompt with the frame before the turn.",
+    )
     max_turns: int = Field(
         8, ge=1, description="Turns of the model, of one player, after which an episode ends."
     )

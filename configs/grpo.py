@@ -13,6 +13,7 @@ from configs.data import ReasoningGymSource
 from configs.elastic import check_elastic
 from configs.environment import cpu_multiplies_bfloat16
 from configs.form import without
+from configs.image_policy import check_image_policy
 from configs.run import RunConfig
 from configs.watch_rules import check_what_watches
 
@@ -191,6 +192,12 @@ class GRPOConfig(RunConfig):
     @model_validator(mode="after")
     def _what_watches_fits(self) -> Self:
         check_what_watches(self)
+        return self
+
+    @model_validator(mode="after")
+    def _a_policy_that_looks_fits(self) -> Self:
+        if self.sees_frames:
+            check_image_policy(self)
         return self
 
     @model_validator(mode="after")

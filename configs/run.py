@@ -198,7 +198,12 @@ class RunConfig(Settings):
     @property
     def keeps_frames(self) -> bool:
         """Whether what episodes see is stored."""
-        return False
+        return self.sees_frames
+
+    @property
+    def sees_frames(self) -> bool:
+        """Whether the policy looks at what episodes see."""
+        return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
     def needs_rewards(self) -> bool:

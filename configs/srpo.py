@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 from configs.base import Settings
 from configs.encoder import EncoderConfig, ProjectionEncoder
 from configs.grpo import GRPOConfig
-
-KINDS = ("class", "gymnasium")  # of environments that have frames
+from configs.image_policy import KINDS
 
 
 class ProgressConfig(Settings):

@@ -18,6 +18,7 @@ from typing import Any
 from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
+from engines.data.frames import frames_by_turn
 from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
 from engines.rollout.contract import ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
@@ -78,11 +79,15 @@ def play(
             first = unplayed if begun is None else begun
         found, turns = played_out(run, step, asked, stage, shard, first)
     if isinstance(found, Sampled):
+        if run.config.sees_frames:
+            by_turn = frames_by_turn(run.store, prompts, found.ref, found.frames)
+            found = dataclasses.replace(found, ref=found.ref.with_columns(by_turn))
         record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
         frames = None if found.frames is None else found.frames.to_json()
         run.files.finish(whole, {**record, "frames": frames, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun
-    kept = {key for ref in (needed, first, asked) if ref is not None for key in ref.objects}
+    seen = found.frames if isinstance(found, Sampled) else None
+    kept = {key for ref in (needed, first, asked, seen) if ref is not None for key in ref.objects}
     run.files.discard({key: set(ref.objects) - kept for key, ref in turns.items()})
     return dataclasses.replace(found, prompts=prompts) if isinstance(found, Sampled) else found
 
@@ -193,7 +198,7 @@ def answer(
             out_key=out_key,
             stage=stage.name,
             source=stage.source,
-            frames=run.config.keeps_frames and stage.trains,
+            frames=run.config.keeps_frames and (stage.trains or run.config.sees_frames),
         )
     for (_, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))

@@ -113,7 +113,8 @@ def plan_of(
     if config.tree_training:  # named only then: plans that an older run has stored are found again
         limits["tree_training"] = True
     key = key_of("plan", batch.ref.to_json(), limits, asdict(cost))
-    named = ("prompt_ids", "response_ids", "group_id", "player")
+    named = ["prompt_ids", "response_ids", "group_id", "player"]
+    named += ["author", "frame"] if cost.patches else []
     lengths = batch.ref[[name for name in named if name in batch.ref.names]]
     return Part(
         out_key=run.files.stage_key(step, stage, "plan", key),

@@ -31,7 +31,18 @@ from engines.data.chat_template import (
 )
 from engines.data.conversation import Conversation, Delta
 from engines.data.episode_rows import Episode, episode_columns, read_episodes, seed_of
-from engines.data.frames import Form, alike, fitting, form_of, stacked, unused_tokens, write_frames
+from engines.data.frames import (
+    FIRST,
+    FRAME,
+    Form,
+    alike,
+    fitting,
+    form_of,
+    present_frames,
+    stacked,
+    unused_tokens,
+    write_frames,
+)
 from engines.data.players import dealt, players_prompts
 from engines.data.results import (
     DONE,
@@ -132,7 +143,9 @@ class EnvironmentEngine(Engine):
             **({"players": players} if players else {}),
         }
         if self._spec.frames:
-            columns["opening_frame"] = stacked([opened[number].frame for number in kept])
+            columns[FIRST] = stacked([opened[number].frame for number in kept])
+        if self._spec.episodes.sees == "frames":
+            columns[FRAME] = columns[FIRST]  # again, under the name that later ones have
         return PromptsResult(ref=write_batch(self._store, out_key, columns), dropped=tuple(dropped))
 
     def deal(
@@ -234,9 +247,13 @@ class EnvironmentEngine(Engine):
         )
         written = write_batch(self._store, out_key, episode_columns(episodes, self._code.in_part))
         kept = [name for name in samples.names if name not in written.names]
+        ref = samples[kept].with_columns(written)
+        seen = write_frames(self._store, out_key, asked) if frames else None
+        if self._spec.episodes.sees == "frames" and seen is not None:
+            ref = ref.with_columns(present_frames(samples, seen, episodes))
         return AnswerResult(
-            ref=samples[kept].with_columns(written),
-            frames=write_frames(self._store, out_key, asked) if frames else None,
+            ref=ref,
+            frames=seen,
             unfinished=sum(not one.ended for one in episodes),
             opponents=sum(one.finish == OPPONENTS_TURN for one in episodes),
             turns=len(asked),

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Form: TypeAlias = "tuple[np.dtype, tuple[int, ...]]"  # of a frame: number format, shape
 
 FIRST = "opening_frame"  # column of prompts and samples, [N, *shape]
+# Of prompts and samples, where the policy looks: the present frame, [N, *shape]; once the episodes
+# are over the frame before each turn, [N, jagged, *shape].
+FRAME = "frame"
 
 
 def array_of(frame: Frame) -> NDArray[np.generic]:
@@ -85,9 +88,56 @@ def write_frames(store: Store, out_key: str, episodes: Sequence[Episode]) -> Bat
     columns: dict[str, object] = {
         "sample_id": np.array([one.sample for one in seen], np.int64),
         "turn": np.array([len(one.observations) - 1 for one in seen], np.int64),
-        "frame": stacked([one.frame for one in seen]),
+        FRAME: stacked([one.frame for one in seen]),
     }
     return write_batch(store, f"{out_key.removesuffix(DATA_SUFFIX)}-frames{DATA_SUFFIX}", columns)
+
+
+def present_frames(samples: BatchRef, given: BatchRef, episodes: Sequence[Episode]) -> BatchRef:
+    """The column of the frames that N samples have before them, by reference.
+
+    samples: with those that they had. given: by their last answers, in the order of the `episodes`
+    that got one.
+    """
+    every = BatchRef.concat([samples[[FRAME]], given[[FRAME]]])
+    places = np.arange(len(samples))
+    got = [row for row, one in enumerate(episodes) if one.frame is not None]
+    places[got] = len(samples) + np.arange(len(got))
+    return every.take(places)
+
+
+def frames_by_turn(
+    store: Store, prompts: BatchRef, samples: BatchRef, frames: BatchRef | None
+) -> BatchRef:
+    """The column of the frames before each turn of N episodes, by reference.
+
+    Args:
+        store: of the batches; only numbers are read.
+        prompts: [P], with the first frames; row i // (N / P) is that of sample i.
+        samples: [N], of episodes that are over.
+        frames: of the answers, a row for each; None: no turn was answered.
+    """
+    n = len(samples) // len(prompts)
+    numbers = samples.fetch_numpy(store, "sample_id")[0].tolist()
+    turn_ids, offsets = samples.fetch_numpy(store, "turn_ids")
+    assert offsets is not None
+    ends = offsets[1:].tolist()
+    starts = offsets[:-1].tolist()
+    turns = [int(turn_ids[b - 1]) + 1 if b > a else 0 for a, b in zip(starts, ends, strict=True)]
+    answered: dict[tuple[int, int], int] = {}
+    if frames is not None:
+        of, turn = (frames.fetch_numpy(store, name)[0].tolist() for name in ("sample_id", "turn"))
+        answered = {key: len(prompts) + row for row, key in enumerate(zip(of, turn, strict=True))}
+    rows = []
+    for place, (number, count) in enumerate(zip(numbers, turns, strict=True)):
+        own = [place // n]
+        for before in range(count - 1):
+            own.append(answered.get((number, before), own[-1]))
+        rows.append(own[:count])
+    every = prompts[[FRAME]]
+    if frames is not None:
+        every = BatchRef.concat([every, frames[[FRAME]]])
+    return every.grouped(rows)
 
 
 def unused_tokens(tokenizer: PreTrainedTokenizerBase | None, turn: Sequence[int], used: int) -> int:

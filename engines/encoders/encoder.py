@@ -42,13 +42,20 @@ def looked_at(settings: FramesSettings, frames: Sequence[Seen]) -> Sequence[Seen
     return [frames[i] for i in np.linspace(0, len(frames) - 1, settings.frames, dtype=int)]
 
 
-def check_images(dtype: str, shape: Sequence[int]) -> None:
-    """ValueError, one sentence, unless frames of this form are images."""
+def check_images(
+    dtype: str,
+    shape: Sequence[int],
+    asks: str = "encoder.kind = transformers",
+    instead: str = "encoder.kind = projection",
+) -> None:
+    """ValueError, one sentence, unless frames of this form are images.
+
+    asks: the setting that takes images; instead: one that takes anything.
+    """
     if dtype != "uint8" or len(shape) != 3 or shape[2] != 3:
         raise ValueError(
-            "encoder.kind = transformers takes images, arrays [H, W, 3] of uint8, and the "
-            f"environment's frames are {dtype} {list(shape)}. Make it with params.render_mode = "
-            "rgb_array, or set encoder.kind = projection."
+            f"{asks} takes images, arrays [H, W, 3] of uint8, and the environment's frames are "
+            f"{dtype} {list(shape)}. Make it with params.render_mode = rgb_array, or set {instead}."
         )
 
 

@@ -25,11 +25,13 @@ from engines.rollout.hf_rows import (
     sequences_of,
 )
 from engines.rollout.samples import Completion
+from engines.vla.openvla import OpenVLA, turn
 from storage.batches.columns import UNFINISHED
 
 # A stop string ends in the newest token, so it lies within the last few; some tokens are parts of a
 # character and add no text of their own.
 _STOP_MARGIN = 8
+FRAMES = 8  # images that a policy looks at together
 PREFILL = 8192  # tokens of one forward pass over whole sequences, unless one is longer
 
 
@@ -72,8 +74,11 @@ class Row:
         sampling: Sampling,
         reader: Reader,
         begun: Completion,
+        frame: Tensor | None = None,
     ) -> None:
+        """frame: uint8 [H, W, 3], what a policy that looks at images has before it."""
         self.prompt = prompt
+        self.frame = frame
         self.sampling = sampling
         self.noise = torch.Generator(reader.device).manual_seed(
             _entropy() if seed is None else seed
@@ -85,6 +90,15 @@ class Row:
         self.spans = list(begun.spans)
         self.ended = begun.finish_reason if begun.ended else ""  # empty while it goes on
         self._reader = reader
+
+    def read(self, model: PreTrainedModel, image: int = 0) -> list[int]:
+        """What the model reads: all so far, or at a turn after an image that turn alone.
+
+        image: the number of its frame among those that are looked at together.
+        """
+        if isinstance(model, OpenVLA):
+            return turn(self.prompt, self.tokens[self.begun.turn :], image, model.patches)
+        return self.prompt + self.tokens
 
     @property
     def drawn(self) -> int:
@@ -122,11 +136,13 @@ class Decoding:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        # Only the language model's rows change from step to step; images are seen FRAMES at a time.
+        language = model.language_model if isinstance(model, OpenVLA) else model
         self._block = block_of(model)
         # Whether rows of one shard alone may be decoded together. On a CPU with several threads too:
         # there rows have been seen to change by a bit with their place in the batch.
         threads = torch.get_num_threads() if model.device.type == "cpu" else 1
-        self.apart = not by_rows(model) or threads > 1
+        self.apart = not by_rows(language) or threads > 1
         self._cache = KeysAndValues()
         self._rows: dict[Cached, Row] = {}  # those whose keys and values are held
 
@@ -145,22 +161,39 @@ class Decoding:
         fresh = [row for row in rows if row.cached not in self._rows]
         if self._rows:
             self._draw(*self._decode(), version)
-        for some in _batches(fresh):
+        for some in _batches(fresh, self._model):
             self._draw(self._prefill(some), some, version)
 
     @torch.inference_mode()
-    def score(self, tokens: list[int]) -> Tensor:
-        """Logits [T, V] after each token of a sequence."""
-        return self._forward(
-            [tokens],
-            torch.arange(len(tokens), device=self._model.device),
-            Prefill(lengths=[len(tokens)]),
-            None,
-        )
+    def score(self, tokens: list[int], prompt: int) -> list[float]:
+        """Log-probs, nats, of the tokens of a sequence after its first `prompt` ones.
+
+        A policy that looks at images takes it for a turn after `probe_image`.
+        """
+        read, seen = tokens, None
+        if isinstance(self._model, OpenVLA):
+            tokens = self._model.probed(tokens, prompt)
+            read = turn(tokens[:prompt], tokens[prompt:], 0, self._model.patches)
+            seen = self._see([self._model.probe_image[0]])
+        places = torch.arange(len(read), device=self._model.device)
+        logits = self._forward([read], places, Prefill(lengths=[len(read)]), None, seen)
+        wanted = torch.tensor(tokens[prompt:], device=logits.device)
+        logprobs = logits[-len(wanted) - 1 : -1].float().log_softmax(1)
+        found: list[float] = logprobs.gather(1, wanted[:, None])[:, 0].tolist()
+        return found
 
     def _prefill(self, rows: Sequence[Row]) -> Tensor:
         """Logits [R, V] after what each row has so far, of which equal ones are computed once."""
-        whole, which = sequences_of([row.prompt + row.tokens for row in rows])
+        images: dict[bytes, int] = {}
+        frames: list[Tensor] = []
+        reading = []
+        for row in rows:
+            number = 0
+            if row.frame is not None:
+                number = images.setdefault(row.frame.numpy().tobytes(), len(images))
+                frames += [row.frame] if number == len(frames) else []
+            reading.append(row.read(self._model, number))
+        whole, which = sequences_of(reading)
         prefill = Prefill(lengths=[len(tokens) for tokens in whole], rows=[[] for _ in whole])
         for row, number in zip(rows, which, strict=True):
             self._cache.place(row.cached, len(whole[number]))
@@ -170,7 +203,7 @@ class Decoding:
         device = self._model.device
         positions = torch.cat([torch.arange(length, device=device) for length in prefill.lengths])
         ends = torch.tensor(prefill.lengths, device=device).cumsum(0) - 1
-        logits = self._forward(whole, positions, prefill, ends)
+        logits = self._forward(whole, positions, prefill, ends, self._see(frames))
         return logits[torch.tensor(which, device=device)]
 
     def _decode(self) -> tuple[Tensor, list[Row]]:
@@ -188,8 +221,9 @@ class Decoding:
         positions: Tensor,
         rows: Prefill | Step,
         ends: Tensor | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Logits [T, V] after each token, or [E, V] after those at `ends`."""
+        """Logits [T, V] after each token, or [E, V] after those at `ends`; seen: see `_see`."""
         ids = torch.tensor([token for some in tokens for token in some], device=positions.device)
         missing = -len(ids) % self._block  # so that no operation has a rest that it treats apart
         logits: Tensor = self._model(
@@ -198,8 +232,23 @@ class Decoding:
             use_cache=False,
             rows=rows,
             logits_to_keep=torch.arange(len(ids), device=ids.device) if ends is None else ends,
+            **({} if seen is None else {"seen": seen}),
         ).logits[0]
         return logits
+
+    def _see(self, frames: Sequence[Tensor]) -> Tensor | None:
+        """Embeddings of the patches of images, FRAMES at a time whatever their number; None: of none.
+
+        So what is seen in one does not depend on those beside it.
+        """
+        if not frames:
+            return None
+        assert isinstance(self._model, OpenVLA)
+        images = torch.stack(list(frames)).to(self._model.device)
+        missing = -len(images) % FRAMES
+        padded = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])
+        seen = torch.cat([self._model.see(some) for some in padded.split(FRAMES)])
+        return seen[: len(images) * self._model.patches]
 
     def _draw(self, logits: Tensor, rows: Sequence[Row], version: int) -> None:
         """Give each row its next token, from its row of the logits [R, V]."""
@@ -215,12 +264,12 @@ class Decoding:
                 rows[number].add(token, logprob, version)
 
 
-def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
+def _batches(rows: Sequence[Row], model: PreTrainedModel) -> Iterator[list[Row]]:
     """Rows whose sequences are computed in one forward pass, within PREFILL tokens or of one row."""
     found: list[Row] = []
     tokens = 0
     for row in rows:
-        length = len(row.prompt) + len(row.tokens)
+        length = len(row.read(model))
         if found and tokens + length > PREFILL:
             yield found
             found, tokens = [], 0

@@ -30,6 +30,7 @@ from engines.rollout.engine import RolloutEngine
 from engines.rollout.hf_decoding import Decoding, Reader, Row
 from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
+from engines.vla.openvla import OpenVLA
 from engines.workers.messages import Moved
 from engines.workers.storages import Storages, checksum
 from storage.runs.weights import WeightsRef
@@ -80,17 +81,13 @@ class HFEngine(RolloutEngine):
         self._base = ""  # digest of the base below the adapter that is held, if one is
         self._storages = Storages()
 
-    @torch.inference_mode()
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         """Log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its prompt."""
         self._check_awake()
         scores = []
         for tokens, start in zip(token_ids, prompt_lengths, strict=True):
-            ids = torch.tensor([tokens], device=self._model.device)
             with self._model_for(lambda: not self._busy):
-                logits = self._decoding.score(tokens)[start - 1 : -1]
-            logprobs = logits.float().log_softmax(1)
-            scores.append(logprobs.gather(1, ids[0, start:, None])[:, 0].tolist())
+                scores.append(self._decoding.score(tokens, start))
         return scores
 
     def pause(self) -> None:
@@ -182,10 +179,12 @@ class HFEngine(RolloutEngine):
         """All completions of a shard, decoded beside those of the others in flight."""
         sampling = request.sampling
         rows = []
+        frames = self._frames(request, begun)
         for number, one in enumerate(begun):
             place = number // sampling.n
             seed = prompts.seed(request, number, len(one.tokens))
-            rows.append(Row(prompts.tokens[place], seed, sampling, self._reader, one))
+            frame = frames.get(number)
+            rows.append(Row(prompts.tokens[place], seed, sampling, self._reader, one, frame))
         with self._in_flight(_Shard(request.out_key, rows)) as shard:
             while self._take_turn(shard):
                 try:
@@ -197,6 +196,22 @@ class HFEngine(RolloutEngine):
                     self._leave_turn()
             with self._model_for(lambda: not self._busy):  # others step the rows of one that is cut
                 return shard.so_far()
+
+    def _frames(self, request: RolloutRequest, begun: list[Completion]) -> dict[int, torch.Tensor]:
+        """What each row that goes on has before it, by its number; nothing where it does not look."""
+        going = [number for number, one in enumerate(begun) if not one.ended]
+        if not isinstance(self._model, OpenVLA) or not going:
+            return {}
+        n = request.sampling.n
+        held, places = request.begun, going
+        if held is None or "frame" not in held.names:
+            held, places = request.prompts, [number // n for number in going]
+        if "frame" not in held.names:
+            raise ValueError(
+                "The model looks at images, and the prompts have none. Set episodes.sees = frames."
+            )
+        found = held.take(places).fetch(self._store, ["frame"])["frame"]
+        return dict(zip(going, found, strict=True))
 
     def _step(self) -> None:
         """Draw a token for every row in flight, as many as the settings allow; holds the model."""

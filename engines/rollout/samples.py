@@ -29,7 +29,7 @@ from storage.objects.store import Store
 # Columns that a sample shares with its prompt; they are referred to, not written again.
 PROMPT_COLUMNS = (
     *("prompt_ids", "group_id", "prompt_row", "state_id", "env_seed", "opening"),
-    *("player", "frozen", "opening_frame"),
+    *("player", "frozen", "opening_frame", "frame"),
 )
 POLICY = bytes([Author.POLICY])
 
@@ -261,9 +261,11 @@ def write_samples(
             attempts[stands] = request.begun.fetch_numpy(store, "attempt")[0][stands]
     authors = [np.frombuffer(c.authors.ljust(len(c.tokens), POLICY), np.uint8) for c in completions]
     kept: list[str] = []
+    seen: list[str] = []
     unused = np.zeros(rows, np.int64)  # of episodes that have ended
     if request.begun is not None:
         kept = [name for name in (*EPISODE, *OF_PLAYERS, *IN_PART) if name in request.begun.names]
+        seen = [name for name in ("frame",) if name in request.begun.names]  # not the first ones
         if "unused_tokens" in kept:
             unused = request.begun.fetch_numpy(store, "unused_tokens")[0].astype(np.int64)
     written = write_batch(
@@ -308,6 +310,6 @@ def write_samples(
         read=sum(c.read for c in completions if c.cached is not None),
         cached=sum(c.cached for c in completions if c.cached is not None),
     )
-    if kept and request.begun is not None:
-        repeated = repeated.with_columns(request.begun[kept])
+    if request.begun is not None and (held_on := [*kept, *seen]):
+        repeated = repeated.with_columns(request.begun[held_on])
     return RolloutResult(ref=repeated.with_columns(written), stats=stats)

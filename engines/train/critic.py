@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from configs.algorithm.algorithm import CriticConfig
 from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.losses import value_loss
-from engines.train.batching.micro_batch import MicroBatch, PackedBatch
+from engines.train.batching.micro_batch import MicroBatch
+from engines.train.batching.packed_batch import PackedBatch
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import decoder_states, packed_attention
 from engines.train.updater import TrainRank, Updater

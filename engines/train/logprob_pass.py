@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.micro_batch import MicroBatch, pack
+from engines.train.batching.micro_batch import MicroBatch
+from engines.train.batching.packed_batch import pack
 from engines.train.batching.packing import plan_logprobs, read_lengths
 from engines.train.batching.read_ahead import read_ahead
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy_update import Forward
+from engines.vla.openvla import OpenVLA
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -65,12 +68,12 @@ def write_token_columns(
         The ref of the columns, None where this rank has no rows. And the sum of each name's numbers
         [R], written or not, over the tokens with mask 1; "tokens" is the number of those.
     """
-    known = read_lengths(store, batch, tree_training)
+    known = read_lengths(store, batch, tree_training, cost.patches)
     plan = plan_logprobs(known, world=sequence.replicas, budget=budget, cost=cost)
     found: dict[str, dict[int, np.ndarray]] = {}
     sums = {"tokens": 0.0}
     mine = plan.ranks[sequence.replica]
-    with read_ahead(store, batch, mine, (), device, tree_training) as micros:
+    with read_ahead(store, batch, mine, (), device, tree_training, cost.patches) as micros:
         for rows, micro in zip(mine, micros, strict=True):
             with torch.no_grad():
                 given = computed(micro)
@@ -128,8 +131,17 @@ def score(
     prompt_lengths: Sequence[int],
     device: torch.device,
 ) -> list[list[float]]:
-    """Log-probs of what follows the first prompt_lengths[i] tokens of each sequence."""
+    """Log-probs of what follows the first prompt_lengths[i] tokens of each sequence.
+
+    A policy that looks at images takes each for a turn after the image of a probe.
+    """
     pairs = list(zip(token_ids, prompt_lengths, strict=True))
+    model = forward.policy.model
+    if isinstance(model, OpenVLA):
+        rows = [_probed(model, ids, length) for ids, length in pairs]
+        logprobs, *_ = forward(pack_turns(rows, model.patches, device))
+        counts = [len(row.response) for row in rows]
+        return [row.tolist() for row in logprobs.float().cpu().split(counts)]
     packed = pack(
         [np.asarray(ids[:length], dtype=np.int64) for ids, length in pairs],
         [np.asarray(ids[length:], dtype=np.int64) for ids, length in pairs],
@@ -137,6 +149,16 @@ def score(
     )
     logprobs, *_ = forward(packed)
     return [row.tolist() for row in logprobs.float().cpu().split(packed.rows.lengths.tolist())]
+
+
+def _probed(model: OpenVLA, ids: Sequence[int], length: int) -> SeenRow:
+    tokens = np.array(model.probed(ids, length), np.int64)
+    return SeenRow(
+        prompt=tokens[:length],
+        response=tokens[length:],
+        turns=np.zeros(len(tokens) - length, np.int64),
+        frames=model.probe_image,
+    )
 
 
 def _jagged(rows: Mapping[int, np.ndarray]) -> Jagged:

@@ -15,6 +15,7 @@ from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape
 from engines.train.batching.packing import WHOLE
+from engines.vla.shapes import TowerShape
 
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
@@ -34,6 +35,7 @@ class Batch:
     responses: int  # R
     longest: int  # tokens of a sequence
     several: bool  # whether an optimizer step has more than one of them on a rank
+    images: int = 0  # that a policy looks at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +105,31 @@ def largest_batch(
     )
 
 
+def largest_turns(
+    budget: int, prompt: int, turn: int, turns: int, patches: int, samples: int, ranks: int
+) -> Batch:
+    """The same for a policy that looks at an image before each turn, which is a sequence of its own.
+
+    Args:
+        budget, prompt, samples, ranks: As `largest_batch` takes them.
+        turn: Tokens of the longest turn.
+        turns: Of an episode at most, each with the prompt and an image; no two share these.
+        patches: Tokens that an image becomes.
+    """
+    longest = prompt + patches + turn - 1
+    mine = math.ceil(samples / ranks)
+    fitting = max(1, min(mine, budget // (turns * longest)))
+    tokens = fitting * turns * longest
+    return Batch(
+        tokens=tokens,
+        slots=tokens + 1,
+        responses=fitting * turns * turn,
+        longest=longest,
+        several=fitting < mine,
+        images=fitting * turns,
+    )
+
+
 def plan_rank(
     shape: ModelShape,
     train: TrainConfig,
@@ -131,7 +158,7 @@ def plan_rank(
     logits = 0 if role == "critic" else logits_bytes(shape, train, batch, on_gpu)
     gathered, one = (
         gathered_bytes(shape, train, shards, c),
-        layer_bytes(shape, batch, c, on_gpu, lora),
+        max(layer_bytes(shape, batch, c, on_gpu, lora), tower_layer_bytes(shape, batch, c)),
     )
     if frozen:  # nothing is kept for a backward pass
         passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
@@ -139,6 +166,7 @@ def plan_rank(
         return MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})
     moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * trained // shards
     kept = activation_bytes(shape, train, batch, c, on_gpu, lora)
+    kept += vision_bytes(shape, train, batch, c)
     away = on_gpu and train.activation_offload
     off = on_gpu and train.optimizer_device == "host"
     once = train.reduce_gradients == "optimizer_step"
@@ -241,9 +269,13 @@ def gathered_bytes(shape: ModelShape, train: TrainConfig, shards: int, c: int) -
     FSDP gathers the next layer while one computes, into a buffer that is copied out.
     """
     again = shards > 1 if train.reshard_after_forward == "auto" else train.reshard_after_forward
+    towers = () if shape.vision is None else shape.vision.towers
     outside = shape.parameters - shape.layers * shape.layer_parameters
+    outside -= sum(one.layers * one.layer_parameters for one in towers)
     inside = min(shape.layers, 3 if again else shape.layers) * shape.layer_parameters
-    return c * (outside + inside)
+    # Towers are gone through before the layers, whose weights are gathered where they are let go.
+    seeing = [min(one.layers, 3 if again else one.layers) * one.layer_parameters for one in towers]
+    return c * (outside + (max(inside, *seeing, 0) if again else inside + sum(seeing)))
 
 
 def layer_bytes(
@@ -289,6 +321,40 @@ def activation_bytes(
     whole = (shape.layers - again) * layer_bytes(shape, batch, c, on_gpu, lora)
     inputs = again * c * batch.tokens * shape.hidden
     return whole + inputs + norm_bytes(shape, batch, c, lora)
+
+
+def tower_layer_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
+    """What a layer of the wider vision tower keeps for its backward pass; 0 where there is none."""
+    towers = () if shape.vision is None else shape.vision.towers
+    return max((_tower_layer(one, batch.images, c) for one in towers), default=0)
+
+
+def _tower_layer(tower: TowerShape, images: int, c: int) -> int:
+    """Two norms' inputs and outputs, queries, keys, values, attention's output twice; in between.
+
+    That is the feed-forward part before and after its activation. Of scaled ones what is scaled.
+    """
+    each = (11 if tower.scaled else 9) * tower.width + 2 * tower.hidden
+    return c * images * (tower.patches + tower.prefix) * each
+
+
+def vision_bytes(shape: ModelShape, train: TrainConfig, batch: Batch, c: int) -> int:
+    """What the vision part keeps between the passes; of checkpointed layers their input alone.
+
+    All layers of the towers are checkpointed where any of the decoder's is. The projector keeps what
+    its three layers read and the two activations' inputs.
+    """
+    if shape.vision is None:
+        return 0
+    total = 0
+    for tower in shape.vision.towers:
+        layer = _tower_layer(tower, batch.images, c)
+        if train.gradient_checkpointing:
+            layer = c * batch.images * (tower.patches + tower.prefix) * tower.width
+        total += tower.layers * layer + c * batch.images * 3 * tower.image**2
+    features, wide = shape.vision.features, 4 * shape.vision.features
+    inside = features + 2 * wide + 2 * shape.hidden
+    return total + c * batch.images * shape.vision.patches * inside
 
 
 def checkpointed(share: float, count: int) -> int:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.train.batching.micro_batch import PackedBatch
+from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
 from engines.train.model.attention import PACKED
 from engines.train.model.sequence_parallel import SequenceGroup
+from engines.vla.openvla import OpenVLA
 
 
 class Policy(nn.Module):
@@ -46,7 +47,8 @@ class Policy(nn.Module):
         """Statistics of the R response tokens; a tuple, where FSDP looks for outputs' gradients.
 
         Args:
-            packed: T tokens of some rows.
+            packed: T tokens of some rows. Of a policy that looks at images the probabilities are
+                those among its action tokens.
             sequence: The ranks that share them; each gets the numbers of all R.
             temperature: Sampling temperature, by which logits are divided.
             chunk: Rows of logits held at once.
@@ -68,8 +70,14 @@ class Policy(nn.Module):
         if distinct is not None:
             labels, predictors = labels[distinct.first], predictors[distinct.first]
         decoder, total = self.model.get_decoder(), labels.numel()
-        states, places = decoder_states(decoder, packed, predictors, sequence)
-        states, head = states.to(dtype), self.head.to(dtype)
+        head, embedded = self.head.to(dtype), None
+        if isinstance(self.model, OpenVLA):
+            assert packed.images is not None, "its rows are packed turn by turn"
+            embedded = self.model.embedded(packed.tokens, self.model.see(packed.images))
+            first, stop = self.model.config.action_tokens
+            head, labels = head[first:stop], (labels - first).clamp(0, stop - first - 1)
+        states, places = decoder_states(decoder, packed, predictors, sequence, embedded)
+        states = states.to(dtype)
         if top:
             words = top_words(states, head, top, chunk=chunk, among=among)
         elif words is not None and places is not None:
@@ -100,14 +108,20 @@ class Policy(nn.Module):
 
 
 def decoder_states(
-    decoder: nn.Module, packed: PackedBatch, predictors: Tensor, sequence: SequenceGroup
+    decoder: nn.Module,
+    packed: PackedBatch,
+    predictors: Tensor,
+    sequence: SequenceGroup,
+    embedded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The last hidden states [r, H] of this rank's tokens among `predictors`, int64 [R].
 
-    And which of the R those are, int64 [r]; None: all.
+    And which of the R those are, int64 [r]; None: all. embedded: the T tokens [T, H], where some of
+    them are patches of images.
     """
+    given = {"input_ids": packed.tokens} if embedded is None else {"inputs_embeds": embedded}
     hidden = decoder(
-        input_ids=sequence.own(packed.tokens)[None],
+        **{name: sequence.own(tokens)[None] for name, tokens in given.items()},
         position_ids=sequence.own(packed.positions)[None],
         use_cache=False,
         packed_layout=packed.layout,
@@ -122,7 +136,8 @@ def decoder_states(
 
 def packed_attention(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model take packed batches, in place; without dropout."""
-    model.set_attn_implementation(PACKED)
+    language = model.language_model if isinstance(model, OpenVLA) else model
+    language.set_attn_implementation(PACKED)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -16,12 +16,8 @@ from engines.algorithms.aggregation import MetricSums, Normaliser, largest_of, m
 from engines.algorithms.distillation import with_tail
 from engines.algorithms.inputs import PolicyBatch
 from engines.algorithms.objective import Objective
-from engines.train.batching.micro_batch import (
-    PER_TOKEN,
-    MicroBatch,
-    PackedBatch,
-    read_micro_batch,
-)
+from engines.train.batching.micro_batch import PER_TOKEN, MicroBatch, read_micro_batch
+from engines.train.batching.packed_batch import PackedBatch
 from engines.train.batching.packing import MiniBatch
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
@@ -134,7 +130,9 @@ class PolicyUpdater(Updater):
         places = _places(rows, whole, mine)
         statistics = torch.zeros(2, whole.mask.numel())
         for place, micro_rows in zip(places, mine, strict=True):
-            micro = read_micro_batch(self._store, batch, micro_rows, (), device, tree)
+            micro = read_micro_batch(
+                self._store, batch, micro_rows, (), device, tree, self._cost.patches
+            )
             with torch.no_grad():
                 statistics[:, place] = torch.stack(self._forward(micro.packed)).cpu()
         logprobs, entropy = self._added(statistics).cpu()

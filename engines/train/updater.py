@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,7 +111,9 @@ class Tally:
         self.tokens += micro.tokens
         self.whole += micro.packed.whole
         self.responses += micro.packed.labels.numel()
-        work = (micro.tokens, micro.packed.predicted, micro.packed.squares)
+        images = micro.packed.images
+        seen = 0 if images is None else len(images)
+        work = (micro.tokens, micro.packed.predicted, micro.packed.squares, seen)
         self.flops += cost.forward(*work) + cost.backward(*work)
 
 
@@ -143,7 +145,7 @@ class Updater(ABC):
             ValueError: A column is missing, or a row is longer than the micro-batch's budget.
         """
         began = time.perf_counter()
-        config, device = self._config, self._meeting.device
+        config = self._config
         if not len(batch):  # optimizer and schedule stay as they are
             return self.result(step, 0.0)
         columns = self._columns(batch)
@@ -151,7 +153,7 @@ class Updater(ABC):
         parts = [rows for mini in steps for rows in mini.ranks[self._sequence.replica]]
         with (
             in_fixed_order(config.deterministic),
-            read_ahead(self._store, batch, parts, columns, device, config.tree_training) as micros,
+            self._read(batch, parts, columns) as micros,
         ):
             for mini in steps:
                 self._optimizer_step(batch, mini, columns, max_new_tokens, micros)
@@ -185,12 +187,20 @@ class Updater(ABC):
         columns, config = self._columns(batch), self._config
         with (
             in_fixed_order(config.deterministic),
-            read_ahead(
-                *(self._store, batch, parts, columns, self._meeting.device, config.tree_training)
-            ) as micros,
+            self._read(batch, parts, columns) as micros,
         ):
             finite = self._accumulate(len(parts), normaliser, None, micros)
         return self._tally, bool(torch.stack(finite).all())
+
+    def _read(
+        self, batch: BatchRef, parts: Sequence[Sequence[int]], columns: Sequence[str]
+    ) -> AbstractContextManager[Iterator[MicroBatch]]:
+        """The micro-batches of these rows; see `read_ahead`."""
+        return read_ahead(
+            *(self._store, batch, parts, columns, self._meeting.device),
+            tree_training=self._config.tree_training,
+            patches=self._cost.patches,
+        )
 
     @property
     def tally(self) -> Tally:
@@ -199,7 +209,7 @@ class Updater(ABC):
 
     def _plan(self, batch: BatchRef) -> tuple[MiniBatch, ...]:
         return plan_update(
-            read_lengths(self._store, batch, self._config.tree_training),
+            read_lengths(self._store, batch, self._config.tree_training, self._cost.patches),
             world=self._sequence.replicas,
             budget=self._config.planned_tokens,
             mini_batches=self._config.mini_batches,

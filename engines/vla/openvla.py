@@ -150,15 +150,6 @@ class OpenVLA(PreTrainedModel):
         elif isinstance(module, nn.Linear | nn.Conv2d):  # with less, nothing of an image is left
             init.normal_(module.weight, mean=0.0, std=module.weight[0].numel() ** -0.5)
 
-    def turn(self, prompt: Sequence[int], written: Sequence[int], image: int = 0) -> list[int]:
-        """What the policy reads at a turn: the first token, an image, the rest, what it has written.
-
-        image: number of the image among those that go with the sequences.
-        """
-        first = image * self.patches
-        seen = range(-1 - first, -1 - first - self.patches, -1)
-        return [prompt[0], *seen, *prompt[1:], *written]
-
     def see(self, images: Tensor) -> Tensor:
         """Images uint8 [F, H, W, 3] as embeddings [F patches, hidden]."""
         weight = self.projector.fc1.weight
@@ -205,6 +196,19 @@ class OpenVLA(PreTrainedModel):
         side = self.config.shapes[0].image
         places = torch.arange(side * side * 3, dtype=torch.int64)
         return (places * 7919 % 256).to(torch.uint8).view(1, side, side, 3)
+
+
+def turn(prompt: Sequence[int], written: Sequence[int], image: int, patches: int) -> list[int]:
+    """What the policy reads at a turn: the first token, an image, the rest, what it has written.
+
+    Args:
+        prompt: Tokens, of which the first is the beginning of a text.
+        written: Tokens of the turn so far.
+        image: Number of the image among those that go with the sequences.
+        patches: Tokens that an image becomes.
+    """
+    first = -1 - image * patches
+    return [prompt[0], *range(first, first - patches, -1), *prompt[1:], *written]
 
 
 def pixels_of(images: Tensor, size: int) -> Tensor:

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -135,6 +135,8 @@ def lengths(store: Store, name: str, column: ColumnRef) -> NDArray[np.int64]:
     """[N]: the elements of each row of a jagged, str or json column."""
     if column.kind == "dense":
         raise ValueError(f"Column {name!r} is dense: its rows have no lengths.")
+    if column.sizes is not None:
+        return column.sizes.array()
     known = heads(store, set(column.sources))
     held = []
     for source in column.sources:
@@ -174,7 +176,11 @@ def read_columns(store: Store, columns: Mapping[str, ColumnRef]) -> dict[str, Re
         values = [_checked(part, pieces) for part, pieces in zip(parts, read, strict=True)]
         # What is cached must not be handed out for writing; joined pieces are nobody else's.
         cached = store.backend.remote and [len(pieces) for pieces in read] == [1]
-        result[name] = _assemble(columns[name], parts, values, order, cached)
+        column = columns[name]
+        result[name] = _assemble(column.apart, parts, values, order, cached)
+        if column.sizes is not None:
+            edges = np.concatenate([np.zeros(1, np.int64), column.sizes.array()]).cumsum()
+            result[name] = replace(result[name], kind=column.kind, offsets=edges)
     return result
 
 
@@ -193,6 +199,7 @@ def _plan(
     store: Store, columns: Mapping[str, ColumnRef]
 ) -> dict[str, tuple[list[_Part], NDArray[np.int64] | None]]:
     """For each column its parts in order, and the order of rows if it is not ascending."""
+    columns = {name: column.apart for name, column in columns.items()}
     known = heads(store, {source for column in columns.values() for source in column.sources})
     spread: dict[tuple[int, int], _Spread] = {}
     plans = {}

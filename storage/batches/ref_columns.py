@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,7 +32,30 @@ class ColumnRef:
     dtype: str  # safetensors code of the values
     shape: tuple[int, ...]  # of one row (dense), or of one element of a row
     sources: tuple[Source, ...]  # which hold it under its name
-    index: RowIndex  # [N] numbers of rows, through all sources
+    index: (
+        RowIndex  # [N] numbers of rows, through all sources; [sum of sizes] where there are sizes
+    )
+    # [N] of a jagged column whose elements are rows of dense ones: how many each row has. None: its
+    # rows are the sources' rows.
+    sizes: RowIndex | None = None
+
+    @property
+    def apart(self) -> ColumnRef:
+        """The dense column of the elements, where the rows are made of those; else itself."""
+        if self.sizes is None:
+            return self
+        return replace(self, kind="dense", sizes=None)
+
+    def picked(self, index: RowIndex) -> ColumnRef:
+        """Some of the rows; of one with sizes, by their elements. With all sources."""
+        if self.sizes is None:
+            return replace(self, index=self.index.take(index.array()))
+        sizes, rows = self.sizes.array(), index.array()
+        ends = np.cumsum(sizes)
+        kept = sizes[rows]
+        moved = np.cumsum(kept) - kept
+        elements = np.repeat(ends[rows] - kept - moved, kept) + np.arange(kept.sum())
+        return replace(self, index=self.index.take(elements), sizes=RowIndex(kept))
 
 
 def joined_dtype(name: str, parts: Sequence[ColumnRef]) -> str:
@@ -43,6 +66,8 @@ def joined_dtype(name: str, parts: Sequence[ColumnRef]) -> str:
     for number, one in enumerate(types):
         if one != types[0]:
             raise ValueError(f"Column {name!r} is {one} in batch {number}, {types[0]} in batch 0.")
+    if len({part.sizes is None for part in parts}) > 1:
+        raise ValueError(f"Column {name!r} is made of dense rows in some batches, in others not.")
     return dtypes[0]
 
 
@@ -85,10 +110,8 @@ def shared(columns: dict[str, ColumnRef]) -> dict[str, ColumnRef]:
     sources: dict[tuple[Source, ...], tuple[Source, ...]] = {}
     indices: dict[RowIndex, RowIndex] = {}
     return {
-        name: ColumnRef(
-            kind=column.kind,
-            dtype=column.dtype,
-            shape=column.shape,
+        name: replace(
+            column,
             sources=sources.setdefault(column.sources, column.sources),
             index=indices.setdefault(column.index, column.index),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -116,16 +116,15 @@ class BatchRef:
         columns = {}
         for name, column in self.columns.items():
             view = (id(column.sources), id(column.index))
-            if view not in done:
-                done[view] = ref_columns.prune(column.sources, pick(column.index))
-            index, used = done[view]
-            columns[name] = ColumnRef(
-                kind=column.kind,
-                dtype=column.dtype,
-                shape=column.shape,
-                sources=tuple(column.sources[number] for number in used),
-                index=index,
-            )
+            if column.sizes is not None:
+                column = column.picked(pick(RowIndex(range(self.count))))
+                index, used = ref_columns.prune(column.sources, column.index)
+            elif view in done:
+                index, used = done[view]
+            else:
+                index, used = done[view] = ref_columns.prune(column.sources, pick(column.index))
+            sources = tuple(column.sources[number] for number in used)
+            columns[name] = replace(column, sources=sources, index=index)
         return BatchRef(rows, ref_columns.shared(columns))
 
     def with_columns(self, other: BatchRef) -> BatchRef:
@@ -158,14 +157,35 @@ class BatchRef:
             if view not in done:
                 done[view] = ref_columns.concat(parts)
             sources, index = done[view]
+            sizes = [part.sizes for part in parts if part.sizes is not None]
             columns[name] = ColumnRef(
                 kind=parts[0].kind,
                 dtype=dtype,
                 shape=parts[0].shape,
                 sources=sources,
                 index=index,
+                sizes=RowIndex.concat(sizes) if sizes else None,
             )
         return BatchRef(sum(ref.count for ref in refs), ref_columns.shared(columns))
+
+    def grouped(self, rows: Sequence[Sequence[int]]) -> BatchRef:
+        """A batch whose row i is made of the rows `rows[i]` of this one, each of them by reference.
+
+        Its columns must be dense, and are jagged there: [3, 2] of rows with a frame each are two
+        rows with 3 and 2 frames. A row may come several times.
+        """
+        for name, column in self.columns.items():
+            if column.kind != "dense":
+                raise ValueError(
+                    f"Column {name!r} is {column.kind}; rows of dense ones are grouped."
+                )
+        flat = self.take([row for one in rows for row in one])
+        sizes = RowIndex([len(one) for one in rows])
+        columns = {
+            name: replace(column, kind="jagged", sizes=sizes)
+            for name, column in flat.columns.items()
+        }
+        return BatchRef(len(rows), columns)
 
     def chunk(self, n: int) -> list[BatchRef]:
         """`n` contiguous batches of equal numbers of rows; the first ones have one more.
@@ -255,6 +275,8 @@ class BatchRef:
                     views.append(view)
                 numbers[at] = views.index(view)
             columns[name] = [column.kind, column.dtype, list(column.shape), numbers[at]]
+            if column.sizes is not None:
+                columns[name] = [*columns[name], column.sizes.to_json()]  # type: ignore[misc]
         encoded = [
             [[sources.setdefault(source, len(sources)) for source in origin], index.to_json()]
             for origin, index in views
@@ -310,12 +332,19 @@ def _parse(value: object) -> BatchRef:
         origin = tuple(sources[number] for number in numbers)
         array = index.array()
         held = sum(source.rows for source in origin)
-        if len(index) != rows or (rows and not (array.min() >= 0 and array.max() < held)):
+        if len(index) and not (array.min() >= 0 and array.max() < held):
             raise ValueError(f"a view of {len(index)} rows does not fit {rows} of {held}")
         views.append((origin, index))
     columns = {}
-    for name, (kind, dtype, shape, number) in value["columns"].items():
+    for name, (kind, dtype, shape, number, *rest) in value["columns"].items():
         origin, index = views[number]
+        sizes = None
+        if rest:
+            (runs,) = rest
+            sizes = RowIndex.from_json(runs)
+        wanted = rows if sizes is None else int(sizes.array().sum())
+        if len(index) != wanted or (sizes is not None and len(sizes) != rows):
+            raise ValueError(f"a view of {len(index)} rows does not fit {rows} of column {name!r}")
         if kind not in KINDS or dtype not in DTYPES:
             raise ValueError(f"column {name!r} is malformed")
         columns[name] = ColumnRef(
@@ -324,5 +353,6 @@ def _parse(value: object) -> BatchRef:
             shape=tuple(int(size) for size in shape),
             sources=origin,
             index=index,
+            sizes=sizes,
         )
     return BatchRef(rows, columns)

@@ -21,8 +21,10 @@ from engines.encoders.memory_plan import encoder_bytes
 from engines.model_facts import ModelShape, model_facts
 from engines.rollout.memory_plan import BYTES, UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.memory_plan import (
+    Batch,
     MemoryPlan,
     largest_batch,
+    largest_turns,
     plan_aggregator,
     plan_rank,
     plan_worker,
@@ -78,7 +80,7 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
         return plan_aggregator(shape, train, pool.gpus > 0)
     alone = role == "actor" and train.engine == "elastic"
     ranks = 1 if alone else pool.workers
-    batch = largest_batch(
+    batch = _largest_turns(config, shape, ranks) or largest_batch(
         train.micro_batch_tokens,
         config.data.max_prompt_tokens,
         config.rollout.max_new_tokens,
@@ -94,13 +96,43 @@ def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
     return plan_worker(plan) if alone else plan
 
 
+def _largest_turns(config: GRPOConfig, shape: ModelShape, ranks: int) -> Batch | None:
+    """The largest micro-batch of a policy that looks at images; None: it does not."""
+    episodes, train = config.episodes, config.train
+    if not config.sees_frames or shape.vision is None:
+        return None
+    assert episodes is not None and episodes.max_turn_tokens is not None
+    return largest_turns(
+        train.micro_batch_tokens,
+        config.data.max_prompt_tokens,
+        episodes.max_turn_tokens,
+        episodes.max_turns,
+        shape.vision.patches,
+        -(-config.trained_per_step // train.mini_batches),
+        ranks,
+    )
+
+
+def episode_tokens(config: GRPOConfig, shape: ModelShape) -> int | None:
+    """What the longest episode of a policy that looks at images reads; None: it does not look."""
+    if not config.sees_frames or shape.vision is None:
+        return None
+    assert config.episodes is not None and config.episodes.max_turn_tokens is not None
+    turn = config.data.max_prompt_tokens + shape.vision.patches + config.episodes.max_turn_tokens
+    return config.episodes.max_turns * (turn - 1)
+
+
 def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout") -> dict[str, int]:
     """What an engine that samples holds, but for vLLM on GPUs."""
     slots = config.cluster.pools[config.cluster.roles.pool_of(role)].slots
     at_once = min(slots, config.shards_at_once)
     samples = at_once * -(-config.samples_per_step // config.shards_at_once)
     most = min(samples, config.rollout.max_sequences)
-    return engine_bytes(config.rollout, shape, most, config.longest_sequence)
+    longest = config.longest_sequence
+    if config.sees_frames and config.episodes is not None and shape.vision is not None:
+        turn = config.episodes.max_turn_tokens or 0
+        longest = config.data.max_prompt_tokens + shape.vision.patches + turn
+    return engine_bytes(config.rollout, shape, most, longest)
 
 
 def vllms(config: GRPOConfig, shape: ModelShape) -> Iterator[Vllm]:

@@ -16,6 +16,7 @@ from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
 from engines.model_facts import ModelShape
 from engines.workers.out_of_memory import size_of
+from tasks.memory.holders import episode_tokens
 from tasks.memory.places import Place, places
 from tasks.memory.vllm_shares import smaller_share
 
@@ -147,6 +148,8 @@ def _other_bits(config: GRPOConfig, shape: ModelShape) -> list[Settings]:
     """Settings with which sums are made in another order or rounded otherwise."""
     train, ranks = config.train, config.cluster.pools[config.cluster.roles.actor].workers
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
+    if (episode := episode_tokens(config, shape)) is not None:
+        longest = episode
     budgets = [train.micro_batch_tokens // part for part in (2, 4, 8, 16)]
     least = -(-longest // train.sequence_parallel)
     found: list[Settings] = [
@@ -154,7 +157,7 @@ def _other_bits(config: GRPOConfig, shape: ModelShape) -> list[Settings]:
     ]
     if train.logit_chunk_tokens > FEW_LOGITS:
         found.append({"logit_chunk_tokens": FEW_LOGITS})
-    for parts in (2, 4, 8):
+    for parts in () if config.sees_frames else (2, 4, 8):
         budget = -(-longest // parts)
         helps = parts > train.sequence_parallel and budget < train.micro_batch_tokens
         if helps and not ranks % parts and not shape.heads % parts:

@@ -223,6 +223,8 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     from engines.models import check_model
 
     check_model(config.model)
+    if config.sees_frames:
+        return _check_turns(config, model_facts(config.model), resumed)
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     longest = prompt + response
     what = (
@@ -242,12 +244,13 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             f"train.unit_tokens to at least {longest - 1}, and best to many times that."
         )
     facts = model_facts(config.model)
-    name = "random Llama" if isinstance(config.model, RandomModel) else config.model.path
+    name = _name_of(config)
     if facts is None:
         return f"{name}: a hub id, not downloaded yet; samples of up to {longest} tokens"
     if facts.vision is not None:
         raise PreflightError(
-            "The model looks at images, which no engine shows to it. Set model to a language model."
+            f"model = {name} looks at images, and nothing shows it any. Set episodes.sees = frames, "
+            "or model to a language model."
         )
     if facts.unsupported is not None:
         raise PreflightError(
@@ -277,6 +280,48 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
     return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"
+
+
+def _name_of(config: GRPOConfig) -> str:
+    """What the model is called."""
+    return "random Llama" if isinstance(config.model, RandomModel) else config.model.path
+
+
+def _check_turns(config: GRPOConfig, facts: ModelFacts | None, resumed: bool) -> str:
+    """Whether a policy that looks at images is one, and its longest turn and episode fit."""
+    episodes, name = config.episodes, _name_of(config)
+    assert episodes is not None and episodes.max_turn_tokens is not None
+    if facts is None:
+        return f"{name}: a hub id, not downloaded yet; looks at an image before each turn"
+    if facts.vision is None:
+        raise PreflightError(
+            f"episodes.sees = frames, and model = {name} looks at no images. Set model.path to a "
+            "checkpoint of OpenVLA (model.vision of a random one), or episodes.sees = text."
+        )
+    prompt, turn, patches = (
+        config.data.max_prompt_tokens,
+        episodes.max_turn_tokens,
+        facts.vision.patches,
+    )
+    longest = prompt + patches + turn
+    what = (
+        f"data.max_prompt_tokens + the image + episodes.max_turn_tokens = {prompt} + {patches} + "
+        f"{turn}"
+    )
+    if facts.positions is not None and longest > facts.positions and not resumed:
+        raise PreflightError(
+            f"The longest turn has {what} tokens, more than the {facts.positions} of the model's "
+            "positions. Set data.max_prompt_tokens or episodes.max_turn_tokens lower."
+        )
+    whole = episodes.max_turns * (longest - 1)
+    if whole > config.train.micro_batch_tokens and not resumed:
+        raise PreflightError(
+            f"An episode has up to episodes.max_turns = {episodes.max_turns} turns of {what} tokens, "
+            f"more than train.micro_batch_tokens = {config.train.micro_batch_tokens} takes. Set "
+            f"train.micro_batch_tokens to at least {whole}, or episodes.max_turns lower."
+        )
+    _check_template(config, facts)
+    return f"{name}: looks at {patches} patches before each turn; turns of up to {longest} tokens"
 
 
 def _check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:

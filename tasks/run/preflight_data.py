@@ -37,7 +37,11 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     source = open_source(config.data.source)
     data = check_rows(config.model, config.data, source)
     if config.episodes is not None:
-        images = isinstance(config, SRPOConfig) and config.encoder.kind == "transformers"
+        images = None
+        if config.sees_frames:
+            images = ("episodes.sees = frames", "episodes.sees = text")
+        elif isinstance(config, SRPOConfig) and config.encoder.kind == "transformers":
+            images = ("encoder.kind = transformers", "encoder.kind = projection")
         found = check_environment(config.episodes, source, config.keeps_frames, images)
         data += f"; environment: {found}"
     if isinstance(config, SRPOConfig) and config.progress.task_column is not None:
@@ -84,11 +88,15 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
 
 
 def check_environment(
-    episodes: EpisodesConfig, source: PromptSource, frames: bool = False, images: bool = False
+    episodes: EpisodesConfig,
+    source: PromptSource,
+    frames: bool = False,
+    images: tuple[str, str] | None = None,
 ) -> str:
     """Whether the environment loads here, and can be reset for the first row. ValueError.
 
-    frames: whether it has to give something to see. images: whether that has to be an image.
+    frames: whether it has to give something to see. images: the setting for which that has to be an
+    image, and another one.
     """
     one = episodes.model_copy(update={"processes": 1})
     with Environments(one, frames=frames) as environments:
@@ -105,8 +113,8 @@ def check_environment(
     takes = "asks by itself" if ready.chats else "takes text"
     seen = ""
     if first.frame is not None:
-        if images:
-            check_images(first.frame["dtype"], first.frame["shape"])
+        if images is not None:
+            check_images(first.frame["dtype"], first.frame["shape"], *images)
         shape = " x ".join(map(str, first.frame["shape"]))
         seen = f"; frames of {shape}, {first.frame['dtype']}"
     return f"loads; {f'tools {names}' if names else takes}{seen}"

@@ -62,29 +62,33 @@ class CostModel:
     per_token: float = 1.0  # layers: 2 x their parameters
     per_response_token: float = 0.0  # output head: 2 x hidden size x vocabulary
     per_square: float = 0.0  # causal attention, per squared sequence length
+    patches: int = 0  # tokens that an image becomes; 0: the model looks at none
+    per_image: float = 0.0  # vision towers: 2 x their parameters, for each patch
     frozen: float = (
         0.0  # share of the layers' weights without a gradient; if any, the head has none
     )
 
-    def forward(self, tokens: int, response_tokens: int, squares: int) -> float:
+    def forward(self, tokens: int, response_tokens: int, squares: int, images: int = 0) -> float:
         """FLOPs of a forward pass.
 
         Args:
             tokens: Positions that are computed, T.
             response_tokens: Rows of logits, R.
             squares: Sum of squared sequence lengths.
+            images: That are looked at.
         """
         return (
             self.per_token * tokens
             + self.per_response_token * response_tokens
             + self.per_square * squares
+            + self.per_image * images
         )
 
-    def backward(self, tokens: int, response_tokens: int, squares: int) -> float:
+    def backward(self, tokens: int, response_tokens: int, squares: int, images: int = 0) -> float:
         """FLOPs of a backward pass, in which frozen weights take half; arguments as for `forward`."""
         unmade = self.frozen * self.per_token * tokens
         unmade += self.per_response_token * response_tokens if self.frozen else 0.0
-        return 2 * self.forward(tokens, response_tokens, squares) - unmade
+        return 2 * self.forward(tokens, response_tokens, squares, images) - unmade
 
 
 def cost_model(policy: Trained) -> CostModel:
@@ -96,12 +100,25 @@ def cost_model(policy: Trained) -> CostModel:
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     adapted = 0 < trained < parameters
+    patches, vision = seeing(policy.model)
     return CostModel(
+        patches=patches,
+        per_image=2.0 * vision * patches,
         frozen=1.0 - trained / (parameters - tables) if adapted else 0.0,
-        per_token=2.0 * (parameters - tables),
+        per_token=2.0 * (parameters - tables - vision),
         per_response_token=2.0 * head.numel(),
         per_square=2.0 * config.hidden_size * config.num_hidden_layers,
     )
+
+
+def seeing(model: Any) -> tuple[int, int]:
+    """Tokens that an image becomes, and weights of the vision part; 0, 0: it looks at none."""
+    from engines.vla.openvla import OpenVLA
+
+    if not isinstance(model, OpenVLA):
+        return 0, 0
+    parts = (model.vision_backbone, model.projector)
+    return model.patches, sum(one.numel() for part in parts for one in part.parameters())
 
 
 def utilisation(rate: float, device: str, ranks: int) -> float | None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from engines.train.batching.balancing import contiguous_cuts, largest_first, partition
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.tree_training import Beginnings, read_beginnings
+from storage.batches.columns import Author
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -41,6 +42,9 @@ class Lengths:
     responses: Ints  # [N] response tokens
     groups: Ints | None = None  # [N] rows of one group share their prompt; None: rows share nothing
     beginnings: Beginnings | None = None  # of the rows of each group; None: no tree training
+    # [N] sum of the squared lengths of each row's sequences, where it is several (image_turns.py):
+    # `prompts` are then all that they read besides the responses, none shared. None: it is one.
+    squares: Ints | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.responses):
@@ -78,19 +82,43 @@ class _Unit:
     cost: float
 
 
-def read_lengths(store: Store, batch: BatchRef, tree_training: bool = False) -> Lengths:
+def read_lengths(
+    store: Store, batch: BatchRef, tree_training: bool = False, patches: int = 0
+) -> Lengths:
     """The lengths and groups of a batch's rows; reads row indices and group numbers only.
 
     With `tree_training` also what the rows of a group begin with alike; that reads all tokens.
+    patches: tokens that an image becomes, where the policy looks at one before each turn; then the
+    tokens' authors are read too.
     """
     groups = None
     if "group_id" in batch.names:
         groups = batch.own_groups(store)
+    if patches:
+        return _turn_lengths(store, batch, groups, patches)
     return Lengths(
         prompts=batch.lengths(store, "prompt_ids"),
         responses=batch.lengths(store, "response_ids"),
         groups=groups,
         beginnings=read_beginnings(store, batch, groups) if tree_training else None,
+    )
+
+
+def _turn_lengths(store: Store, batch: BatchRef, groups: Ints | None, patches: int) -> Lengths:
+    """Of rows whose turns are sequences of their own, each with the prompt and an image."""
+    authors, offsets = batch.fetch_numpy(store, "author")
+    assert offsets is not None
+    before = np.concatenate([[0], np.cumsum(authors == Author.POLICY)])
+    written = np.diff(before[offsets]).astype(np.int64)
+    turns = batch.lengths(store, "frame")
+    read = batch.lengths(store, "prompt_ids") + patches
+    each = read + written / np.maximum(turns, 1) - 1
+    return Lengths(
+        # So that prompt and response without its last token are all that is read.
+        prompts=np.where(turns > 0, turns * (read - 1) + 1, read),
+        responses=written,
+        groups=groups,
+        squares=np.ceil(turns * each**2).astype(np.int64),
     )
 
 
@@ -284,8 +312,9 @@ def _groups(lengths: Lengths, rows: Sequence[int]) -> list[list[int]]:
         return [[row] for row in rows]
     found: dict[tuple[int, int], list[int]] = {}
     tree = lengths.beginnings
+    alone = tree is not None or lengths.squares is not None
     for row in rows:
-        key = (int(lengths.groups[row]), int(lengths.prompts[row]) if tree is None else 0)
+        key = (int(lengths.groups[row]), 0 if alone else int(lengths.prompts[row]))
         found.setdefault(key, []).append(row)
     groups = list(found.values())
     if tree is not None:
@@ -306,9 +335,12 @@ def _unit(lengths: Lengths, rows: Sequence[int] | Ints, cost: CostModel) -> _Uni
             continue
         group = int(row) if lengths.groups is None else int(lengths.groups[row])
         tokens += response - 1 + (0 if (group, prompt) in prompts else prompt)
-        prompts.add((group, prompt))
         logits += response
-        squares += (prompt + response - 1) ** 2
+        if lengths.squares is None:
+            prompts.add((group, prompt))
+            squares += (prompt + response - 1) ** 2
+        else:
+            squares += int(lengths.squares[row])
     return _Unit(tuple(int(row) for row in rows), tokens, cost.forward(tokens, logits, squares))
 
 
@@ -347,6 +379,7 @@ def _row_costs(lengths: Lengths, cost: CostModel) -> Floats:
         key = None if lengths.groups is None else (lengths.groups[row], lengths.prompts[row])
         alone = _unit(lengths, [row], cost).cost
         shared = key is not None and key == previous and lengths.responses[row] > 0
+        shared = shared and lengths.squares is None
         costs.append(alone - cost.per_token * int(lengths.prompts[row]) * shared)
         previous = key if lengths.responses[row] > 0 else previous
     return np.asarray(costs, dtype=np.float64)

@@ -21,6 +21,7 @@ def read_ahead(
     columns: Sequence[str],
     device: torch.device,
     tree_training: bool = False,
+    patches: int = 0,
 ) -> Iterator[Iterator[MicroBatch]]:
     """The micro-batches of these rows in their order, of which a thread has the next one ready.
 
@@ -33,12 +34,12 @@ def read_ahead(
         parts: Row numbers of each micro-batch; may be empty.
         columns: Jagged columns over the response tokens that are wanted too.
         device: Where the tensors are put. On a GPU they are copied in a queue of their own.
-        tree_training: As `read_micro_batch` takes it.
+        tree_training, patches: As `read_micro_batch` takes them.
     """
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def made(rows: Sequence[int]) -> MicroBatch:
-        return read_micro_batch(store, batch, rows, columns, device, tree_training)
+        return read_micro_batch(store, batch, rows, columns, device, tree_training, patches)
 
     def read(
         rows: Sequence[int], free: torch.cuda.Event | None

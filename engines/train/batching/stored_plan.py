@@ -35,7 +35,7 @@ def write_plan(
     rank the micro-batches stand in their order. Arguments and errors are those of `plan_update`.
     """
     plan = plan_update(
-        read_lengths(store, batch, tree_training),
+        read_lengths(store, batch, tree_training, cost.patches),
         world=world,
         budget=budget,
         mini_batches=mini_batches,

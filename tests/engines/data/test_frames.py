@@ -13,7 +13,7 @@ from configs.data import DataConfig, FunctionSource
 from configs.episodes import EpisodesConfig, GymnasiumEnvironment
 from configs.model import RandomModel
 from engines.data.environment_engine import EnvironmentEngine, EnvironmentSpec
-from engines.data.frames import unused_tokens
+from engines.data.frames import FRAME, frames_by_turn, unused_tokens
 from storage.batches.columns import Author, SampleStatus, policy_mask
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -157,3 +157,33 @@ def test_a_conversation_without_room_still_ends(engine: EnvironmentEngine, tmp_p
     long = write_batch(store, "cut.safetensors", {"finish_reason": ["length"]})
     got = engine.answer(asked.with_columns(long), "answer-1.safetensors", frames=True)
     assert got.ref.fetch_list(store, "episode") == ["tokens"]
+
+
+def test_a_policy_that_looks_is_given_the_frame_before_each_turn(
+    engine: EnvironmentEngine, tmp_path: Path
+) -> None:
+    """The present one between turns, and once all is over those of all turns; by reference."""
+    store = Store(f"file://{tmp_path}/store")
+    episodes = engine._spec.episodes.model_copy(update={"sees": "frames"})
+    engine._spec = engine._spec.model_copy(update={"episodes": episodes})
+    made = engine.prompts([1], 7, "prompts.safetensors")
+    assert made.ref is not None
+    prompts, answers = made.ref, []
+    ref = prompts.take(np.zeros(3, int))
+    for number, texts in enumerate((["112", "?", "1"], ["1", "?", "1"], ["1", "?", "2"]), 1):
+        asked = turn(engine, store, ref, number, texts)
+        got = engine.answer(asked, f"answer-{number}.safetensors", frames=True)
+        assert got.frames is not None
+        answers.append(got.frames)
+        ref = got.ref
+        present = ref.fetch_numpy(store, FRAME)[0][:, 0, 0].tolist()
+        assert present == [[9, 0, 4], [13, 0, 8], [13, 0, 9]][number - 1]
+    written = set().union(*(one.objects for one in (prompts, *answers)))
+    column = frames_by_turn(store, prompts, ref, BatchRef.concat(answers))
+    seen = [np.asarray(one)[:, 0, 0].tolist() for one in column.fetch_list(store, FRAME)]
+    assert seen == [[0, 9, 13], [0, 0, 0], [0, 4, 8]], "what is no action changes nothing"
+    assert column.objects <= written, "no frame is stored again"
+    unanswered = turn(engine, store, prompts, 4, ["1"])
+    numbers = write_batch(store, "numbers.safetensors", {"turn_ids": [np.zeros(1, np.int64)]})
+    alone = frames_by_turn(store, prompts, unanswered.with_columns(numbers), None)
+    assert alone.lengths(store, FRAME).tolist() == [1]

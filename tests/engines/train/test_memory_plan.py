@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from engines.train.memory_plan import (
     activation_bytes,
     adapter_parameters,
     largest_batch,
+    largest_turns,
     plan_rank,
 )
 from engines.train.model import attention
@@ -28,6 +30,7 @@ from engines.train.model.lora import inject
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
+from tests.engines.train import test_images as images
 from tests.engines.train.train_ranks import MODEL, TEMPERATURE, spec
 
 PROMPT, RESPONSE, GROUPS, GROUP = 40, 24, 4, 4
@@ -133,6 +136,41 @@ def test_the_largest_micro_batch() -> None:
     assert largest_batch(4096, 8, 6, samples=8, group=4, ranks=8) == Batch(
         tokens=13, slots=14, responses=6, longest=13, several=False
     )
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"micro_batch_tokens": 320}, {"gradient_checkpointing": 1}]
+)
+def test_what_a_policy_that_looks_keeps_is_what_the_plan_says(
+    tmp_path: Path, hooked: list[int], settings: dict[str, Any]
+) -> None:
+    """Episodes of three turns of two tokens, after images of which no two are alike."""
+    random = np.random.default_rng(0)
+    rows = [
+        images.Row(
+            prompt=[1, *range(4, 12)],
+            turns=random.integers(*images.ACTIONS, (3, 2)).tolist(),
+            frames=random.integers(0, 256, (3, 20, 24, 3), np.uint8),
+            advantage=1.0,
+        )
+        for _ in range(12)
+    ]
+    engine = FSDPEngine(images.spec(tmp_path, **settings))
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    engine.update(images.stored(tmp_path, rows), AlgorithmConfig(), TEMPERATURE, 24, 1)
+    held = engine.memory_held("host")
+    engine.leave()
+    train = TrainConfig(**{"compute_dtype": "float32", "micro_batch_tokens": 4096, **settings})
+    largest = largest_turns(train.micro_batch_tokens, 9, 2, 3, images.PATCHES, 12, 1)
+    shape = shape_of(images.MODEL)
+    plan = plan_rank(shape, train, largest, role="actor", ranks=1, on_gpu=False)
+    assert plan.held["weights"] == held["weights"] and plan.held["optimizer"] == held["optimizer"]
+    assert largest.several == (len(hooked) > 1) and largest.images == 36 // len(hooked)
+    blind = plan_rank(
+        replace(shape, vision=None), train, largest, role="actor", ranks=1, on_gpu=False
+    )
+    assert plan.passing["activations"] > 1.1 * blind.passing["activations"]
+    assert plan.passing["activations"] == pytest.approx(max(hooked), rel=0.1)
 
 
 def planned(ranks: int = 1, role: str = "actor", gpu: bool = True, **settings: Any) -> Any:

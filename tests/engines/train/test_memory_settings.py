@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
 from engines.train.adamw import stochastically_rounded
-from engines.train.batching.micro_batch import pack
+from engines.train.batching.packed_batch import pack
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory import OTHERS, PASS, setting_for_less
 from engines.train.memory_plan import checkpointed

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from configs.model import PretrainedModel, RandomModel, RandomVision
 from engines import models
 from engines.model_facts import model_facts
-from engines.vla.openvla import OpenVLA, OpenVLAConfig, pixels_of
+from engines.vla.openvla import OpenVLA, OpenVLAConfig, pixels_of, turn
 from engines.vla.shapes import DINOV2, SIGLIP, TowerShape, VisionShape
 from engines.vla.vision_tower import VisionTower
 
@@ -91,7 +91,7 @@ def asked(policy: OpenVLA) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     ids = torch.randint(0, 40, (3, 6)).tolist()
     images = torch.randint(0, 256, (3, 20, 24, 3), dtype=torch.uint8)
-    turns = [policy.turn(row, [], number) for number, row in enumerate(ids)]
+    turns = [turn(row, [], number, policy.patches) for number, row in enumerate(ids)]
     return torch.tensor(turns), policy.see(images)
 
 

@@ -219,7 +219,8 @@ def test_objects_are_those_of_the_rows() -> None:
         (lambda v: v["views"][0].__setitem__(0, [7]), "out of range"),
         (lambda v: v["columns"].update(reward=["dense", "F33", [], 0]), "'reward' is malformed"),
         (lambda v: v["columns"].update(reward="x"), "unpack"),
-        (lambda v: v["columns"]["reward"].append(["renamed"]), "too many values to unpack"),
+        (lambda v: v["columns"]["reward"].append(["renamed"]), "row runs are"),
+        (lambda v: v["columns"]["reward"].extend([[0, 4], 0]), "too many values to unpack"),
         (lambda v: v["sources"].__setitem__(0, [1, 2, 3, 4]), "source 1 is malformed"),
     ],
 )
@@ -280,3 +281,43 @@ def test_samples_of_one_prompt_and_player_have_one_number() -> None:
     seats = {**groups, "player": np.array([0, 1, 2, 0, 0])}
     found = write_batch(STORE, f"{uuid.uuid4().hex}.safetensors", seats).own_groups(STORE)
     assert found.tolist() == [12, 13, 14, 15, 15], "in the order of prompts and players"
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_rows_grouped_by_reference_are_jagged(data: st.DataObject) -> None:
+    """Each row is made of dense rows of two objects, whatever is picked, joined and sent on."""
+    pictures = np.arange(5 * 6, dtype=np.uint8).reshape(5, 2, 3)
+    parts = [
+        write_batch(STORE, f"{uuid.uuid4().hex}.safetensors", {"frame": some})
+        for some in (pictures[:2], pictures[2:])
+    ]
+    every = BatchRef.concat(parts)
+    wanted = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=4), min_size=1, max_size=5))
+    ref = every.grouped(wanted)
+    if data.draw(st.booleans()):
+        more = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=2), min_size=1, max_size=3))
+        ref, wanted = BatchRef.concat([ref, every.grouped(more)]), wanted + more
+    picked = data.draw(st.lists(st.integers(0, len(wanted) - 1), max_size=6))
+    ref, wanted = ref.take(picked), [wanted[number] for number in picked]
+    ref = BatchRef.from_json(json.loads(json.dumps(ref.to_json())))
+    assert ref.lengths(STORE, "frame").tolist() == [len(one) for one in wanted]
+    for found, rows in zip(ref.fetch_list(STORE, "frame"), wanted, strict=True):
+        np.testing.assert_array_equal(found, pictures[rows])  # type: ignore[arg-type]
+    assert ref.objects <= every.objects
+    if wanted:
+        nested = ref.fetch(STORE, ["frame"])["frame"]
+        assert nested.values().shape == (sum(map(len, wanted)), 2, 3)
+
+
+def test_what_is_grouped_must_be_dense_and_joins_its_like_alone() -> None:
+    ref = write_batch(STORE, f"{uuid.uuid4().hex}.safetensors", {"frame": [[1], [2, 3]]})
+    with pytest.raises(ValueError, match="Column 'frame' is jagged; rows of dense ones"):
+        ref.grouped([[0, 1]])
+    dense = write_batch(STORE, f"{uuid.uuid4().hex}.safetensors", {"frame": np.array([1, 2])})
+    with pytest.raises(ValueError, match="made of dense rows in some batches"):
+        BatchRef.concat([ref, dense.grouped([[0, 1]])])
+    broken = dense.grouped([[0, 1]]).to_json()
+    broken["rows"] = 2
+    with pytest.raises(ValueError, match="does not fit 2"):
+        BatchRef.from_json(broken)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from engines.train.batching.micro_batch import pack
+from engines.train.batching.packed_batch import pack
 from engines.train.model.attention import Bucket
 
 

@@ -18,7 +18,7 @@ from configs.algorithm.advantages import TreeAdvantage
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.advantages import ADVANTAGES
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.micro_batch import PackedBatch, pack
+from engines.train.batching.packed_batch import PackedBatch, pack
 from engines.train.batching.packing import (
     WHOLE,
     MiniBatch,

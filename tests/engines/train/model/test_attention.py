@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engines.train.batching import micro_batch
-from engines.train.batching.micro_batch import pack
+from engines.train.batching.packed_batch import pack
 from engines.train.model import attention
 from engines.train.model.attention import AttentionLayout, packed_attention, repeated
 

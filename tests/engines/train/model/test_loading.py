@@ -26,7 +26,7 @@ from transformers import (
 
 from configs.model import PretrainedModel, RandomModel
 from engines.models import load_for_training
-from engines.train.batching.micro_batch import pack
+from engines.train.batching.packed_batch import pack
 from engines.train.critic import Critic
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.loading import open_checkpoint

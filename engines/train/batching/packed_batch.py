@@ -1,0 +1,273 @@
+"""Rows laid end to end as tensors: a shared prompt is there once, with tree training more than that.
+
+Attention over the packed tokens is in engines/train/model/attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engines.algorithms.jagged import Rows
+from engines.train.batching.tree_training import in_order
+from engines.train.model.attention import AttentionLayout, Bucket
+
+SHORTEST_SHARE = 0.75  # a bucket holds sequences of at least this share of its longest one's length
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distinct:
+    """Response tokens of several rows whose numbers are the same: U of R are computed.
+
+    Example: the responses [7, 8, 9] and [7, 8, 4] to one prompt
+        Distinct(first=[0, 1, 2, 5], member=[0, 1, 2, 0, 1, 3])
+    """
+
+    first: Tensor  # [U] int64: which of the R are computed
+    member: Tensor  # [R] int64: the one of the U whose numbers each has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """What a forward pass over some rows needs: T tokens in, numbers of R response tokens out.
+
+    Rows that share a prompt share its tokens; with tree training, all tokens that they begin with.
+    The last token of a row is only ever a label.
+
+    Example: prompt [5, 6] with the responses [7, 8, 9] and [4]
+        tokens     = [5, 6, 7, 8]  # the prompt once, the first response without its last token
+        positions  = [0, 1, 2, 3]
+        predictors = [1, 2, 3, 1]  # token 6 predicts 7, 7 predicts 8, 8 predicts 9; 6 predicts 4
+        labels     = [7, 8, 9, 4]
+        rows       = offsets [0, 3, 4]
+        squares    = 4 * 4 + 2 * 2
+        whole      = 4 + 2
+    """
+
+    # [T] int64: distinct prompts, then each row's response but for its last token; with tree training
+    # first those that most rows share
+    tokens: Tensor
+    positions: Tensor  # [T] int64: position of each token in its sequence
+    layout: AttentionLayout  # of the T tokens in their sequences
+    predictors: Tensor  # [R] int64: the token whose hidden state predicts each response token
+    labels: Tensor  # [R] int64: response tokens of all rows
+    rows: Rows  # where the R response tokens of each row begin and end; rows may be empty
+    squares: int  # sum of squared sequence lengths, for the count of FLOPs
+    whole: int  # tokens of the rows, were nothing shared
+    distinct: Distinct | None = None  # of the R; None: each is computed
+    # uint8 [F, H, W, 3], what a policy looks at; -1 - i among the tokens is patch i of all. None: it
+    # does not look.
+    images: Tensor | None = None
+
+    @property
+    def predicted(self) -> int:
+        """Response tokens whose logits are computed."""
+        return self.labels.numel() if self.distinct is None else self.distinct.first.numel()
+
+
+def pack(
+    prompts: Sequence[Ints],
+    responses: Sequence[Ints],
+    device: torch.device | str = "cpu",
+    tree_training: bool = False,
+) -> PackedBatch:
+    """Pack rows; rows whose prompts are equal share it, rows without response take no room.
+
+    Args:
+        prompts: Of each row, int64 [P_i], P_i >= 1.
+        responses: Of each row, int64 [R_i]; R_i may be 0.
+        device: Where the tensors are put; on a CPU attention gets dense buckets, else edges.
+        tree_training: Whether rows share all tokens that they begin with alike.
+    """
+    used = [row for row, response in enumerate(responses) if len(response)]
+    asked = [np.asarray(prompts[row]) for row in used]
+    given = [np.asarray(responses[row]) for row in used]
+    place = _beginnings_once if tree_training else _prompts_once
+    placed = place(asked, given) if used else _NOTHING
+    predictors = [
+        member[len(prompt) - 1 :] for member, prompt in zip(placed.members, asked, strict=False)
+    ]
+    lengths = [len(response) for response in responses]
+    return PackedBatch(
+        tokens=_tensor([placed.tokens], device),
+        positions=_tensor([placed.positions], device),
+        layout=_layout(placed, device),
+        predictors=_tensor(predictors, device),
+        labels=_tensor(given, device),
+        rows=Rows.of_lengths(put(torch.tensor(lengths, dtype=torch.int64), device)),
+        squares=sum(len(member) ** 2 for member in placed.members),
+        whole=sum(map(len, placed.members)),
+        distinct=_distinct(predictors, given, device) if tree_training and used else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placed:
+    """Rows' tokens, each that some of them share only once."""
+
+    tokens: Ints  # [T]
+    positions: Ints  # [T]
+    members: list[Ints]  # of each row: its tokens among the T, but for its last
+    shared: tuple[
+        int, ...
+    ]  # so many of the first tokens are in several rows, and so many after them
+
+
+# A rank with a micro-batch less than others still takes part in the collectives.
+_ZERO: Ints = np.zeros(1, dtype=np.int64)
+_NOTHING = _Placed(tokens=_ZERO, positions=_ZERO, members=[_ZERO], shared=(0,))
+
+
+def _prompts_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
+    """Each distinct prompt once, then the rows' responses."""
+    bases, owners = _place_prompts(prompts)
+    tokens = [prompts[first] for first in owners]
+    positions = [np.arange(len(prompt)) for prompt in tokens]
+    shared = total = sum(map(len, tokens))
+    members = []
+    for base, prompt, response in zip(bases, map(len, prompts), responses, strict=True):
+        own = len(response) - 1
+        tokens.append(response[:-1])
+        positions.append(np.arange(prompt, prompt + own))
+        members.append(np.concatenate([np.arange(prompt) + base, np.arange(own) + total]))
+        total += own
+    return _Placed(
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        members=members,
+        shared=(shared,),
+    )
+
+
+def _beginnings_once(prompts: list[Ints], responses: list[Ints]) -> _Placed:
+    """Each token once that rows share with all tokens before it; those of most rows first.
+
+    Tokens of 2 ** k + 1 to 2 ** (k + 1) rows are together, so that a table of all their slots is at
+    least half full.
+    """
+    rows = [np.concatenate([p, r[:-1]]) for p, r in zip(prompts, responses, strict=True)]
+    order, common = in_order(rows)
+    members: list[Ints] = [_ZERO] * len(rows)
+    before, total = _ZERO, 0
+    for row, shared in zip(order, common, strict=True):
+        own = np.arange(total, total + len(rows[row]) - shared)
+        members[row] = before = np.concatenate([before[:shared], own])
+        total += len(own)
+    tokens, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    for own, member in zip(rows, members, strict=True):
+        tokens[member], positions[member] = own, np.arange(len(own))
+    number = np.bincount(np.concatenate(members), minlength=total)
+    kind = np.ceil(np.log2(number)).astype(np.int64)  # 0: of one row alone
+    by_kind = np.argsort(-kind, kind="stable")
+    place = np.empty(total, dtype=np.int64)
+    place[by_kind] = np.arange(total)
+    return _Placed(
+        tokens=tokens[by_kind],
+        positions=positions[by_kind],
+        members=[place[member] for member in members],
+        shared=tuple(int(n) for n in np.bincount(kind)[:0:-1]),
+    )
+
+
+def _distinct(
+    predictors: list[Ints], labels: list[Ints], device: torch.device | str
+) -> Distinct | None:
+    """Which response tokens are predicted by one token and are the same; None: all differ."""
+    words = np.concatenate(labels).astype(np.int64)
+    pairs = np.concatenate(predictors) * (words.max() + 1) + words
+    _, first, member = np.unique(pairs, return_index=True, return_inverse=True)
+    if len(first) == len(pairs):
+        return None
+    return Distinct(first=_tensor([first], device), member=_tensor([member], device))
+
+
+def _place_prompts(prompts: Sequence[Ints]) -> tuple[list[int], list[int]]:
+    """First token of each row's prompt, and the rows that bring a prompt not seen before."""
+    places: dict[bytes, int] = {}
+    bases, owners, total = [], [], 0
+    for row, prompt in enumerate(prompts):
+        key = np.ascontiguousarray(prompt, dtype=np.int64).tobytes()
+        if key not in places:
+            places[key] = total
+            owners.append(row)
+            total += len(prompt)
+        bases.append(places[key])
+    return bases, owners
+
+
+def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
+    flat = np.concatenate(parts) if len(parts) else np.zeros(0)
+    return put(torch.from_numpy(flat.astype(np.int64)), device)
+
+
+def put(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device; to a GPU by pinned memory, so that nobody waits for it."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _layout(placed: _Placed, device: torch.device | str) -> AttentionLayout:
+    """Slots of the rows, each whole."""
+    members = placed.members
+    dense = torch.device(device).type == "cpu"
+    order = sorted(range(len(members)), key=lambda i: (-len(members[i]), i))
+    lengths = [len(members[i]) for i in order]
+    buckets = _buckets(lengths) if dense else ()
+    widths = [bucket.length for bucket in buckets for _ in range(bucket.sequences)] or lengths
+    edges = np.concatenate([[0], np.cumsum(widths)])
+    spare = int(edges[-1])  # one slot more, of a sequence of its own, whose gradient is zero
+    expand = np.zeros(spare + 1, dtype=np.int64)
+    collapse = np.zeros(len(placed.tokens), dtype=np.int64)
+    for start, i in zip(edges[:-1].tolist(), order, strict=True):
+        member = members[i]
+        expand[start : start + len(member)] = member
+        collapse[member] = np.arange(start, start + len(member))
+    slots = np.concatenate(
+        [start + np.arange(len(members[i])) for start, i in zip(edges, order, strict=False)]
+    )
+    bounds = pairwise([0, *np.cumsum(placed.shared).tolist()])
+    copies = [_copies(expand[slots], slots, start, stop, spare) for start, stop in bounds]
+    return AttentionLayout(
+        expand=put(torch.from_numpy(expand), device),
+        collapse=put(torch.from_numpy(collapse), device),
+        copies=tuple(put(torch.from_numpy(each), device) for each in copies),
+        buckets=(*buckets, Bucket(start=spare, sequences=1, length=1)) if dense else (),
+        edges=None if dense else put(torch.from_numpy(np.append(edges, spare + 1)).int(), device),
+        longest=max(lengths),
+    )
+
+
+def _copies(tokens: Ints, slots: Ints, start: int, stop: int, spare: int) -> Ints:
+    """[C, stop - start] the slots of each of these tokens, in their order, then `spare`.
+
+    tokens, slots: [S] of each slot in use, its token and its number.
+    """
+    count = stop - start
+    found = np.flatnonzero((tokens >= start) & (tokens < stop))
+    found = found[np.argsort(tokens[found], kind="stable")]  # by token
+    number = np.bincount(tokens[found] - start, minlength=count)
+    place = np.arange(len(found)) - np.repeat(number.cumsum() - number, number)
+    copies = np.full((number.max(initial=0) if count else 1, count), spare, dtype=np.int64)
+    copies[place, tokens[found] - start] = slots[found]
+    return copies
+
+
+def _buckets(lengths: list[int]) -> tuple[Bucket, ...]:
+    """Dense batches of sequences sorted by falling length."""
+    found: list[Bucket] = []
+    start = first = 0
+    for i in range(1, len(lengths) + 1):
+        if i == len(lengths) or lengths[i] < SHORTEST_SHARE * lengths[first]:
+            found.append(Bucket(start=start, sequences=i - first, length=lengths[first]))
+            start += (i - first) * lengths[first]
+            first = i
+    return tuple(found)

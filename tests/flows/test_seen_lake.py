@@ -1,0 +1,110 @@
+"""Whole runs of a policy that looks at images: what it saw is on record, and it can be made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.data.frames import FRAME
+from storage.audit.audit import audit
+from storage.batches.columns import Author
+from storage.objects.store import Store
+from storage.runs.commit_log import Commit
+from tests.faults.ledger import committed, story
+from tests.faults.planted import Fault, Faults
+from tests.flows.conftest import ROOT, Launch
+
+pytestmark = pytest.mark.cluster
+
+FILES = {
+    name: (ROOT / "examples" / name).read_text() for name in ("seen_lake.py", "seen_lake.yaml")
+}
+WORDS = (
+    *("seen_lake.yaml", "steps=3", "prompts_per_step=4", "group_size=4", "store.snapshot_every=2"),
+    *("algorithm.kl.coefficient=0.01", "train.mini_batches=2"),
+)
+
+
+def check(commit: Commit, store: Store) -> None:
+    """Each turn has the frame that the turn before was answered with, where that was stored."""
+    samples, frames = commit.refs["samples"], commit.refs["frames"]
+    turns = samples.lengths(store, "turn_rewards")
+    seen = samples.fetch_list(store, FRAME)
+    assert [len(one) for one in seen] == turns.tolist()  # type: ignore[arg-type]
+    first = samples.fetch_numpy(store, "opening_frame")[0]
+    given = {
+        (sample, turn): frame
+        for sample, turn, frame in zip(
+            frames.fetch_numpy(store, "sample_id")[0].tolist(),
+            frames.fetch_numpy(store, "turn")[0].tolist(),
+            frames.fetch_numpy(store, FRAME)[0],
+            strict=True,
+        )
+    }
+    for row, sample in enumerate(samples.fetch_numpy(store, "sample_id")[0].tolist()):
+        wanted = [first[row], *(given[sample, turn] for turn in range(turns[row] - 1))]
+        np.testing.assert_array_equal(seen[row], wanted)  # type: ignore[arg-type]
+    assert commit.refs["batch"][[FRAME]].objects <= frames.objects | commit.refs["prompts"].objects
+    for name in ("train/rollout_mismatch_max", "weights/logprob_error"):
+        if name in commit.metrics:
+            assert commit.metrics[name] < 1e-4, name
+    tokens = np.asarray(samples.fetch_numpy(store, "response_ids")[0])
+    authors = samples.fetch_numpy(store, "author")[0]
+    assert set(tokens[authors == Author.POLICY].tolist()) <= {101, 102, 103, 104}
+
+
+def test_what_it_saw_is_on_record(launch: Launch) -> None:
+    run = launch(*WORDS, files=FILES).whole()
+    for commit in run.commits():
+        check(commit, run.files.store)
+        assert commit.metrics["train/rollout_mismatch_max"] < 1e-4
+    assert audit(run.files).problems == [] and audit(run.files).orphans == []
+    code, out = launch(run.files.run, "2", module="flows.replay").end()
+    assert (code, "Equal, to the bit." in out) == (0, True), out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(
+            id="environment",
+            target="engines.data.environment_engine:EnvironmentEngine.answer",
+            action="kill",
+            nth=9,
+        ),
+        Fault(
+            id="rollout",
+            target="engines.rollout.hf_engine:HFEngine.generate",
+            action="kill",
+            nth=15,
+        ),
+        Fault(
+            id="train",
+            target="engines.train.fsdp_engine:FSDPEngine.update",
+            action="kill",
+            nth=2,
+        ),
+        Fault(id="flow", target="tasks.episodes:answer", action="kill", nth=20, when="before"),
+    ],
+    ids=lambda fault: fault.id,
+)
+def test_a_run_that_a_fault_strikes_ends_alike(
+    launch: Launch, tmp_path: Path, fault: Fault
+) -> None:
+    whole = launch(*WORDS, f"store.uri=file://{tmp_path}/whole", files=FILES).whole()
+    whole.store_uri = f"file://{tmp_path}/whole"
+    faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [fault])
+    run = launch(*WORDS, environment=faults.environment, files=FILES)
+    code, out = run.end()
+    if code:
+        assert fault.target.startswith("tasks."), out
+        code, out = launch("--resume", run.files.run).end()
+    assert code == 0, out
+    assert faults.missed == []
+    assert story(committed(run.files)) == story(whole.commits())
+    assert audit(run.files).problems == []
+    for commit in run.commits():
+        check(commit, run.files.store)
