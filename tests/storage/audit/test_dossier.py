@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from storage.audit.all_curves import points_of
 from storage.audit.audit import audit
-from storage.audit.dossier import write_dossier
+from storage.audit.dossier import card, commits_of, write_dossier
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit
+from storage.runs.live import End, write_end
 from storage.runs.run_store import RunStore
 from tests.storage.audit import small_run
+from tests.storage.evaluations.stored import stored_evaluation
+from tests.traced import Record, check_figures, figure
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +167,58 @@ def test_it_tells_the_run(world: World) -> None:
     assert (world.folder / "curves.csv").read_text().startswith("step,committed_at")
     assert (world.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "# run" in (world.folder / "README.md").read_text()
+
+
+def test_every_number_of_the_card_is_one_of_the_store(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def page(record: Record) -> str:
+        run = RunStore(Store(f"file://{tmp_path}/{next(numbers)}"), "run")
+        run.write_run(record["run"])
+        before = None
+        for step, metrics in enumerate(record["metrics"], 1):
+            before = small_run.take(run, step, before, metrics=metrics, **record["step"])
+        for name, fields in record["evaluations"].items():
+            stored_evaluation(run, name, **fields)
+        write_end(run, End(step=len(record["metrics"]), cost=record["end"]))
+        return card(run, run.read_run() or {}, commits_of(run), points_of(run))
+
+    hours = "cost/so_far/device_hours"
+    interval = {"low": 0.25, "high": 0.75, "kind": "bootstrap"}
+    record: Record = {
+        "run": {
+            "config": {"model": {"kind": "random", "layers": 11}, "data": {"source": {"size": 90}}},
+            "code": "0.9.0",
+            "flow": "flows.grpo:grpo",
+        },
+        "metrics": [{"reward/mean": 0.125, hours: 1.5}, {"reward/mean": 0.375, hours: 3.5}],
+        "step": {"cursor": {"digest": "sha1", "position": 0}},
+        "end": {hours: 4.25},
+        "evaluations": {
+            "e": {"version": 2, "metrics": {"reward": 0.5, "failed": 3.0},
+                  "intervals": {"reward": interval}, "cost": {"device_hours": 0.5}, "back_fill": True},
+        },
+    }  # fmt: skip
+    metrics, evaluation = ("metrics",), ("evaluations", "e")
+    weights = [small_run.publish_version(RunStore(Store(f"file://{tmp_path}/w"), "run"), n).digest
+               for n in (2, 3)]  # fmt: skip
+    check_figures(record, page, [
+        figure("run", "code", value="0.9.1", shown=[("0.9.0", "0.9.1")]),
+        figure("run", "config", "model", "layers", value=12, shown=[('"layers": 11', '"layers": 12')]),
+        figure("run", "config", "data", "source", "size", value=91, shown=[('"size": 90', '"size": 91')]),
+        figure("step", "cursor", "digest", value="sha2", shown=[("`sha1`", "`sha2`")]),
+        figure(*metrics, 0, "reward/mean", value=0.25, shown=[("step: 0.125,", "step: 0.25,")]),
+        figure(*metrics, 1, "reward/mean", value=0.5, shown=[(", 0.375", ", 0.5")]),
+        figure(*metrics, 1, hours, value=9.0, shown=[]),  # in what the run's end has, not besides
+        figure("end", hours, value=5.0, shown=[("Device-hours: 4.75", "Device-hours: 5.5")]),
+        figure(*metrics, value=[*record["metrics"][:1], {}, record["metrics"][1]], shown=[
+            ("Steps: 2", "Steps: 3"), (f"version: 2, `{weights[0]}`", f"version: 3, `{weights[1]}`"),
+            ("trained: 4", "trained: 6")]),
+        figure(*evaluation, "version", value=1, shown=[
+            ("| 2 | reward", "| 1 | reward"), ("| 2 | failed", "| 1 | failed")]),
+        figure(*evaluation, "metrics", "reward", value=0.625, shown=[("reward | 0.5 |", "reward | 0.625 |")]),
+        figure(*evaluation, "metrics", "failed", value=4.0, shown=[("failed | 3 |", "failed | 4 |")]),
+        figure(*evaluation, "intervals", "reward", value=interval | {"low": 0.1, "high": 0.9},
+               shown=[("0.25 to 0.75", "0.1 to 0.9")]),
+        figure(*evaluation, "cost", "device_hours", value=1.0, shown=[("hours: 4.75", "hours: 5.25")]),
+    ], frozenset({"`verify.py,", "SHA256SUMS`:", "95", "SHA-256,"}))  # fmt: skip
