@@ -190,7 +190,7 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
     store = run.config.store
     samples = command("flows.lineage", store, run.name, "--version", commit.version_out.version)
     again = command("flows.replay", store, run.name, commit.step)
-    lines += ["", f"Sample by sample: `{samples}`; made again and compared: `{again}`."]
+    lines += ["", f"- Sample by sample: `{samples}`", f"- Made again and compared: `{again}`"]
     failures = [attempt for attempt in attempts if attempt.error]
     if failures:
         lines += ["", "#### Failed attempts, each tried again", ""]
@@ -245,7 +245,7 @@ def show_run(run: RunView) -> None:
         "",
         f"- Flow process {os.getpid()} on {escaped(socket.gethostname())}",
         f"- Store `{run.store.url(run.name)}`",
-        f"- MLflow `{escaped(run.config.tracking.uri)}`, experiment "
+        f"- MLflow `{run.config.tracking.uri}`, experiment "
         f"{escaped(run.config.tracking.experiment)}, run {escaped(run.name)}",
         f"- Data {escaped(run.source.name)}, {len(run.source)} rows, `{run.source.digest}`",
     ]

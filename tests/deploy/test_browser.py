@@ -6,15 +6,25 @@ With REFRAIN_SCREENSHOTS=FOLDER the pictures of docs/dashboard.md are written th
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from mlflow import MlflowClient
 
-from tests.deploy.conftest import API, Platform
+from storage.tracking.connection import has_pages
+from storage.tracking.tracker import CURVES
+from tests.deploy.conftest import API, Platform, end
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -37,6 +47,11 @@ SUITE = {
     "pass_at": [1, 4],
     "right_from": 0.2,
 }
+
+
+# What MLflow 3.17.2's pages complain of: a server without users, versions whose files lie in a store of
+# ours and so bring no MLmodel, and their own layout.
+MLFLOWS_OWN = ("mlflow/users/current", "?path=MLmodel", "404 (Not Found)", "ResizeObserver loop")
 
 
 class Browser:
@@ -82,22 +97,42 @@ def browser() -> Iterator[Browser]:
             started.close()
 
 
-def test_a_finished_run_and_the_form_show_without_an_error(
-    platform: Platform, browser: Browser
-) -> None:
-    changes: dict[str, Any] = {"steps": 3, "evaluation": {"suites": {"sums": SUITE}}}
+@dataclass(frozen=True)
+class Finished:
+    """A run that was started from its deployment, and has ended."""
+
+    flow_run: str
+    steps: list[dict[str, Any]]  # flow runs, by time
+    artifacts: dict[str, str]  # the last part of the key -> id of the newest
+    tracking_uri: str
+
+
+@pytest.fixture(scope="module")
+def finished(platform: Platform) -> Finished:
+    changes: dict[str, Any] = {"steps": 6, "evaluation": {"every": 2, "suites": {"sums": SUITE}}}
     changes |= {f"cluster.pools.{pool}.price_per_hour": 2.5 for pool in ("train", "rollout")}
-    run = platform.submit("tiny", platform.config("tiny", **changes)).json()["id"]
+    config = platform.config("tiny", **changes)
+    submitted = platform.submit("tiny", config)
+    assert submitted.status_code == 201, submitted.text
+    run = submitted.json()["id"]
     platform.wait(run, "COMPLETED")
+    mine = {"flow_runs": {"parent_flow_run_id": {"any_": [run]}}, "sort": "START_TIME_ASC"}
+    children = API.post(f"{platform.api}/flow_runs/filter", json=mine).json()
+    made = API.post(f"{platform.api}/artifacts/filter", json={}).json()
+    made.sort(key=lambda one: one["created"])
+    return Finished(
+        flow_run=run,
+        steps=[one for one in children if one["name"].startswith("step")],
+        artifacts={one["key"].rpartition("-")[2]: one["id"] for one in made},
+        tracking_uri=config["tracking"]["uri"],
+    )
+
+
+def test_a_finished_run_and_the_form_show_without_an_error(
+    platform: Platform, browser: Browser, finished: Finished
+) -> None:
+    run, steps, artifacts = finished.flow_run, finished.steps, finished.artifacts
     board = platform.dashboard
-    steps = API.post(
-        f"{platform.api}/flow_runs/filter",
-        json={"flow_runs": {"parent_flow_run_id": {"any_": [run]}}, "sort": "START_TIME_ASC"},
-    ).json()
-    artifacts = {
-        one["key"].rpartition("-")[2]: one["id"]
-        for one in API.post(f"{platform.api}/artifacts/filter", json={}).json()
-    }
 
     shown = browser.open(
         f"{board}/deployments/deployment/{platform.deployment('tiny')['id']}/run",
@@ -125,9 +160,9 @@ def test_a_finished_run_and_the_form_show_without_an_error(
     browser.picture("cost", 520)
 
     shown = browser.open(f"{board}/artifacts/artifact/{artifacts['sums']}", "95 % interval")
-    for text in ("48 samples", "pass@4", "bootstrap", "device-hours", "--evaluation sums@3"):
+    for text in ("48 samples", "pass@4", "bootstrap", "device-hours", "--evaluation sums@6"):
         assert text in shown
-    browser.picture("evaluation", 760)
+    browser.picture("evaluation", 820)
     browser.open(f"{board}/artifacts/artifact/{artifacts['curves']}", "Reward, KL and time")
     width = browser.page.evaluate("() => document.querySelector('img[src^=data]').naturalWidth")
     assert width > 500
@@ -136,3 +171,52 @@ def test_a_finished_run_and_the_form_show_without_an_error(
     assert "Store" in shown and "MLflow" in shown
     browser.picture("note", 700)
     assert browser.errors == []
+
+
+@pytest.fixture
+def mlflow_pages(finished: Finished, tmp_path: Path) -> Iterator[str]:
+    """MLflow's own server over what the run told it."""
+    if not has_pages():
+        pytest.skip("needs the extra ui")
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    words = ["server", "--backend-store-uri", finished.tracking_uri, "--port", str(port)]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", *words, "--workers", "1"],
+            cwd=tmp_path, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            with suppress(httpx.HTTPError):
+                if API.get(f"{address}/health", timeout=2).status_code == 200:
+                    break
+            time.sleep(0.3)
+        yield address
+    finally:
+        end(server)
+
+
+def test_mlflow_opens_among_model_training_with_the_rewards_curve_first(
+    browser: Browser, finished: Finished, mlflow_pages: str
+) -> None:
+    # The assistant's panel, which opens at the first visit, would hide a quarter of the page.
+    key = "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1"
+    browser.page.add_init_script(f"localStorage.setItem('{key}', 'true')")
+    client = MlflowClient(finished.tracking_uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'refrain'")
+    (page,) = client.search_runs([experiment.experiment_id])
+    address = f"{mlflow_pages}/#/experiments/{experiment.experiment_id}"
+    shown = browser.open(f"{address}/runs/{page.info.run_id}{CURVES}", "reward")
+    drawn = re.findall(rf"{page.info.run_name} \((.+)\)", shown)  # charts in their order
+    assert drawn[0] == "Overview/reward" and "advantage/max" in drawn
+    browser.picture("mlflow-curves")
+    shown = browser.open(f"{address}/runs?workflowType=machine_learning", page.info.run_name)
+    assert "chain_sum" in shown
+    version = f"{mlflow_pages}/#/models/tiny/versions/1?workflowType=machine_learning"
+    shown = browser.open(version, "refrain.digest")
+    for text in ("refrain.device_hours", "refrain.money", "refrain.step"):
+        assert text in shown
+    assert [one for one in browser.errors if not any(own in one for own in MLFLOWS_OWN)] == []
