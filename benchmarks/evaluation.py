@@ -1,12 +1,15 @@
 """What evaluating every version costs a step: between the steps, and on a pool of its own.
 
-    python -m benchmarks.evaluation [--engine sleep|real] [--rounds 3] [--steps 8]
+    python -m benchmarks.evaluation [--engine sleep|real] [--rounds 3] [--steps 6]
 
 Three sides, in turn, as often as there are rounds: no evaluation; `between`, on the run's engines
 between two steps; `aside`, on a pool of its own while the steps go on. With --engine sleep the
 engines that sample sleep for a second a shard, as on devices of their own: what is left is the flow's
 work. With --engine real they decode on this machine's processors, which all pools share: a pool
-beside the steps then takes its share of them. Printed: the median seconds from commit to commit,
+beside the steps then takes its share of them. The runs share one Prefect server, and one that takes
+longer than LIMIT is ended.
+
+Printed after each run, and of all in the end: the median seconds from commit to commit,
 without the first two steps of a run; its ratio to no evaluation; and of `aside` the processor seconds
 of its pool for each step, as a share of what the machine has in that time.
 """
@@ -31,6 +34,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
 from storage.tracking.cost import CPU_SECONDS
+from tasks.launch.server import EmbeddedServer
 
 SUITE = {
     "source": {"kind": "reasoning_gym", "task": "chain_sum", "size": 16, "seed": 5},
@@ -43,6 +47,7 @@ POOL = ("cluster.pools.test={workers: 1, threads: 1, slots: 4}", "cluster.roles.
 SIDES: dict[str, tuple[str, ...]] = {"none": (), "between": EVERY, "aside": (*EVERY, *POOL)}
 FIRST = 2  # steps of a run that are left out: engines and caches are warm after them
 SLEEP = "equal:1.0"  # seconds of a shard
+LIMIT = 300.0  # seconds of a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +72,7 @@ def words(side: str, steps: int) -> list[str]:
     ]
 
 
-def flow_run(side: str, steps: int, engine: str) -> Measured:
+def flow_run(side: str, steps: int, engine: str, server: str) -> Measured:
     """A run in a folder of its own."""
     module = ["benchmarks.sleeping_engine", "flows.grpo"] if engine == "sleep" else ["flows.grpo"]
     with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
@@ -75,14 +80,24 @@ def flow_run(side: str, steps: int, engine: str) -> Measured:
             **os.environ,
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "OMP_NUM_THREADS": "1",
+            "PREFECT_API_URL": f"{server}/api",
             VARIABLE: SLEEP,
         }
         log = Path(folder, "log")
         with log.open("w") as out:
             command = [sys.executable, "-m", *module, *words(side, steps)]
-            done = subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=out)
-        if done.returncode != 0:
-            raise SystemExit(log.read_text())
+            with subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=out, stderr=out
+            ) as run:
+                try:
+                    failed = run.wait(LIMIT) != 0
+                except subprocess.TimeoutExpired:
+                    run.terminate()  # which ends its workers too
+                    failed = True
+        if failed:
+            raise SystemExit(
+                f"{log.read_text()}The run of {side} failed, or took over {LIMIT:.0f} s."
+            )
         return measured(Path(folder), side)
 
 
@@ -109,14 +124,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--engine", choices=["sleep", "real"], default="sleep")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args(arguments)
     cores = os.cpu_count() or 1
     print(f"{cores} cores, load {os.getloadavg()[0]:.1f} before", flush=True)
     found: dict[str, list[Measured]] = {side: [] for side in SIDES}
-    for _ in range(options.rounds):
-        for side in SIDES:
-            found[side].append(flow_run(side, options.steps, options.engine))
+    with tempfile.TemporaryDirectory(prefix="prefect-") as home:
+        server = EmbeddedServer(Path(home))
+        server.launch()
+        try:
+            server.wait()
+            for number, side in itertools.product(range(options.rounds), SIDES):
+                one = flow_run(side, options.steps, options.engine, server.address)
+                found[side].append(one)
+                median = statistics.median(one.steps)
+                print(f"round {number + 1}  {side:<8} {median:6.2f} s a step", flush=True)
+        finally:
+            server.stop()
+    report(found, cores)
+    print(f"load {os.getloadavg()[0]:.1f} after")
+    return 0
+
+
+def report(found: dict[str, list[Measured]], cores: int) -> None:
+    """A line for each side, of all its runs."""
     alone = statistics.median(step for run in found["none"] for step in run.steps)
     for side, runs in found.items():
         seconds = [step for run in runs for step in run.steps]
@@ -128,8 +159,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{sum(run.evaluated for run in runs)} evaluations"
             + (f"  its pool has {share:.1%} of the processors" if side == "aside" else "")
         )
-    print(f"load {os.getloadavg()[0]:.1f} after")
-    return 0
 
 
 if __name__ == "__main__":

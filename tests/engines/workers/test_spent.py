@@ -1,12 +1,17 @@
-"""What processes and GPUs used, by a driver that is written by hand: there is no GPU here."""
+"""What processes and GPUs used, by drivers that are written by hand: there is no GPU here."""
 
 from __future__ import annotations
 
+import ctypes.util
+import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
 from engines.workers.spent import GpuEnergy, Meter, Spent, SpentSince, cpu_seconds
 
@@ -100,3 +105,46 @@ def test_what_was_used_since_the_last_look() -> None:
     then = since.since_last(told)
     assert (then["train"].cpu_seconds, then["train"].joules) == (2.0, 40.0)
     assert (then["cpu"].cpu_seconds, then["cpu"].joules) == (0.5, None)
+
+
+# NVIDIA's library as far as its functions are called: two GPUs, the second without a counter.
+LIBRARY = r"""
+#include <string.h>
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
+    *gpu = (void *)(unsigned long)(index + 1); return 0; }
+int nvmlDeviceGetUUID(void *gpu, char *uuid, unsigned length) {
+    strncpy(uuid, gpu == (void *)1 ? "GPU-aa" : "GPU-bb", length); return 0; }
+int nvmlDeviceGetTotalEnergyConsumption(void *gpu, unsigned long long *millijoules) {
+    static unsigned long long told = 5000;
+    if (gpu != (void *)1) return 3;  /* NVML_ERROR_NOT_SUPPORTED */
+    *millijoules = told; told += 250; return 0; }
+"""
+
+
+def test_nvidias_own_package_reads_the_drivers_library(tmp_path: Path) -> None:
+    pytest.importorskip("pynvml", reason="needs the extra energy")
+    compiler = shutil.which("cc") or pytest.skip("no C compiler is installed")
+    source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
+    source.write_text(LIBRARY)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    program = (
+        "from engines.workers.spent import METER, GpuEnergy, _driver\n"
+        "print(dict(METER.spent().joules), GpuEnergy(_driver(), ('1',)).joules())"
+    )
+
+    def told(**variables: str) -> str:
+        hidden = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=hidden | variables, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    there = {"LD_LIBRARY_PATH": str(tmp_path)}
+    assert told(**there) == "{'GPU-aa': 5.0} {}"
+    assert told(**there, CUDA_VISIBLE_DEVICES="1") == "{} {}"
+    assert told(**there, CUDA_VISIBLE_DEVICES="") == "{} {}", "as workers without GPUs have it"
+    if ctypes.util.find_library("nvidia-ml") is None:
+        assert told() == "{} {}", "no driver here"
