@@ -36,6 +36,7 @@ class CallWatch:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
+        self._soon = threading.Event()
 
     @contextlib.contextmanager
     def over(self, call: Watched) -> Iterator[None]:
@@ -51,16 +52,23 @@ class CallWatch:
             with self._lock:
                 self._calls.discard(call)
 
+    def look_now(self) -> None:
+        """Look at once: something happened that may have ended a call."""
+        self._soon.set()
+
     def close(self) -> None:
         """Wake everyone, and end."""
         self._closed.set()
+        self._soon.set()
         self._wake_all()
 
     def _run(self) -> None:
         looked = -LOOK
         workers: Mapping[str, str] = {}
-        while not self._closed.wait(SLICE):
-            if time.monotonic() >= looked + LOOK:
+        while not self._closed.is_set():
+            soon = self._soon.wait(SLICE)
+            self._soon.clear()
+            if soon or time.monotonic() >= looked + LOOK:
                 try:
                     workers = self._workers()
                 except Exception:  # whoever waits meets it too, and says where

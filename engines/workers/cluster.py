@@ -88,7 +88,7 @@ class Cluster:
         self.table = WorkerTable(config.pools, self._list)
         self.watch = CallWatch(self._look)
         self.pushed = PushedResults(client)
-        client.subscribe_topic(TellsOfWorkers.topic, self.table.heard)
+        client.subscribe_topic(TellsOfWorkers.topic, self._heard)
         self.usage: dict[str, Usage] = {}  # of the store by worker process, as its last call told
         self.spent: dict[tuple[str, str], Spent] = {}  # by pool and worker process, likewise
         self.devices = DeviceTurns(config.share_devices)
@@ -131,6 +131,11 @@ class Cluster:
             return self.table.look(max_age).members
         self._check_pool(pool)
         return self.table.look(max_age).pools[pool]
+
+    def _heard(self, event: tuple[float, Mapping[str, object]]) -> None:
+        self.table.heard(event)
+        if event[1].get("action") == "remove-worker":  # it takes its calls with it
+            self.watch.look_now()
 
     def _list(self) -> list[ListedWorker]:
         try:

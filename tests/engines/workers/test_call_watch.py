@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from engines.workers import call_watch
 from engines.workers.call_watch import LOOK, SLICE, CallWatch
 
 SOON = 10 * (LOOK + SLICE)  # seconds, on a machine with company too
@@ -100,3 +101,15 @@ def test_closing_wakes_everyone(watch: CallWatch) -> None:
     with watch.over(call):
         watch.close()
         assert call.attention.wait(SOON)
+
+
+def test_who_is_told_that_something_happened_looks_at_once(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_watch, "SLICE", 600.0)
+    watch, lost = CallWatch(workers), Call("tcp://b")
+    with watch.over(lost):
+        workers.found = {"tcp://a": "cpu"}
+        watch.look_now()
+        assert lost.attention.wait(SOON)
+    watch.close()
