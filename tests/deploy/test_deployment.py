@@ -7,9 +7,11 @@ import shutil
 import time
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from storage.evaluations.results import evaluations_of
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tests.deploy.conftest import API, Platform
@@ -175,6 +177,40 @@ def test_a_flow_of_a_users_own_is_deployed_by_its_path(platform: Platform) -> No
     (name,) = store.children()
     record = RunStore(store, name).read_run()
     assert record is not None and record["flow"] == "my_flows:my_flow"
+
+
+@pytest.mark.slow
+def test_a_stored_run_is_evaluated_by_its_form(platform: Platform) -> None:
+    done = platform.deploy("evaluate")
+    assert done.returncode == 0, done.stderr
+    config = platform.config("tiny", name="to-evaluate", steps=1)
+    platform.wait(platform.submit("tiny", config).json()["id"], "COMPLETED")
+    store = Store(config["store"]["uri"])
+    (name,) = (one for one in store.children() if one.startswith("to-evaluate"))
+    there = API.get(f"{platform.api}/deployments/name/evaluate/evaluate").raise_for_status().json()
+    url = f"{platform.api}/deployments/{there['id']}/create_flow_run"
+
+    def asked(**changes: object) -> httpx.Response:
+        form = {**there["parameters"]["config"], "store": {"uri": store.uri}, **changes}
+        body = {"parameters": {"config": form}, "state": {"type": "SCHEDULED"}}
+        return API.post(url, json=body)
+
+    refused = asked()
+    assert refused.status_code == 409 and "'run' is a required property" in refused.text
+    short = [
+        "evaluation.suites.rg_chain_sum.rows=4",
+        "evaluation.suites.rg_chain_sum.max_new_tokens=8",
+    ]
+    short += ["evaluation.suites.rg_chain_sum.prompt.max_prompt_tokens=200"]
+    made = asked(run=name, versions="0,1", settings=short)
+    assert made.status_code == 201, made.text
+    assert made.json()["name"] == f"evaluate {name}"
+    platform.wait(made.json()["id"], "COMPLETED")
+    found = evaluations_of(RunStore(store, name), "rg_chain_sum")
+    assert [(one.version, one.asked, one.back_fill) for one in found] == [
+        (0, 4, True),
+        (1, 4, True),
+    ]
 
 
 def test_without_a_server_deploying_says_so_in_one_sentence(platform: Platform) -> None:

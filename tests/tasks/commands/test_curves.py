@@ -1,12 +1,18 @@
 """The curves of a past run as a table, and what Weights & Biases and Trackio are given.
 
-Both stand-ins are written by hand; docs/cost.md says what was tried with the real ones.
+Where they are installed they are asked themselves, offline; else stand-ins that are written by hand.
 """
 
 from __future__ import annotations
 
 import csv
+import json
+import os
+import sqlite3
+import subprocess
 import sys
+from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +111,41 @@ def test_trackio_has_the_run_once(store: Store, monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         assert export(store, monkeypatch, "--to", "trackio") == 0
     assert runs == {"run": [1, 2]}
+
+
+def export_elsewhere(store: Store, home: Path, to: str, **variables: str) -> None:
+    """By the real package, in a process whose folders are the test's."""
+    words = ["run", "--to", to, "--project", "p", f"store.uri={store.uri}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.curves", *words],
+        env={**os.environ, "HOME": str(home), **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 steps of run, 2 metrics" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra wandb")
+def test_the_real_weights_and_biases_takes_them_offline(store: Store, tmp_path: Path) -> None:
+    export_elsewhere(store, tmp_path, "wandb", WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    (kept,) = tmp_path.glob("wandb/offline-run-*-run/run-run.wandb")
+    for text in (b"reward/mean", b"0.25", b"0.5", b"train/loss", b"committed_at"):
+        assert text in kept.read_bytes()
+
+
+@pytest.mark.skipif(find_spec("trackio") is None, reason="needs the extra trackio")
+def test_the_real_trackio_has_each_step_once(store: Store, tmp_path: Path) -> None:
+    for _ in range(2):
+        export_elsewhere(store, tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
+    with closing(sqlite3.connect(tmp_path / "trackio/p.db")) as database:
+        rows = database.execute("select step, metrics from metrics order by step").fetchall()
+        settings = database.execute("select config from configs").fetchall()
+    first, second = ((step, json.loads(metrics)) for step, metrics in rows)
+    assert first == (1, {"reward/mean": 0.25, "committed_at": 1e9 + 1})
+    assert second == (2, {"reward/mean": 0.5, "train/loss": 0.1, "committed_at": 1e9 + 2})
+    assert [json.loads(config)["seed"] for (config,) in settings] == [1]
 
 
 @pytest.mark.parametrize(
