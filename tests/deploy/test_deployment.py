@@ -204,8 +204,8 @@ def test_a_stored_run_is_evaluated_by_its_form(platform: Platform) -> None:
     short += ["evaluation.suites.rg_chain_sum.prompt.max_prompt_tokens=200"]
     made = asked(run=name, versions="0,1", settings=short)
     assert made.status_code == 201, made.text
-    assert made.json()["name"] == f"evaluate {name}"
-    platform.wait(made.json()["id"], "COMPLETED")
+    ended = platform.wait(made.json()["id"], "COMPLETED")
+    assert ended["name"] == f"evaluate {name}"
     found = evaluations_of(RunStore(store, name), "rg_chain_sum")
     assert [(one.version, one.asked, one.back_fill) for one in found] == [
         (0, 4, True),
