@@ -45,7 +45,8 @@ class GymnasiumEnvironment(Settings):
     codec: FunctionPath | None = Field(
         None,
         description="A class with describe(observation, info) -> str and action(text), which raises "
-        "ValueError for a text that is no action. None: discrete actions by number or name.",
+        "ValueError for a text that is no action. With options(row) -> dict that is what reset is "
+        "given. None: discrete actions by number or name.",
     )
 
 

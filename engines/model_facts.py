@@ -40,6 +40,17 @@ _SCALARS = {
 _CHARACTERS = 4 + len(string.printable) - 3
 
 
+# What LlamaConfig has where config.json does not say it, as OpenVLA's do not.
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """The sizes of a decoder with gated feed-forward layers (Llama, Qwen, Mistral and their like)."""
@@ -152,13 +163,13 @@ def _of_directory(directory: Path) -> ModelFacts:
             f"{directory / 'config.json'} cannot be read: {error}. Set model.path to a complete "
             "transformers checkpoint."
         ) from error
-    text = {**whole, **whole.get("text_config", {})}
+    vision = vision_of(whole)
+    text = {**whole, **(LLAMA if vision else {}), **whole.get("text_config", {})}
     heads = text.get("num_attention_heads")
     head_size = text.get("head_dim") or (
         text["hidden_size"] // heads if heads and text.get("hidden_size") else None
     )
     compressed = text.get("kv_lora_rank") is not None
-    vision = vision_of(whole)
     return ModelFacts(
         positions=_positions(text),
         window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,

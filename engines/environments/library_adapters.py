@@ -76,7 +76,8 @@ class GymnasiumAdapter:
     A codec's action(text) is the turn's one action. One with actions(text) makes several of a turn:
     pairs of an action, and how many characters of the text there are up to its end; one with
     actions_of_tokens(ids) does it by the turn's token ids, and counts those. What comes after the
-    action that ends the episode was not acted on. With frames, a frame is the codec's
+    action that ends the episode was not acted on. What options(row) gives goes to the environment's
+    reset. With frames, a frame is the codec's
     frame(observation, info), if it has one; else the picture, where the environment was made with
     render_mode 'rgb_array'; else the observation.
     """
@@ -94,7 +95,10 @@ class GymnasiumAdapter:
         self._ids = list(tokens["written"])
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Given:
-        observation, info = self.environment.reset(seed=seed)
+        given = {}
+        if callable(options := getattr(self._codec, "options", None)):
+            given = {"options": options(row)}
+        observation, info = self.environment.reset(seed=seed, **given)
         return Given(
             observation=self._codec.describe(observation, info),
             frame=self._frame(observation, info),

@@ -284,7 +284,9 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
 
 def _name_of(config: GRPOConfig) -> str:
     """What the model is called."""
-    return "random Llama" if isinstance(config.model, RandomModel) else config.model.path
+    if isinstance(config.model, RandomModel):
+        return "random Llama" if config.model.vision is None else "random OpenVLA"
+    return config.model.path
 
 
 def _check_turns(config: GRPOConfig, facts: ModelFacts | None, resumed: bool) -> str:

@@ -166,7 +166,7 @@ class Painted(gymnasium.Env):
         self.render_mode = render_mode
 
     def reset(self, seed=None, options=None):
-        self.place = 0
+        self.place = (options or {}).get("place", 0)
         return self.place, {}
 
     def step(self, action):
@@ -181,7 +181,19 @@ gymnasium.register("Painted-v0", entry_point=Painted)
 class Codec:
     def describe(self, observation, info): return str(observation)
     def action(self, text): return int(text)
+
+class Placed(Codec):
+    def options(self, row): return {"place": row["place"]}
 """
+
+
+def test_a_codec_says_by_the_row_how_gymnasium_is_reset(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    (tmp_path / "painted.py").write_text(PAINTED)
+    environment = GymnasiumEnvironment(id="Painted-v0", codec=f"{tmp_path}/painted.py:Placed")
+    with Environments(EpisodesConfig(environment=environment, processes=1)) as played:
+        opened = played.opening([{"place": 3}, {"place": 4}], [7, 7])
+        assert [one.observation for one in opened] == ["3", "4"]
 
 
 def test_gymnasium_shows_its_picture_where_it_was_made_to(tmp_path: Path) -> None:

@@ -198,6 +198,19 @@ def test_what_its_files_say(policy: OpenVLA, tensors: dict[str, Tensor], tmp_pat
     assert facts.shape.parameters == sum(one.numel() for one in policy.parameters())
 
 
+def test_what_the_files_of_openvla_leave_out_is_llamas(tmp_path: Path) -> None:
+    """Its config.json says of the language model that it is a Llama, and how many tokens it has."""
+    said = {"model_type": "openvla", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    (tmp_path / "model.safetensors").touch()
+    facts = model_facts(PretrainedModel(path=str(tmp_path)))
+    assert facts is not None and facts.shape is not None and facts.vision is not None
+    model = models.build_empty(tmp_path)
+    assert facts.shape.parameters == sum(one.numel() for one in model.parameters())
+    assert facts.positions == model.config.get_text_config().max_position_embeddings
+    assert (round(facts.shape.parameters / 1e8), facts.vision.patches) == (75, 256)
+
+
 def test_one_is_drawn_at_random(tmp_path: Path) -> None:
     model = RandomModel(vision=RandomVision(actions=3))
     directory = models.materialize(model, tmp_path)

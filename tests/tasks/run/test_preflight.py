@@ -23,7 +23,7 @@ from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
 from tasks.run import packages, preflight, preflight_data
-from tasks.run.preflight import PreflightError, check
+from tasks.run.preflight import PreflightError, check, check_settings
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GPU = "cluster.pools.rollout.gpus=1"
@@ -378,3 +378,56 @@ def test_rewards_that_are_models_are_looked_at_before_a_run(tmp_path: Path) -> N
         (f"{judge}, key_variable: NOT_SET", "environment variable NOT_SET, which is not set"),
     ):
         assert re.search(says, refused(tmp_path, f"rewards.functions=[{{{reward}}}]")), reward
+
+
+ROOT = Path(__file__).parents[3]
+LAKE = [
+    f"data.source.path={ROOT}/examples/seen_lake.py:rows",
+    f"episodes.environment.codec={ROOT}/examples/seen_lake.py:Lake",
+]
+
+
+def lake(folder: Path, *words: str) -> GRPOConfig:
+    recipe = str(ROOT / "examples" / "seen_lake.yaml")
+    return load_recipe(GRPOConfig, recipe, [*LAKE, f"store.uri=file://{folder}/store", *words])
+
+
+def test_a_policy_that_looks_is_told_by_its_turns(tmp_path: Path) -> None:
+    """The longest turn is what has to fit, not the conversation; the towers are in the plan."""
+    found = {f.check: f.found for f in check_settings(lake(tmp_path, "rollout.max_new_tokens=200"))}
+    assert (
+        found["model"]
+        == "random OpenVLA: looks at 16 patches before each turn; turns of up to 37 tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["episodes.sees=text"],
+            r"random OpenVLA looks at images, and nothing shows it any\. Set epis",
+        ),
+        (
+            ["model.vision=null"],
+            r"sees = frames, and model = random Llama looks at no images\. Set",
+        ),
+        (["data.max_prompt_tokens=60"], r"= 60 \+ 16 \+ 1 tokens, more than the 64 of the model's"),
+        (
+            ["train.micro_batch_tokens=400"],
+            r"max_turns = 12 turns of .*micro_batch_tokens = 400 takes\. Set .* at least 432,",
+        ),
+    ],
+)
+def test_what_does_not_suit_a_policy_that_looks(
+    tmp_path: Path, words: list[str], says: str
+) -> None:
+    with pytest.raises(PreflightError, match=says):
+        check_settings(lake(tmp_path, *words))
+
+
+def test_frames_that_are_no_images_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    codec = f"episodes.environment.codec={ROOT}/examples/frozen_lake.py:Ice"
+    with pytest.raises(PreflightError, match=r"sees = frames takes images, .* uint8 \[4, 4\]"):
+        check(lake(tmp_path, codec))

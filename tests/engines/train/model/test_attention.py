@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engines.train.batching import micro_batch
+from engines.train.batching import packed_batch
 from engines.train.batching.packed_batch import pack
 from engines.train.model import attention
 from engines.train.model.attention import AttentionLayout, packed_attention, repeated
@@ -95,7 +95,7 @@ def test_the_kernel_for_gpus_gives_what_attention_on_a_cpu_gives(
     monkeypatch: pytest.MonkeyPatch, played, groups: int
 ) -> None:
     dense = pack(PROMPTS, RESPONSES).layout
-    monkeypatch.setattr(micro_batch, "put", lambda tensor, device: tensor)
+    monkeypatch.setattr(packed_batch, "put", lambda tensor, device: tensor)
     by_edges = pack(PROMPTS, RESPONSES, "cuda").layout  # as on a GPU, with tensors that stay here
     assert by_edges.edges is not None
     monkeypatch.setattr(attention, "varlen_attn", played)
@@ -106,7 +106,7 @@ def test_the_kernel_for_gpus_gives_what_attention_on_a_cpu_gives(
 
 
 def test_the_installed_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "put", lambda tensor, device: tensor)
+    monkeypatch.setattr(packed_batch, "put", lambda tensor, device: tensor)
     layout = pack(PROMPTS, RESPONSES, "cuda").layout
     assert layout.edges is not None
     tokens = layout.collapse.numel()
