@@ -15,6 +15,7 @@ import torch
 
 from tests.parity import (
     advantages,
+    balancing,
     corrections,
     distillation,
     embodied,
@@ -47,14 +48,11 @@ def adapters() -> dict[str, Adapter]:
         distillation,
         trees,
         embodied,
+        balancing,
     )
     for module in modules:
         found |= module.ADAPTERS
     found["gpg"] = gpg
-    if (Path(__file__).parents[2] / "engines" / "train" / "packing.py").exists():
-        from tests.parity import balancing
-
-        found |= balancing.ADAPTERS
     return found
 
 

@@ -47,6 +47,7 @@ def batch(folder: Path) -> BatchRef:
 
 @pytest.fixture(scope="module")
 def by_vllm(folder: Path) -> Iterator[VllmTeacher]:
+    pytest.importorskip("vllm")
     engine = VllmTeacher(vllm_spec(folder, TEACHER))
     yield engine
     engine.close()

@@ -232,7 +232,7 @@ def lost_peer(rank: int, world: int, ports: list[int], folder: Path) -> list[str
     """Meet; rank 1 then forgets the group, as a restarted worker would; meet again."""
     import torch.distributed as dist
 
-    from engines.train import rendezvous
+    from engines.train.model import rendezvous
 
     engine = FSDPEngine(spec(folder))
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)

@@ -29,6 +29,8 @@ MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GPU = "cluster.pools.rollout.gpus=1"
 HELD_OUT = "evaluation.source={kind: reasoning_gym, task: leg_counting}"
 
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
 
 def settings(folder: Path, *words: str, model: type[GRPOConfig] = GRPOConfig) -> GRPOConfig:
     """The recipe `tiny`, its store in a folder of the test, changed by words."""
@@ -137,7 +139,7 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
         pytest.param(
             ["rollout.engine=vllm", "rollout.engine_args.max_num_batched_token=8192"],
             r"max_num_batched_token is no argument of vLLM's engine\. Did you mean max_num_batched_tokens\?",
-            marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
+            marks=needs_vllm,
         ),
         (
             ["rollout.engine_args={max_num_batched_tokens: 8192}"],
@@ -180,6 +182,7 @@ def test_a_port_for_prometheus_is_free(tmp_path: Path) -> None:
     assert f"tracking.prometheus_port = {port} cannot be opened on 127.0.0.1" in said
 
 
+@needs_vllm
 def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "installed", lambda name: "0.32.0")
     said = refused(tmp_path, "rollout.engine=vllm")
@@ -329,6 +332,7 @@ def test_check_prints_what_it_found_and_imports_no_torch(tmp_path: Path) -> None
     ]
 
 
+@needs_vllm
 def test_vllm_that_cannot_go_to_sleep_is_refused(tmp_path: Path) -> None:
     shared = ("cluster.share_devices=true", "cluster.roles.rollout=train")
     said = refused(tmp_path, *shared, "rollout.engine=vllm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_another_tokenizer_is_named_by_its_first_difference(checked: Check, tmp_
     )
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
