@@ -1,6 +1,6 @@
-"""The dashboard in a headless browser: form, graph and artifacts of a finished run, no error.
+"""The dashboard and MLflow's pages in a headless browser: form, graph, artifacts and curves, no error.
 
-With REFRAIN_SCREENSHOTS=FOLDER the pictures of docs/dashboard.md are written there.
+With REFRAIN_SCREENSHOTS=FOLDER the pictures of docs/dashboard.md and docs/monitoring.md are written there.
 """
 
 from __future__ import annotations
