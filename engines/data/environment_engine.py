@@ -8,20 +8,19 @@ turn that was answered once is never stepped again.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from configs.data import Source
 from configs.episodes import EpisodesConfig
+from engines.data.agent_prompts import AgentPrompts
 from engines.data.chat_template import (
-    TOO_LONG,
     Role,
     TokenizedPrompts,
     chat_of,
@@ -101,7 +100,7 @@ class EnvironmentEngine(Engine):
         tools = [dict(tool) for tool in self._code.tools]
         self._conversation = Conversation(self._tokenizer, spec.data, tools)
         self._conversation.check([self._answers_as])
-        self._with_tools: dict[str, Conversation] = {}  # by the tools of agents, as JSON
+        self._agents = AgentPrompts(self._conversation, spec.data)
 
     def prompts(
         self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
@@ -164,35 +163,7 @@ class EnvironmentEngine(Engine):
             return players_prompts(self._conversation, rows, told, longest)
         if not self._code.chats:
             return self._conversation.prompts(rows, observations), []
-        # An agent asks all that is asked. Those of different tools are rendered one after the other;
-        # token ids are taken as they are.
-        given = {n: there for n, one in enumerate(observations) if (there := ids_of(one))}
-        asked = {n: chat_of(one) for n, one in enumerate(observations) if n not in given}
-        column = self._spec.data.prompt_column
-        by_tools: dict[str, list[int]] = {}
-        for number, chat in asked.items():
-            by_tools.setdefault(json.dumps(chat.tools), []).append(number)
-        longest = self._spec.data.max_prompt_tokens
-        ids = {n: there for n, there in given.items() if len(there) <= longest}
-        dropped = dict.fromkeys(given.keys() - ids.keys(), TOO_LONG)
-        for tools, numbers in by_tools.items():
-            conversation = self._conversation_with(tools)
-            prompts: list[Any] = [asked[n].messages for n in numbers]
-            if self._spec.data.template == "plain":
-                prompts = ["".join(one["content"] for one in chat) for chat in prompts]
-            asking = zip(numbers, prompts, strict=True)
-            made = conversation.prompts(
-                [cast("Row", {**rows[n], column: prompt}) for n, prompt in asking]
-            )
-            ids |= {numbers[p]: one for p, one in zip(made.kept, made.prompt_ids, strict=True)}
-            dropped |= {numbers[p]: reason for p, reason in made.dropped}
-        kept = sorted(ids)
-        found = TokenizedPrompts(
-            prompt_ids=[ids[number] for number in kept],
-            kept=kept,
-            dropped=sorted(dropped.items()),
-        )
-        return found, []
+        return self._agents.made(rows, observations), []
 
     def _known(self, outcome: Outcome) -> Outcome:
         """An outcome of an environment, failed where it gives token ids that there are not."""
@@ -204,15 +175,6 @@ class EnvironmentEngine(Engine):
             return outcome
         text = f"the agent gave the token id {other}; the model's tokenizer has {known} tokens"
         return replace(outcome, failed=text)
-
-    def _conversation_with(self, tools: str) -> Conversation:
-        """The conversation of agents with these tools, whose template was checked with them."""
-        if tools not in self._with_tools:
-            given = json.loads(tools)
-            conversation = self._conversation.with_tools(given)
-            conversation.check(["user", "tool"] if given else ["user"])
-            self._with_tools[tools] = conversation
-        return self._with_tools[tools]
 
     def answer(
         self,

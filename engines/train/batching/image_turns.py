@@ -30,7 +30,12 @@ class SeenRow:
     """A row with what was seen.
 
     Example: two turns [7, 8] and [9], between which the environment wrote 5
-        SeenRow(prompt=[1, 4], response=[7, 8, 5, 9], turns=[0, 0, -1, 1], frames=[2, 3, H, W, 3] …)
+        SeenRow(
+            prompt=[1, 4],
+            response=[7, 8, 5, 9],
+            turns=[0, 0, -1, 1],
+            frames=torch.zeros(2, 224, 224, 3, dtype=torch.uint8),
+        )
     """
 
     prompt: Ints  # [P]

@@ -424,8 +424,7 @@ def test_prompts_of_token_ids_are_checked(make: Make) -> None:
     with pytest.raises(EnvironmentFailed, match="the token id 1000000"):
         make("unknown_first").prompts([1], 5, "none.safetensors")
     long = make("by_ids")
-    long._spec = long._spec.model_copy(
-        update={"data": long._spec.data.model_copy(update={"max_prompt_tokens": 2})}
-    )
+    agents = long._agents
+    agents._data = agents._data.model_copy(update={"max_prompt_tokens": 2})
     made = long.prompts([1], 5, "none.safetensors")
     assert made.ref is None and made.dropped == ((1, "prompt_too_long"),)
