@@ -101,12 +101,12 @@ class LocalBackend:
 
     @staticmethod
     def _open_new(path: Path) -> IO[bytes]:
-        for _ in range(8):  # a sweep may remove the empty folder between the two calls
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
+        # Who deletes a folder's last object removes it too: between these two calls, and in mkdir
+        # between its own, which then says that the folder exists, or that the one above does not.
+        for _ in range(100):
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                path.parent.mkdir(parents=True, exist_ok=True)
                 return open(path, "xb", buffering=0)
-            except FileNotFoundError:
-                continue
         return open(path, "xb", buffering=0)
 
     def write(self, key: str, chunks: Sequence[memoryview]) -> None:
@@ -181,13 +181,19 @@ class LocalBackend:
     @staticmethod
     def _remove_leftovers(folder: Path, age: float = ABANDONED) -> None:
         """Locks of files that are gone, and what killed writers left half written."""
-        for lock in folder.glob(".*.lock"):
-            if not (folder / lock.name[1 : -len(".lock")]).exists():
-                lock.unlink(missing_ok=True)
-        for half in folder.glob(".*.tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - half.stat().st_mtime >= age:
-                    half.unlink()
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):  # another has removed it
+            return
+        for name in names:
+            path = folder / name
+            if name.startswith(".") and name.endswith(".lock"):
+                if not (folder / name[1 : -len(".lock")]).exists():
+                    path.unlink(missing_ok=True)
+            elif name.startswith(".") and name.endswith(".tmp"):
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - path.stat().st_mtime >= age:
+                        path.unlink()
 
     def transient(self, error: BaseException) -> bool:
         return isinstance(error, OSError) and error.errno in LOCAL_TRANSIENT

@@ -119,3 +119,41 @@ def test_no_permission_is_one_sentence(store: Store) -> None:
     os.makedirs(store.url("").removeprefix("file://"), mode=0o500)
     with pytest.raises(StoreError, match="Could not write .*Permission denied"):
         store.write("k", b"v")
+
+
+COMES_AND_GOES = """
+import sys
+from storage.objects.store import Store
+
+store, name = Store(sys.argv[1]), sys.argv[2]
+for number in range(1000):
+    key = f"run/steps/1/environment/{name}-{number}.bin"
+    assert store.create(key, b"new")
+    assert store.read(key) == b"new"
+    store.delete([key])
+"""
+
+
+def test_objects_that_come_and_go_in_one_folder_lose_none(store: Store) -> None:
+    """Who deletes the last one removes the folder, while another process writes its first."""
+    writers = [
+        subprocess.Popen([sys.executable, "-c", COMES_AND_GOES, store.uri, f"w{number}"])
+        for number in range(4)
+    ]
+    assert [writer.wait(timeout=120) for writer in writers] == [0] * 4
+
+
+def test_a_folder_that_vanishes_while_it_is_made_is_made_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mkdir(exist_ok=True) finds a folder, and a moment later none: it says that one exists."""
+    mkdir, said = Path.mkdir, [FileExistsError("folder"), FileNotFoundError("folder")]
+
+    def vanishing(path: Path, *args: object, **kwargs: object) -> None:
+        if said:
+            raise said.pop()
+        mkdir(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", vanishing)
+    assert store.create("run/new.bin", b"new"), "and not: somebody was faster"
+    assert store.read("run/new.bin") == b"new"
