@@ -79,12 +79,16 @@ def watched_machine(run_id: str, uri: str, every: int, resumed: bool) -> SystemM
 
         def monitor(self) -> None:
             self.collect_metrics()  # what is used per interval begins here
+            told = False  # that MLflow is away, once for each time that it is
             while not self._shutdown_event.wait(self.sampling_interval):
                 try:
                     self.collect_metrics()
                     self.publish_metrics(self.aggregate_metrics())
+                    told = False
                 except Exception as error:  # its logger keeps what did not get through
-                    _logger.warning("Samples of this machine wait for MLflow: %s", error)
+                    if not told:
+                        _logger.warning("Samples of this machine wait for MLflow: %s", error)
+                    told = True
 
     logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # of GPUs that are not there
     monitor = Monitor(run_id, sampling_interval=every, resume_logging=resumed, tracking_uri=uri)
