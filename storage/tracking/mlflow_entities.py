@@ -21,6 +21,7 @@ _logger = logging.getLogger(__name__)
 FIRST = "Overview/reward"
 MODEL_TYPE = "policy"
 _NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
+KEPT = 10_000  # values of a machine's metrics that wait while MLflow is away: some hours of them
 _NAME_CHARACTERS = 250  # MLflow's limit for the name of a metric
 
 
@@ -89,6 +90,10 @@ def watched_machine(run_id: str, uri: str, every: int, resumed: bool) -> SystemM
                     if not told:
                         _logger.warning("Samples of this machine wait for MLflow: %s", error)
                     told = True
+                    del self.mlflow_logger.data[:-KEPT]
+                    self._logging_step += 1  # publish_metrics goes on so, where nothing fails
+                    for one in self.monitors:
+                        one.clear_metrics()
 
     logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # of GPUs that are not there
     monitor = Monitor(run_id, sampling_interval=every, resume_logging=resumed, tracking_uri=uri)

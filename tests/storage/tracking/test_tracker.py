@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,16 +43,6 @@ def page(run: str = "tiny-1") -> TrackedRun:
         flow_run_url="http://prefect/runs/flow-run/flow-1",
         git_commit="c0ffee",
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tracking")
-
-
-@pytest.fixture
-def config(folder: Path) -> TrackingConfig:
-    return TrackingConfig(uri=f"sqlite:///{folder}/deep/mlflow.db")
 
 
 @pytest.fixture
@@ -158,35 +146,6 @@ def test_an_experiment_of_an_older_refrain_gets_its_kind(
         tracker.start(page("kind"))
     kind = mlflow.get_experiment_by_name("old").tags["mlflow.experimentKind"]
     assert kind == "custom_model_development"
-
-
-def test_the_machine_is_sampled_until_the_page_ends_without_reading_the_run(
-    config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow import MlflowClient
-    from mlflow.entities import Run
-
-    read = MlflowClient.get_run
-
-    def get_run(self: MlflowClient, run_id: str) -> Run:
-        assert threading.current_thread().name != "SystemMetricsMonitor"
-        return read(self, run_id)
-
-    monkeypatch.setattr(MlflowClient, "get_run", get_run)
-    before = set(threading.enumerate())
-    often = Tracker(config.model_copy(update={"system_metrics": 1}))
-    never = Tracker(config.model_copy(update={"system_metrics": 0}))
-    for tracker in (often, never):
-        tracker.start(page(f"machine {tracker is often}"))
-    mlflow, deadline = client(config), time.monotonic() + 60
-    name = "system/cpu_utilization_percentage"
-    while name not in mlflow.get_run(often.run_id).data.metrics and time.monotonic() < deadline:
-        time.sleep(0.2)
-    for tracker in (often, never):
-        tracker.finish()
-    assert mlflow.get_run(often.run_id).data.metrics["system/system_memory_usage_megabytes"] > 0
-    assert not mlflow.get_run(never.run_id).data.metrics
-    assert not [one for one in threading.enumerate() if one.is_alive() and one not in before]
 
 
 def test_resuming_goes_on_with_the_page(config: TrackingConfig) -> None:
