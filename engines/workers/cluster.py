@@ -351,6 +351,9 @@ class Cluster:
                 stack.callback(self.watch.close)
 
     def _close_client(self) -> None:
+        if self._node is None:  # a scheduler that goes on without us
+            with contextlib.suppress(TimeoutError, OSError):
+                self.pushed.close(self.client, CLOSE_TIMEOUT)
         with contextlib.suppress(TimeoutError, OSError):
             self.client.close(timeout=CLOSE_TIMEOUT)
 

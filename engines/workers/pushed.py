@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from distributed import Client, Worker
+from distributed import Client, Scheduler, Worker
 
 MOST = 64 * 1024  # bytes; a larger result is fetched, so that no message holds up the others
 
@@ -63,8 +63,18 @@ class PushedResults:
             self._wake.pop(token, None)
         return None if packed is None else pickle.loads(packed)
 
+    def close(self, client: Client, timeout: float) -> None:
+        """Leave nothing on a scheduler that goes on: it keeps a topic's last messages for ever."""
+        client.sync(
+            client.run_on_scheduler, _forget_topic, topic=self.topic, callback_timeout=timeout
+        )
+
     def forget(self, token: str) -> None:
         """Nobody wants a call's result any more."""
         with self._lock:
             self._came.pop(token, None)
             self._wake.pop(token, None)
+
+
+def _forget_topic(topic: str, dask_scheduler: Scheduler) -> None:
+    dask_scheduler._broker.truncate(topic)

@@ -134,3 +134,11 @@ def test_a_dropped_call_leaves_nothing_behind(cluster: Any) -> None:
     call.drop()
     assert call_of(cluster, "next", cluster.pushed.topic, 10).wait(60.0)
     assert not cluster.pushed._came
+
+
+def test_a_scheduler_that_goes_on_keeps_no_results(cluster: Any) -> None:
+    topic = cluster.pushed.topic
+    assert call_of(cluster, "told", topic, 1000).wait(60.0)
+    assert cluster.client.get_events(topic)
+    cluster.pushed.close(cluster.client, 10.0)
+    assert not cluster.client.get_events(topic)
