@@ -12,7 +12,7 @@ import psutil
 
 from configs.environment import visible_gpus
 
-AT_MOST_EVERY = 1.0  # seconds between two looks; looking at child processes takes milliseconds
+AT_MOST_EVERY = 0.5  # seconds between two looks; looking at child processes takes milliseconds
 MILLI = 1e-3
 
 
@@ -114,7 +114,7 @@ class GpuEnergy:
 
 
 class Meter:
-    """What this process has used, looked at no more than once a second. Safe to use from threads."""
+    """What this process has used, looked at no more than twice a second. Safe to use from threads."""
 
     def __init__(
         self, energy: Callable[[], GpuEnergy], clock: Callable[[], float] = time.monotonic

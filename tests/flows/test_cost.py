@@ -21,7 +21,6 @@ POOLS = ("train", "rollout", "cpu")
 
 def test_the_parts_of_what_a_pool_held_add_up(undisturbed: RunStore) -> None:
     commits = [read_commit(undisturbed, step) for step in range(1, (head(undisturbed) or 0) + 1)]
-    used = 0.0
     for before, commit in zip([None, *commits], commits, strict=False):
         metrics = {name: value or 0.0 for name, value in commit.metrics.items()}
         for pool in POOLS:
@@ -51,10 +50,9 @@ def test_the_parts_of_what_a_pool_held_add_up(undisturbed: RunStore) -> None:
         told = sum(worker_seconds(one).get("rollout", 0.0) for one in commit.attempts)
         kept = metrics[f"{SECONDS}/rollout/rollout"] + metrics[f"{SECONDS}/rollout/weight_sync"]
         assert told == pytest.approx(kept), "made again from the attempts of the commit"
-        used += metrics["cost/cpu_seconds/train"]
+        assert metrics["cost/cpu_seconds/train"] > 0
         assert metrics["cost/per_sample/device_seconds"] > 0
         assert not [name for name in metrics if "money" in name or "joules" in name]
-    assert used > 0, "of all steps: one that is shorter than a second may not have been looked at"
 
 
 def worker_seconds(attempt: dict[str, object]) -> dict[str, float]:
