@@ -10,10 +10,9 @@ from configs.base import Settings
 from configs.cluster.cluster import Role
 from configs.cluster.sharing import check_sharing
 from configs.data import ReasoningGymSource
-from configs.elastic import check_elastic
+from configs.engine_rules import check_elastic, check_image_policy
 from configs.environment import cpu_multiplies_bfloat16
 from configs.form import without
-from configs.image_policy import check_image_policy
 from configs.run import RunConfig
 from configs.watch_rules import check_what_watches
 

@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from configs.base import Settings
 from configs.encoder import EncoderConfig, ProjectionEncoder
+from configs.engine_rules import KINDS
 from configs.grpo import GRPOConfig
-from configs.image_policy import KINDS
 
 
 class ProgressConfig(Settings):
