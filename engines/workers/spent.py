@@ -130,7 +130,7 @@ class Meter:
         """Since the process began."""
         with self._lock:
             now = self._clock()
-            if self._looked is None or now - self._looked >= AT_MOST_EVERY:
+            if self._looked is None or now - self._looked > AT_MOST_EVERY:
                 if self._gpus is None:
                     self._gpus = self._make()
                 self._last = Spent(cpu_seconds=cpu_seconds(), joules=self._gpus.joules())

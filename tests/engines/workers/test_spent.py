@@ -74,7 +74,7 @@ def test_the_processes_that_a_process_started_count() -> None:
     assert cpu_seconds() >= alive - 0.05, "it has ended, and counts still"
 
 
-def test_a_meter_looks_once_a_second() -> None:
+def test_a_meter_looks_twice_a_second_at_most() -> None:
     now, made = [0.0], []
 
     def energy() -> GpuEnergy:
