@@ -84,11 +84,22 @@ def check(commit: Commit, store: Store) -> None:
     assert set(tokens[authors == Author.POLICY].tolist()) <= {101, 102, 103, 104}
 
 
-@pytest.mark.parametrize(
-    "module", ["flows.grpo", pytest.param("flows.srpo", marks=pytest.mark.slow)]
+IN_ROUNDS = (
+    *("algorithm.selection=[{kind: informative}]", "dynamic_sampling.max_rounds=2"),
+    *("dynamic_sampling.on_shortage=train", "train.compile=true"),
 )
-def test_what_it_saw_is_on_record(launch: Launch, module: str) -> None:
-    run = launch(*WORDS, files=FILES, module=module).whole()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("flows.grpo", ()),
+        pytest.param("flows.srpo", (), marks=pytest.mark.slow),
+        pytest.param("flows.dapo", IN_ROUNDS, marks=pytest.mark.slow),
+    ],
+)
+def test_what_it_saw_is_on_record(launch: Launch, module: str, words: tuple[str, ...]) -> None:
+    run = launch(*WORDS, *words, files=FILES, module=module).whole()
     for commit in run.commits():
         check(commit, run.files.store)
         assert commit.metrics["train/rollout_mismatch_max"] < 1e-4
