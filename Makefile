@@ -13,10 +13,11 @@ export UV_COMPILE_BYTECODE ?= 1
 # Many tests wait for processes to start or to be missed, so three at once pay even on two cores.
 TEST_PROCESSES ?= 3
 
-# The other Pythons that Refrain is for, and the oldest torch: what needs neither vLLM nor a cluster is tested there.
-PYTHONS ?= python3.12 python3.13 python3.12-torch2.11.0
+# The other Pythons that Refrain is for: make check tests there what needs neither vLLM nor a cluster, in
+# environments of their own. python3.12-torch2.11.0 is one with the oldest torch.
+PYTHONS ?= python3.12 python3.13
 
-.PHONY: demo test check check-pythons deploy lock clean
+.PHONY: demo test lint check check-pythons pythons deploy lock clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
@@ -24,22 +25,35 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-check: $(VENV)/.dev
+check: pythons lint check-pythons
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
-	@echo "Not tried here: $(PYTHONS). make check-pythons does, in minutes, with environments of its own."
 
-check-pythons: $(PYTHONS:%=check-%)
+check-pythons: pythons $(PYTHONS:%=check-%)
+
+interpreter = $(firstword $(subst -torch, ,$*))
+
+pythons: $(PYTHONS:%=found-%)  # before anything that takes minutes
+
+found-%:
+	@$(interpreter) -c "" 2> /dev/null || { \
+		echo "make check tests under $(interpreter), which does not start here." \
+			"Put it on the PATH, or set PYTHONS to those that there are: make check PYTHONS=python3.13" >&2; \
+		exit 1; }
 
 check-%: $(VENV)-%/.test
 	$(VENV)-$*/bin/python -m pytest -n $(TEST_PROCESSES) -p no:cacheprovider -m "not cluster and not slow and not gpu" \
 		tests/configs tests/storage tests/tasks tests/parity tests/engines
 
+.PRECIOUS: $(VENV)-%/.test
+
 $(VENV)-%/.test: pyproject.toml | $(BIN)/uv
-	$(firstword $(subst -torch, ,$*)) -m venv $(VENV)-$*
+	$(interpreter) -m venv $(VENV)-$*
 	VIRTUAL_ENV=$(VENV)-$* $(BIN)/uv pip install --quiet -e ".[demo,s3,test]" $(addprefix torch==,$(word 2,$(subst -torch, ,$*)))
 	touch $@
 
