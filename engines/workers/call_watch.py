@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 SLICE = 0.5  # seconds between looks at cancel events and deadlines
-LOOK = 2.0  # seconds between looks at whether the workers are still there
+LOOK = 2.0  # seconds between looks at whether the workers are still there, and calls have ended
 
 
 class Watched(Protocol):
@@ -24,6 +24,9 @@ class Watched(Protocol):
 
     def overdue(self, now: float) -> bool:
         """Whether its deadline is over, or it has been cancelled."""
+
+    def ended_unheard(self) -> bool:
+        """Whether it has ended and nobody was told."""
 
 
 class CallWatch:
@@ -66,9 +69,9 @@ class CallWatch:
         looked = -LOOK
         workers: Mapping[str, str] = {}
         while not self._closed.is_set():
-            soon = self._soon.wait(SLICE)
+            closely = self._soon.wait(SLICE) or time.monotonic() >= looked + LOOK
             self._soon.clear()
-            if soon or time.monotonic() >= looked + LOOK:
+            if closely:
                 try:
                     workers = self._workers()
                 except Exception:  # whoever waits meets it too, and says where
@@ -79,7 +82,9 @@ class CallWatch:
             with self._lock:
                 calls = list(self._calls)
             for call in calls:
-                if call.overdue(now) or call.address not in workers:
+                if call.overdue(now) or (
+                    closely and (call.address not in workers or call.ended_unheard())
+                ):
                     call.attention.set()
         self._wake_all()
 

@@ -108,9 +108,12 @@ class PendingCall:
             self.drop()
 
     def overdue(self, now: float) -> bool:
-        """Whether its deadline is over, it has been cancelled, or ended without a pushed result."""
-        cancelled = self._cancel is not None and self._cancel.is_set()
-        return now >= self._until or cancelled or self.future.done()
+        """Whether its deadline is over, or it has been cancelled."""
+        return now >= self._until or (self._cancel is not None and self._cancel.is_set())
+
+    def ended_unheard(self) -> bool:
+        """Whether it has ended, with or without a result that was pushed."""
+        return bool(self.future.done())
 
     def ended(self, deadline: float) -> bool:
         """Whether the call has ended; raises when it never will, or not in time."""

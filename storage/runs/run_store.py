@@ -8,20 +8,23 @@ where that would be long, lists-<digest>.json
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import cast
 
 from configs.stored import renamed_settings, upgraded_settings
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
-from storage.runs.stage_store import StageStore
+from storage.runs.stage_store import StageStore, marker_key
 
 RUN_FORMAT = "refrain.run/2"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 VERSION_FOLDER = re.compile(r"v\d+")
 TRAINED_ROLES = ("actor", "critic")  # whose trainers have snapshots
+FOLDERS = 64  # of steps and stages whose listings are kept
 LISTS = "lists-"  # how the name of an object with the lists of a commit begins
 
 
@@ -112,6 +115,49 @@ class RunStore(StageStore):
         except ObjectMissing:
             return None
         return documents.decode_version(RUN_READERS, self.run_json_key, data)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRunStore(RunStore):
+    """The store of the run that this process makes; a pickled one is a plain RunStore.
+
+    What a stage of a step has finished before is listed once, when the first of its results is asked
+    for: of a new step nothing, so that a thousand shards cost one request and not one each. What
+    this process finishes is added. A result that another one finishes later is not seen, and made
+    again; `finish` then says which of the two stands.
+    """
+
+    _listed: OrderedDict[str, set[str]] = field(
+        default_factory=OrderedDict, init=False, repr=False, compare=False
+    )
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[type[RunStore], tuple[Store, str, str]]:
+        return RunStore, (self.store, self.run, self.role)
+
+    def finish(self, key: str, record: Mapping[str, object]) -> dict[str, object]:
+        folder, name = _place(key)
+        with self._lock:  # before it is written: the answer to a write may be lost
+            if folder in self._listed:
+                self._listed[folder].add(name)
+        return StageStore.finish(self, key, record)
+
+    def finished(self, key: str) -> dict[str, object] | None:
+        folder, name = _place(key)
+        with self._lock:
+            if folder not in self._listed:
+                self._listed[folder] = set(self.store.children(folder))
+                while len(self._listed) > FOLDERS:
+                    self._listed.popitem(last=False)
+            if name not in self._listed[folder]:
+                return None
+        return StageStore.finished(self, key)
+
+
+def _place(key: str) -> tuple[str, str]:
+    """Folder and name of the marker of a stage result."""
+    folder, _, name = marker_key(key).rpartition("/")
+    return folder, name
 
 
 def _from_version_1(record: dict[str, object]) -> dict[str, object]:

@@ -39,7 +39,7 @@ class StageStore(ABC):
         `key` is what `stage_key` gave. The first record stands: the one that stands is returned,
         so a late attempt learns that another was faster and uses that one's result.
         """
-        marker = _marker(key)
+        marker = marker_key(key)
         data = documents.encode(STAGE_FORMAT, record)
         if self.store.create(marker, data):
             return documents.decode(STAGE_FORMAT, marker, data)
@@ -51,16 +51,17 @@ class StageStore(ABC):
         results: the key with which a result was finished -> the objects that its record names. They
         are others where a late attempt's bytes differed and so went to a key of their own.
         """
-        self.store.delete([_marker(key) for key in sorted(results)])
+        self.store.delete([marker_key(key) for key in sorted(results)])
         self.store.delete(sorted({key for data in results.values() for key in data}))
 
     def finished(self, key: str) -> dict[str, object] | None:
         """The record with which the stage result `key` was finished; None when it was not."""
         try:
-            return documents.read(self.store, _marker(key), STAGE_FORMAT)
+            return documents.read(self.store, marker_key(key), STAGE_FORMAT)
         except ObjectMissing:
             return None
 
 
-def _marker(key: str) -> str:
+def marker_key(key: str) -> str:
+    """Where the marker of the stage result `key` is."""
     return key.removesuffix(DATA_SUFFIX) + ".json"

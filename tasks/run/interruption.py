@@ -17,7 +17,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 
 LOOK_EVERY = 1.0  # seconds
-ASK_EVERY = 3.0  # seconds between questions to the dashboard, of 3 ms each
+ASK_EVERY = 5.0  # seconds between questions to the dashboard, of 2 ms each
 PATIENCE = 4.0  # seconds in which the body must have ended after a signal
 INTERRUPTED = 130  # exit code
 ENDING = (int(signal.SIGINT), int(signal.SIGTERM))

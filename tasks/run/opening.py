@@ -28,7 +28,7 @@ from storage.runs.opponents import Opponent, keep, recorded_opponent
 from storage.runs.origins import FIELD, Origin, RollbackCause, origin_of, parent_of
 from storage.runs.orphans import clear
 from storage.runs.run_lease import RunLease
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import OwnRunStore, RunStore
 from storage.runs.seen_rows import seen_before, write_seen
 from storage.runs.working_tree import FIELD as GIT
 from storage.runs.working_tree import working_tree
@@ -102,7 +102,7 @@ def open_run(
     store = Store(config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20)
     if resume is not None:
         resume, config = going_on_as(RunStore(store, resume), config, flow)
-    files = RunStore(store, resume or name or new_name(config.name))
+    files = OwnRunStore(store, resume or name or new_name(config.name))
     source = open_source(config.data.source)
     origin, seen = None, np.empty(0, np.uint64)
     if resume is not None:

@@ -21,10 +21,14 @@ class Call:
 
     address: str = "tcp://a"
     until: float = float("inf")
+    ended: bool = False
     attention: threading.Event = field(default_factory=threading.Event)
 
     def overdue(self, now: float) -> bool:
         return now >= self.until
+
+    def ended_unheard(self) -> bool:
+        return self.ended
 
 
 class Workers:
@@ -67,6 +71,14 @@ def test_a_call_whose_worker_is_gone_is_woken(watch: CallWatch, workers: Workers
         assert not lost.attention.is_set()
         workers.found = {"tcp://a": "cpu"}
         assert lost.attention.wait(SOON)
+        assert not well.attention.is_set()
+
+
+def test_a_call_that_ended_without_a_word_is_woken(watch: CallWatch) -> None:
+    unheard, well = Call(), Call()
+    with watch.over(unheard), watch.over(well):
+        unheard.ended = True
+        assert unheard.attention.wait(SOON)
         assert not well.attention.is_set()
 
 

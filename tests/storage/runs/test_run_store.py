@@ -1,11 +1,14 @@
 """A run's keys and its markers."""
 
+import pickle
+from collections.abc import Callable
+
 import pytest
 
 from storage.objects.digests import Digester, digest, key_of
-from storage.objects.errors import ObjectDamaged
+from storage.objects.errors import ObjectDamaged, StoreUnavailable
 from storage.objects.store import Store
-from storage.runs.run_store import RunStore
+from storage.runs.run_store import FOLDERS, OwnRunStore, RunStore
 
 
 def test_keys(run: RunStore) -> None:
@@ -42,6 +45,49 @@ def test_a_damaged_marker_is_noticed(run: RunStore) -> None:
     run.store.write(run.run_json_key, data)
     with pytest.raises(ObjectDamaged, match=r"is a refrain\.stage/1 document, not refrain\.run/2"):
         run.read_run()
+
+
+def test_of_its_own_run_a_store_lists_a_stage_once(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, lost, later = (run.stage_key(1, "rollout", shard, "k") for shard in (1, 2, 3))
+    run.finish(before, {"tokens": 1})
+    own = OwnRunStore(run.store, run.run)
+    asked: list[str] = []
+
+    def counted(store: Store, what: str, key: str, action: Callable[..., object]) -> object:
+        asked.append(what)
+        return tried(store, what, key, action)
+
+    tried = Store._try
+    monkeypatch.setattr(Store, "_try", counted)
+    for shard in range(4, 68):
+        assert own.finished(run.stage_key(1, "rollout", shard, "k")) is None
+    assert asked == ["list"]
+    assert own.finished(before) == {"tokens": 1}
+    assert own.finish(later, {"tokens": 3}) == own.finished(later) == {"tokens": 3}
+
+    def created_unheard(store: Store, key: str, data: bytes) -> bool:
+        create(store, key, data)
+        raise StoreUnavailable("the answer was lost")
+
+    create = Store.create
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "create", created_unheard)
+        with pytest.raises(StoreUnavailable):
+            own.finish(lost, {"tokens": 2})
+    assert own.finished(lost) == {"tokens": 2}
+    # What another process finished meanwhile is not seen, but stands.
+    other = run.stage_key(1, "rollout", 99, "k")
+    run.finish(other, {"tokens": 9})
+    assert own.finished(other) is None
+    assert own.finish(other, {"tokens": 8}) == own.finished(other) == {"tokens": 9}
+    for step in range(2, FOLDERS + 3):
+        own.finished(run.stage_key(step, "rollout", 1, "k"))
+    assert len(own._listed) == FOLDERS
+    assert own.finished(before) == {"tokens": 1}
+    there = pickle.loads(pickle.dumps(own))
+    assert type(there) is RunStore and there == run
 
 
 def test_keys_of_inputs() -> None:
