@@ -15,8 +15,8 @@ from storage.runs.working_tree import working_tree
 from storage.tracking.cost import DEVICE_HOURS_SO_FAR, MONEY_SO_FAR, SO_FAR
 from storage.tracking.plots import progress_png
 from storage.tracking.tracked_run import TrackedData, TrackedRun
-from storage.tracking.tracker import Tracker
 from tasks.reporting.flow_run import flow_run_id, flow_run_url
+from tasks.reporting.mlflow_process import PageWriter
 from tasks.results import Metrics
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ class RunTracker:
     """A run's page in MLflow.
 
     It is begun in the background when it is first written to, or START_DELAY seconds after `start`:
-    importing MLflow takes two seconds of CPU, which a small model's first step needs itself.
+    importing MLflow takes two seconds of CPU, which a small model's first step needs itself. Another
+    process writes it (tasks/reporting/mlflow_process.py).
     """
 
     def __init__(self, run: RunView) -> None:
         self._run = run
-        self._tracker = Tracker(run.config.tracking)
+        self._tracker = PageWriter(run.config.tracking)
         self._needed = threading.Event()
         self._started = threading.Event()
         self._error: Exception | None = None
@@ -89,14 +90,14 @@ class RunTracker:
         self.history.append((commit.step, shown(metrics)))
         self._log(tracker, commit, metrics)
 
-    def _log(self, tracker: Tracker, commit: Commit, metrics: Metrics) -> None:
+    def _log(self, tracker: PageWriter, commit: Commit, metrics: Metrics) -> None:
         tracker.log_step(commit.step, metrics, at=commit.committed_at, lineage=newest_tags(commit))
 
     def register(self, commit: Commit) -> None:
         """Put the policy version that a step made into the model registry."""
         self._register(self._ready(), commit)
 
-    def _register(self, tracker: Tracker, commit: Commit) -> None:
+    def _register(self, tracker: PageWriter, commit: Commit) -> None:
         step, weights = commit.step, commit.version_out
         number = tracker.register_version(
             weights.version,
@@ -159,7 +160,7 @@ class RunTracker:
         else:
             self._tracker.finish("FAILED" if isinstance(error, Exception) else "KILLED")
 
-    def _ready(self) -> Tracker:
+    def _ready(self) -> PageWriter:
         self._needed.set()
         self._started.wait()
         if self._error is not None:
