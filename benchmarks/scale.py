@@ -11,11 +11,11 @@ Every shard takes `--seconds`, so the shortest sampling is ceil(shards / workers
 
 Printed, medians over the steps but the first: seconds a step; its sampling, from the first shard's
 start to the last one's end, beyond the shortest; the flow's own work for each shard in milliseconds
-of processor time, and those of the scheduler and of Prefect's server; the resident memory of the
-three after the second step, half-way and at the end, so that `--steps 2000 --shards 16 --seconds 0`
-shows what a step leaves. With --staleness steps overlap, and the engines of the next step sample
-while one trains: what counts then are the seconds a step, beside shards / workers times what a shard
-takes.
+of processor time, and those of the scheduler, of Prefect's server and of the process that writes to
+MLflow; the resident memory of the four after the second step, half-way and at the end, so that
+`--steps 2000 --shards 16 --seconds 0` shows what a step leaves. With --staleness steps overlap, and
+the engines of the next step sample while one trains: what counts then are the seconds a step, beside
+shards / workers times what a shard takes.
 
 With --floor, beside it: what Prefect and Dask alone cost a flow of as many task runs and calls that
 do nothing (benchmarks/scale_floor.py), in the same minute on the same cluster.
@@ -49,10 +49,12 @@ from benchmarks.sleeping_engine import VARIABLE, run
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.run_store import RunStore
+from tasks.reporting.mlflow_process import PROGRAM
 
 LIMIT = 900.0  # seconds for one run beyond six times what its steps take at least
 LOOK_EVERY = 0.05  # seconds
 IN_A_PROCESS = 64  # simulated workers
+PROCESSES = ("flow", "scheduler", "server", "mlflow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,22 +179,27 @@ class Look:
     """Processor seconds so far, when a step was seen to be committed."""
 
     when: float
-    flow: float
-    scheduler: float
-    server: float
-    memory: tuple[float, float, float]  # MiB of flow, scheduler and server
+    spent: tuple[float, ...]  # by PROCESSES
+    memory: tuple[float, ...]  # MiB
 
 
 def look(flow: psutil.Process, scheduler: psutil.Process) -> Look:
-    """At the processes; everything below the flow is Prefect's server."""
-    servers = flow.children(recursive=True)
+    """At the processes; below the flow are MLflow's process and Prefect's server."""
+    below = flow.children(recursive=True)
+    mlflow = [child for child in below if writes_to_mlflow(child)]
+    each = [[flow], [scheduler], [child for child in below if child not in mlflow], mlflow]
     return Look(
         when=time.time(),
-        flow=spent(flow),
-        scheduler=spent(scheduler),
-        server=sum(spent(child) for child in servers),
-        memory=(resident(flow), resident(scheduler), sum(resident(child) for child in servers)),
+        spent=tuple(sum(spent(one) for one in processes) for processes in each),
+        memory=tuple(sum(resident(one) for one in processes) for processes in each),
     )
+
+
+def writes_to_mlflow(process: psutil.Process) -> bool:
+    """Whether it is that of tasks/reporting/mlflow_process.py."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(PROGRAM.main.partition(":")[0] in word for word in process.cmdline())
+    return False
 
 
 def resident(process: psutil.Process) -> float:
@@ -309,9 +316,10 @@ def figures(setting: Setting, commits: Sequence[Commit], looks: Sequence[Look]) 
     return {
         "step": statistics.median(b.when - a.when for a, b in pairs),
         "beyond": statistics.median(sampling) - setting.shortest,
-        "flow": statistics.median(b.flow - a.flow for a, b in pairs) * each,
-        "scheduler": statistics.median(b.scheduler - a.scheduler for a, b in pairs) * each,
-        "server": statistics.median(b.server - a.server for a, b in pairs) * each,
+        **{
+            name: each * statistics.median(b.spent[at] - a.spent[at] for a, b in pairs)
+            for at, name in enumerate(PROCESSES)
+        },
         "requests": median_of(commits, "store/requests") / setting.shards,
         "kib": (median_of(commits, "store/bytes_read") + median_of(commits, "store/bytes_written"))
         / setting.shards
@@ -325,10 +333,11 @@ def median_of(commits: Sequence[Commit], metric: str) -> float:
 
 
 def memory(looks: Sequence[Look]) -> str:
-    """MiB of flow, scheduler and server after the second step, half-way and at the end."""
+    """MiB of each after the second step, half-way and at the end."""
     moments = [looks[min(1, len(looks) - 1)], looks[len(looks) // 2], looks[-1]]
     return "   ".join(
-        " ".join(f"{one.memory[process]:.0f}" for one in moments) for process in range(3)
+        " ".join(f"{one.memory[process]:.0f}" for one in moments)
+        for process in range(len(PROCESSES))
     )
 
 
@@ -361,14 +370,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.one:
         return run_one(settings[0], options.one)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before", flush=True)
-    print("MiB: after the second step, half-way, at the end, of flow, scheduler and server")
+    print("MiB: after the second step, half-way, at the end, of flow, scheduler, server, MLflow")
     print("store: requests and KiB read and written for a shard, of all processes")
-    print("workers shards  s a step  beyond  flow ms  scheduler ms  server ms  store  MiB")
+    print(
+        "workers shards  s a step  beyond  flow ms  scheduler ms  server ms  MLflow ms  store  MiB"
+    )
     for setting in settings:
         found, mib = measured(setting, options.floor)
         print(
             f"{setting.workers:7} {setting.shards:6}  {found['step']:8.2f}  {found['beyond']:6.2f}  "
             f"{found['flow']:7.1f}  {found['scheduler']:12.1f}  {found['server']:9.1f}  "
+            f"{found['mlflow']:9.1f}  "
             f"{found['requests']:.1f} {found['kib']:.1f}  "
             f"{mib}",
             flush=True,
