@@ -2,6 +2,7 @@
 
     python -m benchmarks.learning_beside_trl --folder DIR [--seeds 1 2 3] [--steps 30] [--prompts 8]
                                              [--group 8] [--tokens 48] [--sides ours trl] [--png FILE]
+                                             [--set KEY=VALUE ...]
 
 Both train SmolLM2-135M-Instruct on sums of reasoning-gym, as the demo does: the same problems in the
 same order, the same reward function, learning rate, AdamW, loss and number formats; each samples with
@@ -9,7 +10,8 @@ its own engine. TRL (extra `bench`) runs in a process of its own.
 
 DIR/SIDE-SEED.json is what a run gave; one that is there is not made again, and one that was stopped
 goes on (ours from its last commit, TRL's from its last checkpoint): call it again until all are
-there. A seed is that of the problems and of sampling.
+there. A seed is that of the problems and of sampling. `--set`: further settings of ours, such as
+`cluster.pools.rollout.threads=1 cluster.pools.train.threads=1` for one of two cores.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class Setting(BaseModel, frozen=True):
     prompts: int  # of a step
     group: int  # samples of a prompt
     tokens: int  # most of a sample
+    ours: tuple[str, ...] = ()  # further settings of our side
 
 
 class Curve(BaseModel):
@@ -87,6 +90,7 @@ def ours(setting: Setting, folder: Path) -> Curve:
         "rewards.functions=[{kind: function, path: benchmarks.learning_beside_trl:exact}]",
         f"train.learning_rate={RATE}", f"train.beta2={BETA2}",
         f"algorithm.advantage={{kind: grpo, epsilon: {EPSILON}}}",
+        *setting.ours,
     ]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(f"file://{folder}/.refrain/store")
@@ -295,6 +299,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--tokens", type=int, default=48, help="most of a sample")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--set", nargs="+", default=[], help="further settings of ours")
     parser.add_argument("--png", type=Path, help="file for the curves")
     parser.add_argument("--train-with-trl", help=argparse.SUPPRESS)  # of the process itself
     options = parser.parse_args()
@@ -310,6 +315,7 @@ def main() -> None:
             prompts=options.prompts,
             group=options.group,
             tokens=options.tokens,
+            ours=tuple(options.set),
         )
         for side, found in curves.items():
             found.append(curve(side, setting, folder))
