@@ -87,6 +87,7 @@ KINDS = (
     "flow",
     "scheduler",
     "server",
+    "mlflow",
     "rollout",
     "train",
     "aggregator",

@@ -124,6 +124,9 @@ STAGES = {  # anchors for faults of other processes than the one at work
     "snapshot": TRAIN["snapshot"],
     "commit": FLOW["commit"],
 }
+MLFLOW = Fault(
+    id="mlflow", target="storage.tracking.tracker:Tracker.log_step", nth=2, action="kill"
+)
 RECORDED = {
     "rollout",
     "reward",
@@ -146,8 +149,11 @@ def named(fault: Fault) -> str:
 
 def test_faults_of_all_workers_in_one_run(disturb, undisturbed) -> None:
     """The default suite's share: one fault after the other, in every kind of worker."""
-    _, commits, out = disturb(
+    from mlflow import MlflowClient
+
+    run, commits, out = disturb(
         [
+            MLFLOW,
             ROLLOUT["rollout"],
             CPU["reward"],
             TRAIN["update"],
@@ -160,6 +166,11 @@ def test_faults_of_all_workers_in_one_run(disturb, undisturbed) -> None:
     for stage in ("rollout", "reward", "update", "weight_sync"):
         assert any("its process ended" in cause for cause in causes(commits, stage)), out
     assert any("planted" in cause for cause in causes(commits, "snapshot"))
+    mlflow = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
+    (page,) = mlflow.search_runs(["1"])
+    logged = mlflow.get_metric_history(page.info.run_id, "reward/mean")
+    assert [one.step for one in logged] == [one.step for one in commits]
+    assert page.info.status == "FINISHED"
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ ROLES = {  # part of a command line -> name of the process
     "engines.processes.node": "scheduler",
     **{f"flows.{name}": "flow" for name in ("grpo", "ppo", "dapo", "distill", "tree", "srpo")},
     "tasks.launch.prefect_app": "server",
+    "tasks.reporting.mlflow_process": "mlflow",
     "engines.rewards.child": "reward",
     "engines.environments.child": "environment",
 }
