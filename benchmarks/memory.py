@@ -1,16 +1,18 @@
 """The memory plan of a train engine beside what it takes, on a CPU, at several settings.
 
-    python -m benchmarks.memory [--model tiny smollm2] [--ranks 1 2] [--cases 0 1 2]
+    python -m benchmarks.memory [--model tiny smollm2] [--ranks 1 2] [--cases 0 1 2] [--times 3]
 
-Each case is a process (with ranks, one each) that builds the engine and makes two updates; the
-second is measured, in rank 0, above what the process held before it built the engine:
+Each case is a process (with ranks, one each) that builds the engine and makes two updates. Measured
+is rank 0, above what the process held before it built the engine:
 
-- in use: the most that the C heap had given out (mallinfo2, looked at every 5 ms), beside the
-  plan's bytes of tensors;
-- resident: the most resident memory (VmHWM, reset before), beside the plan's resident bytes;
-- activations: what autograd kept in the forward pass, counted by its hooks, beside the plan's.
+- in use: the most that the C heap had given out in the second update (mallinfo2, looked at every
+  5 ms), beside the plan's bytes of tensors;
+- resident: the most resident memory from the building on (VmHWM), beside the plan's resident bytes;
+- activations: what autograd kept in a forward pass of the second update, counted by its hooks,
+  beside the plan's.
 
-The plan is that for the largest micro-batch of the update.
+The plan is that for the largest micro-batch of the update. Of several times it is the median, with
+the least and the most.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import json
 import multiprocessing
 import os
 import socket
+import statistics
 import tempfile
 import threading
 import time
@@ -39,7 +42,7 @@ from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import model_facts
 from engines.processes.process_setup import MALLOC
-from engines.train.memory_plan import Batch, plan_rank, resident_bytes
+from engines.train.memory_plan import Batch, plan_rank
 from engines.train.spec import TrainSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -196,13 +199,13 @@ def measure(
         run="run",
         threads=2,
     )
+    reset()
     before, given_out = resident("VmRSS"), in_use()
     engine = FSDPEngine(spec)
     engine.join(rank, ranks, "127.0.0.1", port, 1, 60.0)
     micro: list[tuple[Batch, int]] = []
     with micro_batches(micro):
         engine.update(batch, AlgorithmConfig(), 1.0, RESPONSE, 1)
-    reset()
     began, used = time.perf_counter(), list[int]()
     with most_in_use(used):
         engine.update(batch, AlgorithmConfig(), 1.0, RESPONSE, 2)
@@ -218,11 +221,11 @@ def measure(
         "resident": measured,
         "in use": used[0] - given_out,
         "plan": plan.peak,
-        "plan resident": resident_bytes(plan.peak),
+        "plan resident": plan.resident,
         "stages": plan.stages,
         "terms": {**plan.held, **plan.passing},
         "kept": kept,
-        "tokens": largest.tokens,
+        "batch": dataclasses.asdict(largest),
         "seconds": seconds,
     }
 
@@ -232,6 +235,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1])
     parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))))
+    parser.add_argument("--times", type=int, default=1, help="how often each is measured")
     parser.add_argument("--verbose", action="store_true", help="print every term of the plan")
     options = parser.parse_args()
     os.environ.update(MALLOC)  # as workers have it
@@ -239,11 +243,13 @@ def main() -> None:
     for model in options.model:
         for ranks in options.ranks:
             for number in options.cases:
-                case(model, ranks, CASES[number], context, options.verbose)
+                settings = CASES[number]
+                found = [case(model, ranks, settings, context) for _ in range(options.times)]
+                show(model, ranks, settings, found, options.verbose)
 
 
-def case(model: str, ranks: int, settings: dict[str, Any], context: Any, verbose: bool) -> None:
-    """Measure, and print a line."""
+def case(model: str, ranks: int, settings: dict[str, Any], context: Any) -> dict[str, Any]:
+    """Measure once; rank 0's."""
     with tempfile.TemporaryDirectory() as folder:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -255,24 +261,35 @@ def case(model: str, ranks: int, settings: dict[str, Any], context: Any, verbose
         found, *_ = [result.result() for result in pending]
         for pool in pools:
             pool.shutdown()
-    pairs = {
-        "in use": (found["plan"], found["in use"]),
-        "resident": (found["plan resident"], found["resident"]),
-        "activations": (found["terms"]["activations"], found["kept"]),
-    }
+    return found
+
+
+def show(
+    model: str, ranks: int, settings: dict[str, Any], found: list[dict[str, Any]], verbose: bool
+) -> None:
+    """Print what was measured, once or several times, beside the plan."""
+    first = found[0]
     said = ", ".join(f"{name}={value}" for name, value in settings.items())
-    made = f"{found['tokens']} tokens, {found['seconds']:.1f} s"
+    made = f"{first['batch']['tokens']} tokens, {first['seconds']:.1f} s"
     print(f"{model}, {ranks} rank{'s' * (ranks > 1)}, {said}: {made}")
-    for what, (planned, measured) in pairs.items():
+    for what, planned, name in (
+        ("in use", first["plan"], "in use"),
+        ("resident", first["plan resident"], "resident"),
+        ("activations", first["terms"]["activations"], "kept"),
+    ):
+        sizes = sorted(one[name] for one in found)
+        middle = statistics.median(sizes)
+        between = f"{sizes[0] / MIB:,.0f} to {sizes[-1] / MIB:,.0f}"
         print(
-            f"    {what}: plan {planned / MIB:,.0f} MiB, measured {measured / MIB:,.0f} MiB, "
-            f"{100 * (planned / measured - 1):+.1f} %",
+            f"    {what}: plan {planned / MIB:,.0f} MiB, measured {middle / MIB:,.0f} MiB "
+            f"({between}), {100 * (planned / middle - 1):+.1f} %",
             flush=True,
         )
     if verbose:
+        print(f"    batch: {json.dumps(first['batch'])}")
         for name in ("terms", "stages"):
-            sizes = {what: round(size / MIB, 1) for what, size in found[name].items()}
-            print(f"    {name}: {json.dumps(sizes)}", flush=True)
+            sizes_of = {what: round(size / MIB, 1) for what, size in first[name].items()}
+            print(f"    {name}: {json.dumps(sizes_of)}", flush=True)
 
 
 if __name__ == "__main__":

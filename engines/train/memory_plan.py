@@ -9,20 +9,17 @@ sequences in attention, R response tokens; c the bytes of a number in products.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape
 from engines.train.batching.packing import WHOLE
+from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
 from engines.vla.shapes import TowerShape
 
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
-# On a CPU, beside the bytes that are in use at most: the heap has holes, and keeps what is free at
-# its end (engines/processes/process_setup.py). Fitted to measurements; docs/memory.md.
-HOLES = 1100 * 2**20  # at most; a small rank's are as large as what it uses
-LIBRARIES = 36 * 2**20  # that are loaded once a rank computes
 CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
 
 
@@ -49,6 +46,7 @@ class MemoryPlan:
     passing: dict[str, int]  # during an update: gradients, gathered, activations, logits, …
     stages: dict[str, int]  # most at once by stage, what is held among it
     host: dict[str, int]  # of the machine's memory, where the rank computes on a GPU
+    holes: int = 0  # on a CPU, at most beside tensors and libraries (resident_memory.py)
 
     @property
     def peak(self) -> int:
@@ -59,6 +57,11 @@ class MemoryPlan:
     def passing_peak(self) -> int:
         """Most at once beyond what is held all the time."""
         return self.peak - sum(self.held.values())
+
+    @property
+    def resident(self) -> int:
+        """Most that the process of a rank on a CPU holds beyond what it began with."""
+        return self.peak + self.holes + LIBRARIES
 
 
 def largest_batch(
@@ -163,7 +166,8 @@ def plan_rank(
     if frozen:  # nothing is kept for a backward pass
         passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
         stages = {"log-probs": weights + sum(passing.values())}
-        return MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})
+        plan = MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})
+        return plan if on_gpu else replace(plan, holes=_holes(shape, batch, plan, c, shards, lora))
     moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * trained // shards
     kept = activation_bytes(shape, train, batch, c, on_gpu, lora)
     kept += vision_bytes(shape, train, batch, c)
@@ -187,12 +191,13 @@ def plan_rank(
         "optimizer": moments if off else 0,
         "master weights": masters if on_gpu else 0,
     }
-    return MemoryPlan(
+    plan = MemoryPlan(
         held=held,
         passing=passing,
         stages=_stages(shape, batch, sum(held.values()), passing, c),
         host={what: size for what, size in host.items() if size},
     )
+    return plan if on_gpu else replace(plan, holes=_holes(shape, batch, plan, c, shards, lora))
 
 
 def plan_worker(plan: MemoryPlan) -> MemoryPlan:
@@ -203,6 +208,7 @@ def plan_worker(plan: MemoryPlan) -> MemoryPlan:
         passing=plan.passing,
         stages={what: size - moments for what, size in plan.stages.items() if what != "optimizer"},
         host={what: size for what, size in plan.host.items() if what != "optimizer"},
+        holes=plan.holes,
     )
 
 
@@ -369,6 +375,25 @@ def logits_bytes(shape: ModelShape, train: TrainConfig, batch: Batch, on_gpu: bo
     return 3 * FLOAT * block + 2 * FLOAT * batch.responses * shape.hidden
 
 
-def resident_bytes(in_use: int) -> int:
-    """Resident memory of a rank on a CPU that has so many bytes of tensors at most."""
-    return in_use + min(in_use, HOLES) + LIBRARIES
+def _holes(
+    shape: ModelShape, batch: Batch, plan: MemoryPlan, c: int, shards: int, lora: LoraConfig | None
+) -> int:
+    """Resident on a CPU beside the tensors of a plan, and beside libraries."""
+    layer = c * shape.layer_parameters
+    trained = "gradients" in plan.passing and lora is None
+    table = 0
+    if trained and plan.passing["head"]:
+        whole = shape.vocabulary * shape.hidden
+        before = FLOAT * whole // shards if batch.several else 0  # of earlier micro-batches
+        table = before + (c + FLOAT) * whole + (FLOAT * whole if shards > 1 else 0)
+    most = most_resident(
+        plan.peak,
+        sum(plan.held.values()),
+        plan.passing,
+        forward=shape.layers * layer_bytes(shape, batch, c, False, lora) if lora or trained else 0,
+        buffers=buffer_bytes(
+            shape.layers, layer, FLOAT * shape.layer_parameters if trained else 0, shards
+        ),
+        table=table,
+    )
+    return most - plan.peak + (PRIMITIVES if c != FLOAT else 0)

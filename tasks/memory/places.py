@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from configs.grpo import GRPOConfig
 from engines.model_facts import ModelShape
 from engines.rollout.memory_plan import GIB
-from engines.train.memory_plan import resident_bytes
+from engines.train.resident_memory import LIBRARIES
 from tasks.memory.holders import (
     judge_bytes,
     plan_of,
@@ -91,12 +91,14 @@ def _of_worker(
     held: dict[str, int] = {}
     host: dict[str, int] = {}
     passing: dict[str, int] = {}
+    holes = 0
     for role, whose, own in train_roles(config, shape):
         if roles.pool_of(role) != name:
             continue
         plan = plan_of(config, own, role)
         held.update({f"{whose}'s {what}": size for what, size in plan.held.items() if size})
         host.update({f"{whose}'s {what}": size for what, size in plan.host.items()})
+        holes = max(holes, plan.holes)
         if plan.passing_peak >= sum(passing.values()):
             largest = max(plan.passing, key=lambda what: plan.passing[what])
             passing = {f"{whose}'s {largest} and what else an update needs": plan.passing_peak}
@@ -117,8 +119,7 @@ def _of_worker(
     if pool.gpus:
         return {**device, **sampling}, host
     if device:
-        used = sum(device.values())
-        device["holes in the heap and libraries"] = resident_bytes(used) - used
+        device["holes in the heap and libraries"] = holes + LIBRARIES
     return {}, {**device, **sampling}
 
 

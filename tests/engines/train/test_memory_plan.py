@@ -19,6 +19,7 @@ from engines.train import logprobs, memory_plan, updater
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import (
     Batch,
+    MemoryPlan,
     activation_bytes,
     adapter_parameters,
     largest_batch,
@@ -27,6 +28,7 @@ from engines.train.memory_plan import (
 )
 from engines.train.model import attention
 from engines.train.model.lora import inject
+from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -246,3 +248,33 @@ def test_an_adapter_alone_has_gradients_and_moments(tmp_path: Path) -> None:
     assert adapted.held["optimizer"] == 8 * trained
     assert adapted.passing["gradients"] == 4 * trained
     assert adapted.passing["head"] == 0
+
+
+def test_buffers_are_as_long_as_a_layer() -> None:
+    # Ten layers of 100 bytes: a buffer of the shard and one of the whole, for gathering or reducing.
+    assert buffer_bytes(10, 100, 0, 1) == 10 * (100 + 100)  # an adapter's base: gathered alone
+    assert buffer_bytes(10, 50, 100, 1) == 10 * (100 + 100)  # gathered in bfloat16
+    assert buffer_bytes(10, 100, 100, 4) == 10 * (100 + 25 + 100)  # and Gloo's copy
+
+
+def test_resident_memory_is_more_than_tensors_by_what_the_heap_loses() -> None:
+    passing = {"gathered": 100, "activations": 200, "logits": 30, "one layer": 50}
+    given = {"held": 1000, "passing": passing, "forward": 500, "buffers": 70, "table": 7}
+    assert most_resident(0, **given) == 1000 + 100 + 200 + 50 + 100 + 70 + 7
+    assert most_resident(5000, **given) == 5000
+    shape, batch = shape_of(), largest_batch(4096, PROMPT, RESPONSE, ROWS, GROUP, 1)
+
+    def plan(gpu: bool = False, lora: LoraConfig | None = None, **settings: Any) -> MemoryPlan:
+        train = TrainConfig(**{"compute_dtype": "float32", **settings})
+        return plan_rank(shape, train, batch, role="actor", ranks=1, on_gpu=gpu, lora=lora)
+
+    whole = plan()
+    assert whole.resident == whole.peak + whole.holes + LIBRARIES
+    assert plan(gpu=True).holes == 0
+    # An adapter's base has no gradients to reduce, but is gathered.
+    layers = 4 * shape.layers * shape.layer_parameters
+    assert 2 * layers < plan(lora=LoraConfig(rank=4)).holes
+    # Kept or not, what a layer gives out leaves pieces behind.
+    fewer = plan(gradient_checkpointing=1)
+    assert fewer.peak < whole.peak and fewer.holes >= whole.holes
+    assert plan(compute_dtype="bfloat16").holes > PRIMITIVES
