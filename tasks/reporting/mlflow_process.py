@@ -228,8 +228,9 @@ def _answer(pages: dict[str, Tracker], asked: Asked) -> Answer:
     if asked.method != START and asked.page not in pages:
         return Answer(unknown=True)
     try:
-        tracker = pages.setdefault(asked.page, Tracker(asked.config))
+        tracker = pages.get(asked.page) or Tracker(asked.config)
         value = methodcaller(asked.method, *asked.arguments, **asked.named)(tracker)
+        pages[asked.page] = tracker  # once it has started
     except TrackingError as error:
         return Answer(error=str(error))
     except Exception:  # a fault of ours; the owner's log has it whole

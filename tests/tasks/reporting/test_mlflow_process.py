@@ -131,6 +131,8 @@ def test_what_mlflow_refuses_is_raised_here(tmp_path: Path) -> None:
     away = PageWriter(TrackingConfig(uri="http://127.0.0.1:9"))
     with pytest.raises(TrackingError, match="does not answer"):
         away.start(page())
+    with pytest.raises(TrackingError, match="does not answer"):  # not that it never started
+        away.finish("FAILED")
 
 
 def test_runs_share_a_process_until_what_is_set_for_mlflow_changes(
