@@ -9,9 +9,8 @@ docs/memory.md.
 from __future__ import annotations
 
 LIBRARIES = 27 * 2**20  # bytes: what they touch once a rank computes, in the heap and beside it
-PRIMITIVES = (
-    16 * 2**20
-)  # oneDNN's compiled products, by which bfloat16 goes on a CPU; it keeps 1,024
+# oneDNN's compiled products, by which bfloat16 goes on a CPU; it keeps 1,024. Bytes.
+PRIMITIVES = 16 * 2**20
 FRAGMENTS = 0.2  # of what a forward pass gives out is lost between tensors that stay
 
 
