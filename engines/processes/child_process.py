@@ -26,7 +26,8 @@ from typing import Any, Generic, TypeVar
 from engines.failures import InfrastructureError
 from engines.processes.child_messages import Broken, Packed, packed
 
-DUMP_SECONDS = 0.05  # in which a process that hangs writes its stacks before it is killed
+DUMP_SECONDS = 0.05  # between looks at the stacks that a process writes before it is killed
+LONGEST_DUMP = 2.0  # seconds until it has begun to: it may wait for a processor, or be stopped
 ROOT = str(Path(__file__).parents[2])  # the folder that holds our packages
 
 # The kernel's parent-death signal follows the thread that started a process, not its process:
@@ -215,7 +216,7 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
             late.set()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)  # it writes down where it hangs
-            time.sleep(DUMP_SECONDS)
+            self._await_stacks(process)
             _kill_group(process)
 
         timer = Timer(seconds, kill)
@@ -233,6 +234,15 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
             timer.join()
             if late.is_set():
                 self._end()
+
+    def _await_stacks(self, process: subprocess.Popen[bytes]) -> None:
+        """Return once the process has written its stacks, has ended, or takes too long for it."""
+        written, give_up = 0, time.monotonic() + LONGEST_DUMP
+        while not _has_ended(process) and time.monotonic() < give_up:
+            time.sleep(DUMP_SECONDS)
+            before, written = written, os.fstat(self._dump.fileno()).st_size
+            if 0 < written == before:
+                return
 
     def _stacks(self) -> str:
         """What the process wrote of its stacks before it ended; empty where it wrote nothing."""

@@ -1,0 +1,57 @@
+"""A process of a user's code that hangs says where, however busy the machine is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from threading import Timer
+
+import psutil
+import pytest
+
+from engines.processes.child_messages import Packed, by_name, packed, unpacked
+from engines.processes.child_process import CallTimedOut, ChildProcess, Program
+from engines.processes.user_code import begin
+
+
+@dataclass(frozen=True)
+class Message:
+    """Of either side."""
+
+    pid: int = 0
+
+
+def main(socket: int, owner: int, dump: int) -> None:
+    begin(owner, dump)
+    with Connection(socket) as connection:
+        connection.recv()
+        connection.send(packed(Message(pid=psutil.Process().pid)))
+        connection.recv()
+        where_it_hangs()
+
+
+def where_it_hangs() -> None:
+    time.sleep(600)
+
+
+def unpack(message: Packed) -> Message:
+    found: Message = unpacked(message, by_name(Message))
+    return found
+
+
+@pytest.mark.parametrize("busy", [0.0, 1.0])
+def test_stacks_of_a_call_that_hangs(busy: float) -> None:
+    """`busy`: seconds for which the process gets no processor when it is asked where it hangs."""
+    process: ChildProcess[Message, Message, Message] = ChildProcess(
+        "code", Program(main=f"{__name__}:main"), None, unpack
+    )
+    child = psutil.Process(process.start().pid)
+    if busy:
+        Timer(1.0, child.suspend).start()
+        Timer(1.5 + busy, child.resume).start()
+    with pytest.raises(CallTimedOut, match=r"took longer than 1\.5 s") as found:
+        process.call(Message(), 1.5)
+    assert "where_it_hangs" in found.value.stacks
+    assert not child.is_running()
+    process.close()
