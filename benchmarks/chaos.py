@@ -9,10 +9,12 @@
     python -m benchmarks.chaos --flow distill teachers.t.model.kind=random teachers.t.model.seed=7
     python -m benchmarks.chaos --kills 8 --apart --workers 64 --sleep 2    which sleep for 2 s instead
     python -m benchmarks.chaos --kills 8 --kinds rollout flow scheduler    these alone are killed
+    python -m benchmarks.chaos --kills 4 --apart --outage 5 --kinds store  the store is gone for 5 s
 
 The tiny recipe with the transformers engine is deterministic on CPU, so the weights must equal those
 of an undisturbed run bit for bit. Any process of the run may be killed, the flow too, which is then
-resumed. Prints a table of recovery times by kind and writes everything as JSON.
+resumed. With --outage the store is a bucket of moto's server, which may be out of reach for a while.
+Prints a table of recovery times by kind and writes everything as JSON.
 
 Where steps overlap, which groups a step trains on depends on who finished when. Then each prompt must
 have been trained that the undisturbed run trains, the audit must find nothing wrong and nothing left
@@ -24,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
@@ -41,13 +42,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.sleeping_engine import VARIABLE
-from storage.objects.errors import StoreError
-from storage.objects.store import Store
-from storage.runs.commit_log import head
+from benchmarks.chaos_subject import Subject, many
+from benchmarks.stores import Outages, outages
 from storage.runs.run_store import RunStore
 from tests.faults.ledger import committed, story
-from tests.faults.planted import Faults
 
 RECIPE = (
     "tiny",
@@ -81,7 +79,6 @@ EPISODES = (
     "cluster.no_workers_timeout=120",
     "store.snapshot_every=5",
 )
-SLEEPING = "benchmarks.sleeping_engine"
 REPLAYED = 4  # updates that are made again where steps overlap
 KINDS = (
     "flow",
@@ -95,6 +92,7 @@ KINDS = (
     "cpu",
     "reward",
     "environment",
+    "store",
 )
 LONGEST_WAIT = 6.0  # seconds between kills, at most; drawn evenly
 END = re.compile(r"\w+(Error|Lost|Failed|Unavailable|Held|NoWorkers|Conflict|Traceback)\b")
@@ -129,83 +127,6 @@ class Report:
     audit: dict[str, object] = field(default_factory=dict)  # where steps overlap
     replayed: dict[int, bool] = field(default_factory=dict)  # step -> whether the weights are equal
     left: list[str] = field(default_factory=list)  # processes
-
-
-class Subject:
-    """The run that suffers."""
-
-    def __init__(
-        self, folder: Path, flow: str, words: Sequence[str], steps: int, sleep: float | None
-    ) -> None:
-        """sleep: seconds for which rollout engines sleep instead of decoding, if they do."""
-        self.folder = folder
-        self.sleep = sleep
-        self.program = [f"flows.{flow}"] if sleep is None else [SLEEPING, f"flows.{flow}"]
-        self.faults = Faults(folder / "faults")
-        self.words = (*words, f"steps={steps}")
-        self.steps = steps
-        self.starts = 0
-        self.log = (folder / "out").open("ab")
-        self.start()
-
-    def start(self) -> None:
-        """Start the flow, or resume it."""
-        words = ["--resume", self.files.run] if self.files is not None else list(self.words)
-        environment = {**os.environ, **self.faults.environment, "OMP_NUM_THREADS": "1"}
-        if self.sleep is not None:
-            environment[VARIABLE] = f"equal:{self.sleep}"
-        environment.pop("PREFECT_API_URL", None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *self.program, *words],
-            cwd=self.folder,
-            env=environment,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.starts += 1
-
-    @property
-    def files(self) -> RunStore | None:
-        """The run in the store, once it is there."""
-        store = Store(f"file://{self.folder}/.refrain/store")
-        names = [name for name in store.children() if store.exists(f"{name}/run.json")]
-        return RunStore(store, names[0]) if names else None
-
-    @property
-    def head(self) -> int:
-        """The last committed step."""
-        with contextlib.suppress(StoreError):
-            return 0 if self.files is None else head(self.files) or 0
-        return 0
-
-    @property
-    def finished(self) -> bool:
-        """Whether the flow has ended well; it is resumed when it has ended otherwise."""
-        code = self.process.poll()
-        if code is not None and code != 0:
-            self.start()
-        return code == 0
-
-    def left(self) -> list[psutil.Process]:
-        """Its processes, whoever their parent is by now."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.cwd() == str(self.folder) and process.pid != self.process.pid:
-                    found.append(process)
-        return found
-
-
-def many(workers: int) -> tuple[str, ...]:
-    """Settings for so many rollout workers, each of which has one shard of a prompt in a step."""
-    return (
-        f"cluster.pools.rollout={{workers: {workers}, threads: 1, slots: 1}}",
-        f"prompts_per_step={workers}",
-        f"rollout.shards={workers}",
-        "group_size=2",
-        "data.source.size=4096",
-    )
 
 
 def undisturbed(subject: Subject) -> float:
@@ -256,6 +177,10 @@ def disturbed(
 def strike(subject: Subject, dice: random.Random, kinds: Sequence[str]) -> str | None:
     """Kill a process of a kind drawn at random; None if there is none of that kind just now."""
     kind = dice.choice(kinds)
+    if kind == "store":
+        if subject.outages is not None:
+            subject.outages.begin()
+        return None if subject.outages is None else kind
     alive = subject.faults.processes(kind)
     if not alive:  # a run without episodes has no environments
         return None
@@ -292,13 +217,13 @@ def asked(subject: Subject, command: str, *words: str) -> tuple[int, dict[str, A
 
 def show(report: Report) -> None:
     """Recovery times by kind."""
-    print(f"\n{'killed':<10} {'kills':>6} {'alone':>6} {'median s':>9} {'worst s':>8}")
-    for kind in KINDS:
+    print(f"\n{'killed':<11} {'kills':>6} {'alone':>6} {'median s':>9} {'worst s':>8}")
+    for kind in [one for one in KINDS if any(kill.kind == one for kill in report.kills)]:
         all_of = [kill for kill in report.kills if kill.kind == kind]
         times = [kill.recovered for kill in all_of if kill.alone and kill.recovered is not None]
         middle = f"{statistics.median(times):9.1f}" if times else f"{'-':>9}"
         worst = f"{max(times):8.1f}" if times else f"{'-':>8}"
-        print(f"{kind:<10} {len(all_of):>6} {len(times):>6} {middle} {worst}")
+        print(f"{kind:<11} {len(all_of):>6} {len(times):>6} {middle} {worst}")
     for line in report.ends:
         print(line[:160])
     print(
@@ -312,7 +237,7 @@ def show(report: Report) -> None:
 
 
 def main() -> int:
-    """Run both, compare, report."""
+    """What is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -330,8 +255,18 @@ def main() -> int:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is killed [everything]"
     )
+    parser.add_argument("--outage", type=float, help="seconds for which the store is out of reach")
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        seconds = arguments.outage
+        return compare(
+            arguments, None if seconds is None else stack.enter_context(outages(seconds))
+        )
+
+
+def compare(arguments: argparse.Namespace, store: Outages | None) -> int:
+    """Both runs; 0 where they are equal and nothing is left."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     words = EPISODES if arguments.episodes else (arguments.recipe, *RECIPE[1:])
     if arguments.overlapping:
@@ -342,7 +277,7 @@ def main() -> int:
     report = Report(steps=arguments.steps, seed=arguments.seed, overlapping=arguments.overlapping)
     (folder / "whole").mkdir()
     (folder / "broken").mkdir()
-    given = (arguments.flow, words, arguments.steps, arguments.sleep)
+    given = (arguments.flow, words, arguments.steps, arguments.sleep, store)
     whole = Subject(folder / "whole", *given)
     report.undisturbed_seconds = undisturbed(whole)
     broken = Subject(folder / "broken", *given)

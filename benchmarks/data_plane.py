@@ -67,7 +67,7 @@ from benchmarks.data_plane_sides import (
     shares,
     value_bytes,
 )
-from benchmarks.store_scale import place
+from benchmarks.stores import place
 from engines.workers.placement import find_free_port
 from storage.objects.store import Store
 

@@ -12,21 +12,17 @@ of that came after the imports. --s3: in a bucket of moto's server instead of a 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.stores import place
 from storage.audit.audit import audit
 from storage.audit.lineage import of_prompt, of_sample, of_version, prompt_of
 from storage.audit.sample_origins import SampleOrigin
@@ -53,7 +49,6 @@ DATA_ROWS = 50_000
 SNAPSHOT_EVERY = 10  # steps
 STAGES = ("prompts", "advantage", "update", "weight_sync")  # that are one call
 METRICS = 60  # of a step, about as many as a run has
-BUCKET = "refrain-scale"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,37 +267,6 @@ def resident(field: str) -> float:
     """Memory of this process by its status, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-
-
-@contextlib.contextmanager
-def place(s3: bool) -> Iterator[tuple[str, dict[str, object]]]:
-    """Address and options of an empty store."""
-    if not s3:
-        with tempfile.TemporaryDirectory(prefix="store-scale-") as folder:
-            yield f"file://{folder}/store", {}
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/moto-api/"):
-                break
-            time.sleep(0.1)
-        import boto3
-
-        boto3.client("s3", endpoint_url=url).create_bucket(Bucket=BUCKET)
-        yield f"s3://{BUCKET}", {"endpoint_url": url}
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def main() -> None:

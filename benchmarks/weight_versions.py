@@ -16,33 +16,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.stores import place
+from storage.objects.store import Store
+
 if TYPE_CHECKING:
-    from storage.objects.store import Store
     from storage.runs.weights import WeightsRef
 
 CACHE_BYTES = 4 * 2**30
 VOCABULARY = 40_000  # token ids are drawn below it; of tiny, below 90
-BUCKET = "bench"
 
 
 def main() -> None:
     options = _arguments()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    with tempfile.TemporaryDirectory() as folder, _store(options, Path(folder)) as store:
+    with tempfile.TemporaryDirectory() as folder, place(options.s3) as (uri, store_options):
+        store = Store(uri, store_options)
         rows, refs = measure(options, store, Path(folder))
         for row in rows:
             print(json.dumps(row), flush=True)
@@ -215,37 +214,6 @@ def _timed(row: dict[str, Any], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     row[name] = round(time.perf_counter() - began, 3)
-
-
-@contextmanager
-def _store(options: argparse.Namespace, folder: Path) -> Iterator[Store]:
-    from storage.objects.store import Store
-
-    if not options.s3:
-        yield Store(f"file://{folder}/store")
-        return
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}
-    server_process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        import boto3
-
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(100):
-            with suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), 0.2).close()
-                break
-            time.sleep(0.2)
-        boto3.client("s3", endpoint_url=url).create_bucket(Bucket=BUCKET)
-        yield Store(f"s3://{BUCKET}/runs", {"endpoint_url": url})
-    finally:
-        server_process.kill()
 
 
 def _arguments() -> argparse.Namespace:
