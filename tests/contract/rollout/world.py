@@ -117,6 +117,14 @@ class World:
         self, version: int, prompt: list[int], response: list[int], sampling: Sampling
     ) -> list[float]:
         """Of the response under a policy version, filtered and tempered as `sampling` says."""
+        found = self.distribution(version, prompt, response, sampling)
+        return found.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+    @torch.no_grad()
+    def distribution(
+        self, version: int, prompt: list[int], response: list[int], sampling: Sampling
+    ) -> torch.Tensor:
+        """Log-probs [R, V] of which each token of the response is to be drawn."""
         logits = self.policies[version](torch.tensor([prompt + response])).logits[0]
         logits = logits[len(prompt) - 1 : -1] / sampling.temperature
         if sampling.top_k:
@@ -127,7 +135,7 @@ class World:
                 order = row.argsort(descending=True)
                 before = row[order].softmax(0).cumsum(0) - row[order].softmax(0)
                 row[order[before >= sampling.top_p]] = -torch.inf
-        return logits.log_softmax(1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        return logits.log_softmax(1)
 
 
 def disturb(policy: PreTrainedModel, seed: int = 9) -> None:
