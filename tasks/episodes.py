@@ -20,7 +20,7 @@ from prefect.logging import get_run_logger
 from configs.episodes import EpisodesConfig
 from engines.data.frames import frames_by_turn
 from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
-from engines.rollout.contract import ShardStats
+from engines.rollout.contract import RolloutResult, ShardStats
 from storage.batches.columns import OPPONENTS_TURN, UNFINISHED
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -70,7 +70,7 @@ def play(
     digests = {one.digest: one for one in run.usable_weights(step)}
     done = run.files.finished(whole)
     if done is not None and str(done["weights"]) in digests:
-        known = sampled(prompts, digests[str(done["weights"])], done)
+        known = sampled(prompts, digests[str(done["weights"])], RolloutResult.of_record(done))
         return dataclasses.replace(known, frames=frames_of(done))
     with run.episodes.held(len(prompts) * stage.sampling.n):
         asked, first = prompts, begun
@@ -82,7 +82,7 @@ def play(
         if run.config.sees_frames:
             by_turn = frames_by_turn(run.store, prompts, found.ref, found.frames)
             found = dataclasses.replace(found, ref=found.ref.with_columns(by_turn))
-        record = {"ref": found.ref.to_json(), "stats": asdict(found.stats)}
+        record = RolloutResult(ref=found.ref, stats=found.stats).record()
         frames = None if found.frames is None else found.frames.to_json()
         run.files.finish(whole, {**record, "frames": frames, "weights": found.weights.digest})
     needed = found.ref if isinstance(found, Sampled) else found.begun

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 import numpy as np
 
 from configs.distill import DistillConfig, OffPolicyConfig
 from configs.grpo import GRPOConfig
 from engines.data.results import AnswersGiven
-from engines.rollout.contract import ShardStats
+from engines.rollout.contract import RolloutResult, ShardStats
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import Sampled
@@ -39,7 +36,7 @@ def given_shard(
     key = key_of("given", prompts.to_json(), column, n, run.config.rollout.max_new_tokens)
     out_key = run.files.stage_key(step, "given", shard, key)
     if (done := run.files.finished(out_key)) is not None:
-        return sampled(prompts, weights, done, out_key)
+        return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
     with attempted(run, step, "given", shard) as attempt:
         found: AnswersGiven = run.engines.scorers.call(
             "given",
@@ -62,5 +59,5 @@ def given_shard(
         version=weights.version,
         digest=weights.digest,
     )
-    record: dict[str, Any] = {"ref": found.ref.to_json(), "stats": asdict(stats)}
-    return sampled(prompts, weights, run.files.finish(out_key, record), out_key)
+    done = run.files.finish(out_key, RolloutResult(ref=found.ref, stats=stats).record())
+    return sampled(prompts, weights, RolloutResult.of_record(done), out_key)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from configs.data import Source
-from engines.rollout.contract import RolloutRequest, Sampling, ShardStats
+from engines.rollout.contract import RolloutRequest, RolloutResult, Sampling
 from engines.rollout.partial import PartialSamples
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -58,7 +56,7 @@ def sample_or_leave(
     ]
     for weights, key in zip(usable, keys, strict=True):
         if (done := run.files.finished(key)) is not None:
-            return sampled(prompts, weights, done, key)
+            return sampled(prompts, weights, RolloutResult.of_record(done), key)
     weights, out_key = usable[0], keys[0]
     with attempted(run, step, stage.name, shard) as attempt:
         attempt.assignment.worker = rather
@@ -72,17 +70,14 @@ def sample_or_leave(
             begun=begun,
             save_every=run.config.saves_tokens_every if stage.trains else None,
             may_be_cut=stage.trains,
+            marked=True,
         )
         result = run.engines.rollouts.generate(request, attempt.assignment)
     if result is None:  # the step did not wait for it
         partial = PartialSamples(run.store, out_key).take()
         return Unsampled(begun=partial or begun)
-    record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
-    if (stands := run.files.finish(out_key, record)) != record:
-        return sampled(prompts, weights, stands, out_key)
-    return Sampled(
-        prompts=prompts, weights=weights, ref=result.ref, stats=result.stats, key=out_key
-    )
+    run.files.finished_elsewhere(out_key)
+    return sampled(prompts, weights, result, out_key)
 
 
 def opponents_turn(
@@ -104,7 +99,7 @@ def opponents_turn(
     key = key_of("opponent", prompts.to_json(), weights.digest, identity, begun.to_json())
     out_key = run.files.stage_key(step, "opponent", shard, key)
     if (done := run.files.finished(out_key)) is not None:
-        return sampled(prompts, weights, done, out_key)
+        return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
     with attempted(run, step, "opponent", shard) as attempt:
         attempt.assignment.worker = rather
         request = RolloutRequest(
@@ -115,18 +110,15 @@ def opponents_turn(
             shard=shard,
             attempt=attempt.number,
             begun=begun,
+            marked=True,
             frozen=True,
         )
         result = pool.generate(request, attempt.assignment)
         assert result is not None, "the opponent's turns are not cut"
-    record = {"ref": result.ref.to_json(), "stats": asdict(result.stats)}
-    return sampled(prompts, weights, run.files.finish(out_key, record), out_key)
+    run.files.finished_elsewhere(out_key)
+    return sampled(prompts, weights, result, out_key)
 
 
-def sampled(
-    prompts: BatchRef, weights: WeightsRef, record: Mapping[str, Any], key: str = ""
-) -> Sampled:
-    """A finished shard from its record: of two attempts, the one that finished first."""
-    stats = ShardStats(**record["stats"])
-    ref = BatchRef.from_json(record["ref"])
-    return Sampled(prompts=prompts, weights=weights, ref=ref, stats=stats, key=key)
+def sampled(prompts: BatchRef, weights: WeightsRef, found: RolloutResult, key: str = "") -> Sampled:
+    """A finished shard: of two attempts, the one that finished first."""
+    return Sampled(prompts=prompts, weights=weights, ref=found.ref, stats=found.stats, key=key)

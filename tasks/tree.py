@@ -18,7 +18,7 @@ from prefect.futures import PrefectFuture
 
 from configs.tree import TreeConfig
 from engines.data.results import GrownTrees, Growth
-from engines.rollout.contract import Sampling, ShardStats
+from engines.rollout.contract import RolloutResult, Sampling, ShardStats
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
@@ -149,7 +149,7 @@ def trees_of(record: Mapping[str, Any]) -> GrownTrees:
 
 def of_record(prompts: BatchRef, weights: WeightsRef, record: Mapping[str, Any]) -> Sampled:
     """A finished shard from its record."""
-    found = sampled_of(prompts, weights, record)
+    found = sampled_of(prompts, weights, RolloutResult.of_record(record))
     return dataclasses.replace(found, nodes=BatchRef.from_json(record["nodes"]))
 
 

@@ -6,8 +6,9 @@ promise is said by their base, `engines.rollout.engine:RolloutEngine`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -134,6 +135,7 @@ class RolloutRequest:
     begun: BatchRef | None = None  # samples to go on with, as generate gave them: n for each prompt
     save_every: float | None = None  # seconds between saves of the tokens so far; None: none
     may_be_cut: bool = False  # whether RolloutPool.cut of its step ends it
+    marked: bool = False  # whether the engine marks the result as done, for who asks for it again
     frozen: bool = False  # whether it asks for the turns of frozen players, or else the policy's
 
 
@@ -162,6 +164,15 @@ class RolloutResult:
 
     ref: BatchRef  # the columns listed in engines.rollout.samples
     stats: ShardStats
+
+    def record(self) -> dict[str, object]:
+        """As the mark of a finished shard has it."""
+        return {"ref": self.ref.to_json(), "stats": asdict(self.stats)}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> RolloutResult:
+        """A finished shard by its mark."""
+        return cls(ref=BatchRef.from_json(record["ref"]), stats=ShardStats(**record["stats"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,7 @@ from engines.workers.engine import Engine, Memory
 from engines.workers.messages import Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
+from storage.runs.stage_store import finish_result
 from storage.runs.weights import WeightsRef
 
 
@@ -97,7 +98,8 @@ class RolloutEngine(Engine, ABC):
         With `request.begun`, samples that are not done go on from the tokens that they have, under
         the weights held now, which compute the keys and values of those tokens anew. With
         `request.save_every`, tokens are saved on the way, and what an attempt before this one saved
-        of the shard is gone on with.
+        of the shard is gone on with. With `request.marked` the shard is marked as done, and what is
+        returned is what the mark says: of two attempts, the one that finished first.
 
         Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
         """
@@ -133,6 +135,9 @@ class RolloutEngine(Engine, ABC):
         finally:
             self._cut.discard(request.out_key)
         result = write(completions, request.out_key)
+        if request.marked:
+            stands = finish_result(self._store, request.out_key, result.record())
+            result = RolloutResult.of_record(stands)
         if request.save_every is not None:
             partial.remove()
         return result

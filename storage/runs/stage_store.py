@@ -36,14 +36,13 @@ class StageStore(ABC):
     def finish(self, key: str, record: Mapping[str, object]) -> dict[str, object]:
         """Mark the stage result `key` as done, after its data: the record by which it is reused.
 
-        `key` is what `stage_key` gave. The first record stands: the one that stands is returned,
-        so a late attempt learns that another was faster and uses that one's result.
+        As `finish_result`.
         """
-        marker = marker_key(key)
-        data = documents.encode(STAGE_FORMAT, record)
-        if self.store.create(marker, data):
-            return documents.decode(STAGE_FORMAT, marker, data)
-        return documents.read(self.store, marker, STAGE_FORMAT)
+        return finish_result(self.store, key, record)
+
+    def finished_elsewhere(self, key: str) -> None:
+        """A worker has marked this result as done (`finish_result`); here that changes nothing."""
+        del key
 
     def discard(self, results: Mapping[str, Iterable[str]]) -> None:
         """Remove stage results that are needed no more: their markers, then their data.
@@ -60,6 +59,19 @@ class StageStore(ABC):
             return documents.read(self.store, marker_key(key), STAGE_FORMAT)
         except ObjectMissing:
             return None
+
+
+def finish_result(store: Store, key: str, record: Mapping[str, object]) -> dict[str, object]:
+    """Mark a stage result as done, after its data, wherever it was made.
+
+    `key` is what `StageStore.stage_key` gave. The first record stands: the one that stands is
+    returned, so a late attempt learns that another was faster and uses that one's result.
+    """
+    marker = marker_key(key)
+    data = documents.encode(STAGE_FORMAT, record)
+    if store.create(marker, data):
+        return documents.decode(STAGE_FORMAT, marker, data)
+    return documents.read(store, marker, STAGE_FORMAT)
 
 
 def marker_key(key: str) -> str:

@@ -21,6 +21,15 @@ ROLLOUT = {
     "rollout": Fault(
         id="rollout", target="engines.rollout.hf_decoding:Decoding.step", nth=12, action="kill"
     ),
+    # The samples are stored and marked as done, and the flow does not hear of it.
+    "marked": Fault(
+        id="marked",
+        target="storage.runs.stage_store:finish_result",
+        only="rollout",
+        nth=2,
+        when="after",
+        action="kill",
+    ),
     "weight_sync": Fault(
         id="weight_sync", target="engines.rollout.engine:RolloutEngine.sync", nth=2, action="kill"
     ),
@@ -85,7 +94,10 @@ FLOW = {
     ),
     "prompts": Fault(id="prompts", target="storage.prompts.cursor:draw", nth=2, action="kill"),
     "rollout": Fault(
-        id="rollout", target="storage.runs.stage_store:StageStore.finish", nth=3, action="kill"
+        id="rollout",
+        target="storage.runs.run_store:OwnRunStore.finished_elsewhere",
+        nth=3,
+        action="kill",
     ),
     "advantage": Fault(
         id="advantage", target="engines.train.trainer:Trainer.update", nth=2, action="kill"
@@ -155,6 +167,7 @@ def test_faults_of_all_workers_in_one_run(disturb, undisturbed) -> None:
         [
             MLFLOW,
             ROLLOUT["rollout"],
+            ROLLOUT["marked"],
             CPU["reward"],
             TRAIN["update"],
             replace(RANK_0["weight_sync"], nth=5),

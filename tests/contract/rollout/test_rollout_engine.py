@@ -62,6 +62,18 @@ def test_a_sample_is_complete(engine: RolloutEngine, world: World) -> None:
     assert stats.truncated == rows["status"].count(SampleStatus.TRUNCATED)
 
 
+def test_of_two_attempts_the_one_that_was_marked_first_stands(
+    engine: RolloutEngine, world: World
+) -> None:
+    first = dataclasses.replace(world.request(world.prompts(), SHORT), marked=True)
+    made = engine.generate(first)
+    again = engine.generate(dataclasses.replace(first, attempt=3, worker="w2"))
+    assert again == made
+    assert set(world.column(again, "worker")) == {"w1"}
+    unmarked = engine.generate(dataclasses.replace(first, attempt=4, marked=False))
+    assert set(world.column(unmarked, "attempt")) == {4}
+
+
 def test_a_seeded_sample_does_not_depend_on_its_company(
     engine: RolloutEngine, world: World
 ) -> None:
