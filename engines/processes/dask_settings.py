@@ -34,7 +34,13 @@ SETTINGS = {
     # which are megabytes where a message is a call.
     "distributed.admin.low-level-log-length": 10,
     "distributed.admin.tick.limit": "1h",  # the same: no warning about a held GIL
+    # Every scheduler, nanny and worker looks fifty times a second whether its loop is late, which is
+    # for that warning, and twice at the processor and memory of its process, for a dashboard.
+    "distributed.admin.tick.interval": "1s",
+    "distributed.admin.system-monitor.interval": "5s",
     "distributed.admin.system-monitor.gil.enabled": False,
+    # Every client asks for the list of workers, of which nothing here makes use.
+    "distributed.client.scheduler-info-interval": "1h",
     # A dead worker or scheduler is reported where its call was waited for.
     "distributed.logging": {
         "distributed": "error",

@@ -435,6 +435,19 @@ def test_the_settings_hold_on_the_scheduler(cluster):
     assert seen == (0, None, 30.0, {10})
 
 
+def test_idle_processes_wake_seldom(cluster):
+    """Milliseconds between what Dask does in each process for its warnings and its dashboard."""
+
+    def intervals(server):
+        own = (server.periodic_callbacks[name].callback_time for name in ("tick", "monitor"))
+        return tuple(own)
+
+    there = cluster.client.run_on_scheduler(lambda dask_scheduler: intervals(dask_scheduler))
+    workers = cluster.client.run(lambda dask_worker: intervals(dask_worker))
+    assert {there, *workers.values()} == {(1000, 5000)}
+    assert cluster.client._periodic_callbacks["scheduler-info"].callback_time == 3_600_000
+
+
 def test_the_scheduler_keeps_nothing_of_calls_that_have_ended(cluster, pair, solo):
     build(cluster, pair[0])
     build(cluster, solo)
