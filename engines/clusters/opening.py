@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import dask
 from distributed import Client
 from distributed.utils import get_ip_interface
 
 from configs.cluster.cluster import ClusterConfig
 from configs.imports import imported
 from engines.failures import ClusterLost
-from engines.processes import dask_settings
 from engines.processes.bounded import bounded
 from engines.processes.certificates import Certificates, certificates_for
 from engines.processes.node import NodePlan, WorkerPlan
@@ -183,10 +181,9 @@ def _connect(address: str, certificates: Certificates | None, config: ClusterCon
     timeout = min(config.start_timeout, ASK_TIMEOUT)
 
     def connect() -> Client:  # Dask's timeout is that of each of many things
-        with dask.config.set(dask_settings.SETTINGS):
-            return Client(
-                address, timeout=timeout, set_as_default=False, name="refrain", security=security
-            )
+        return Client(
+            address, timeout=timeout, set_as_default=False, name="refrain", security=security
+        )
 
     return bounded(connect, timeout, "dask-client")
 

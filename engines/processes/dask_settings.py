@@ -39,8 +39,6 @@ SETTINGS = {
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.admin.system-monitor.gil.enabled": False,
-    # Every client asks for the list of workers, of which nothing here makes use.
-    "distributed.client.scheduler-info-interval": "1h",
     # A dead worker or scheduler is reported where its call was waited for.
     "distributed.logging": {
         "distributed": "error",
