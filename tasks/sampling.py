@@ -58,6 +58,7 @@ def sample_or_leave(
         if (done := run.files.finished(key)) is not None:
             return sampled(prompts, weights, RolloutResult.of_record(done), key)
     weights, out_key = usable[0], keys[0]
+    run.files.expect(out_key)  # a worker may be lost when it has marked it: then it is there
     with attempted(run, step, stage.name, shard) as attempt:
         attempt.assignment.worker = rather
         request = RolloutRequest(
@@ -76,7 +77,6 @@ def sample_or_leave(
     if result is None:  # the step did not wait for it
         partial = PartialSamples(run.store, out_key).take()
         return Unsampled(begun=partial or begun)
-    run.files.finished_elsewhere(out_key)
     return sampled(prompts, weights, result, out_key)
 
 
@@ -100,6 +100,7 @@ def opponents_turn(
     out_key = run.files.stage_key(step, "opponent", shard, key)
     if (done := run.files.finished(out_key)) is not None:
         return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
+    run.files.expect(out_key)
     with attempted(run, step, "opponent", shard) as attempt:
         attempt.assignment.worker = rather
         request = RolloutRequest(
@@ -115,7 +116,6 @@ def opponents_turn(
         )
         result = pool.generate(request, attempt.assignment)
         assert result is not None, "the opponent's turns are not cut"
-    run.files.finished_elsewhere(out_key)
     return sampled(prompts, weights, result, out_key)
 
 

@@ -123,8 +123,8 @@ class OwnRunStore(RunStore):
 
     What a stage of a step has finished before is listed once, when the first of its results is asked
     for: of a new step nothing, so that a thousand shards cost one request and not one each. What
-    this process finishes, or has workers finish, is added. A result that somebody else finishes later
-    is not seen, and made again; `finish` then says which of the two stands.
+    this process finishes, or expects of a worker, is looked for from then on. A result that somebody
+    else finishes later is not seen, and made again; `finish` then says which of the two stands.
     """
 
     _listed: OrderedDict[str, set[str]] = field(
@@ -136,10 +136,10 @@ class OwnRunStore(RunStore):
         return RunStore, (self.store, self.run, self.role)
 
     def finish(self, key: str, record: Mapping[str, object]) -> dict[str, object]:
-        self.finished_elsewhere(key)  # before it is written: the answer to a write may be lost
+        self.expect(key)  # before it is written: the answer to a write may be lost
         return StageStore.finish(self, key, record)
 
-    def finished_elsewhere(self, key: str) -> None:
+    def expect(self, key: str) -> None:
         folder, name = _place(key)
         with self._lock:
             if folder in self._listed:

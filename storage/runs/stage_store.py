@@ -40,9 +40,9 @@ class StageStore(ABC):
         """
         return finish_result(self.store, key, record)
 
-    def finished_elsewhere(self, key: str) -> None:
-        """A worker has marked this result as done (`finish_result`); here that changes nothing."""
-        del key
+    def expect(self, key: str) -> None:
+        """A worker is about to make this result and to mark it as done (`finish_result`)."""
+        del key  # every result is looked for here
 
     def discard(self, results: Mapping[str, Iterable[str]]) -> None:
         """Remove stage results that are needed no more: their markers, then their data.

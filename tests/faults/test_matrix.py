@@ -95,8 +95,9 @@ FLOW = {
     "prompts": Fault(id="prompts", target="storage.prompts.cursor:draw", nth=2, action="kill"),
     "rollout": Fault(
         id="rollout",
-        target="storage.runs.run_store:OwnRunStore.finished_elsewhere",
+        target="engines.rollout.rollout_pool:RolloutPool.generate",
         nth=3,
+        when="after",
         action="kill",
     ),
     "advantage": Fault(
@@ -179,6 +180,15 @@ def test_faults_of_all_workers_in_one_run(disturb, undisturbed) -> None:
     for stage in ("rollout", "reward", "update", "weight_sync"):
         assert any("its process ended" in cause for cause in causes(commits, stage)), out
     assert any("planted" in cause for cause in causes(commits, "snapshot"))
+    # What was marked by the worker that was lost then is used, and not sampled again.
+    sampled = [
+        (commit.step, one["shard"], one["error"])
+        for commit in commits
+        for one in commit.attempts
+        if one["stage"] == "rollout"
+    ]
+    well = {(step, shard) for step, shard, error in sampled if not error}
+    assert {(step, shard) for step, shard, _ in sampled} - well, sampled
     mlflow = MlflowClient(f"sqlite:///{run.folder}/.refrain/mlflow.db")
     (page,) = mlflow.search_runs(["1"])
     logged = mlflow.get_metric_history(page.info.run_id, "reward/mean")

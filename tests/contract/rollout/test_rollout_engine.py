@@ -16,11 +16,13 @@ from engines.rollout.contract import (
     EngineDead,
     NoWeights,
     RolloutCancelled,
+    RolloutResult,
     Sampling,
 )
 from engines.rollout.engine import RolloutEngine
 from storage.batches.columns import SampleStatus
 from storage.objects.errors import ObjectDamaged
+from storage.runs.run_store import OwnRunStore
 from storage.runs.weights import open_manifest
 from storage.runs.weights_writing import publish
 from tests.contract.rollout.world import LONG, MAX_MODEL_LEN, RUN, SHORT, World, begun, until
@@ -69,6 +71,10 @@ def test_of_two_attempts_the_one_that_was_marked_first_stands(
     made = engine.generate(first)
     again = engine.generate(dataclasses.replace(first, attempt=3, worker="w2"))
     assert again == made
+    # A flow that has not heard of it, and is resumed, finds it.
+    found = OwnRunStore(world.store, RUN).finished(first.out_key)
+    assert found is not None
+    assert RolloutResult.of_record(found) == made
     assert set(world.column(again, "worker")) == {"w1"}
     unmarked = engine.generate(dataclasses.replace(first, attempt=4, marked=False))
     assert set(world.column(unmarked, "attempt")) == {4}
