@@ -178,9 +178,9 @@ def strike(subject: Subject, dice: random.Random, kinds: Sequence[str]) -> str |
     """Kill a process of a kind drawn at random; None if there is none of that kind just now."""
     kind = dice.choice(kinds)
     if kind == "store":
-        if subject.outages is not None:
-            subject.outages.begin()
-        return None if subject.outages is None else kind
+        assert subject.outages is not None, "main() asks for --outage"
+        subject.outages.begin()
+        return kind
     alive = subject.faults.processes(kind)
     if not alive:  # a run without episodes has no environments
         return None
@@ -206,7 +206,15 @@ def asked(subject: Subject, command: str, *words: str) -> tuple[int, dict[str, A
     """Exit code and JSON answer of a command on the subject's run."""
     assert subject.files is not None
     done = subprocess.run(
-        [sys.executable, "-m", f"flows.{command}", subject.files.run, *words, "--json"],
+        [
+            sys.executable,
+            "-m",
+            f"flows.{command}",
+            subject.files.run,
+            *words,
+            *subject.place,
+            "--json",
+        ],
         cwd=subject.folder,
         stdout=subprocess.PIPE,
         text=True,
@@ -253,11 +261,18 @@ def main() -> int:
         "--sleep", type=float, help="seconds; rollout engines sleep and do not decode"
     )
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="what is killed [everything]"
+        "--kinds", nargs="+", choices=KINDS, help="what is killed [everything; store with --outage]"
     )
     parser.add_argument("--outage", type=float, help="seconds for which the store is out of reach")
     parser.add_argument("--out", type=Path, help="JSON file for the report")
     arguments = parser.parse_args()
+    arguments.kinds = arguments.kinds or [
+        kind for kind in KINDS if kind != "store" or arguments.outage is not None
+    ]
+    if "store" in arguments.kinds and not (arguments.outage or 0) > 0:
+        parser.error(
+            "--kinds store needs --outage SECONDS, more than 0: how long it is out of reach."
+        )
     with contextlib.ExitStack() as stack:
         seconds = arguments.outage
         return compare(

@@ -40,13 +40,14 @@ class Subject:
         """
         self.folder, self.outages = folder, outages
         self.store = Store(f"file://{folder}/.refrain/store")
+        self.place: tuple[str, ...] = ()  # settings of where the store is
         if outages is not None:
-            words = (*words, *outages.settings(folder.name))
+            self.place = outages.settings(folder.name)
             self.store = Store(f"{outages.uri}/{folder.name}", outages.options)
         self.sleep = sleep
         self.program = [f"flows.{flow}"] if sleep is None else [SLEEPING, f"flows.{flow}"]
         self.faults = Faults(folder / "faults")
-        self.words = (*words, f"steps={steps}")
+        self.words = (*words, f"steps={steps}", *self.place)
         self.steps = steps
         self.starts = 0
         self.log = (folder / "out").open("ab")
@@ -54,7 +55,8 @@ class Subject:
 
     def start(self) -> None:
         """Start the flow, or resume it."""
-        words = ["--resume", self.files.run] if self.files is not None else list(self.words)
+        files = self.files
+        words = self.words if files is None else ("--resume", files.run, *self.place)
         environment = {**os.environ, **self.faults.environment, "OMP_NUM_THREADS": "1"}
         if self.sleep is not None:
             environment[VARIABLE] = f"equal:{self.sleep}"

@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ class Weather:
     share: float = 0.0  # of requests that are answered badly
     slow_seconds: float = 0.5
     down: bool = False  # every connection is reset
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Of a client that was killed there is nothing to say."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class S3Proxy:
@@ -50,8 +60,7 @@ class S3Proxy:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> S3Proxy:
