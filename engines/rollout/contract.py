@@ -6,6 +6,7 @@ promise is said by their base, `engines.rollout.engine:RolloutEngine`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -97,11 +98,7 @@ class Sampling:
     @property
     def identity(self) -> dict[str, object]:
         """What tells shards apart; as older versions had it where there are no turns or segments."""
-        found = asdict(self)
-        for name in ("max_turn_tokens", "segment_tokens", "segments"):
-            if not found[name]:
-                del found[name]
-        return found
+        return dict(_identity(self))
 
     @classmethod
     def of(cls, config: RolloutConfig, n: int, max_turn_tokens: int = 0) -> Sampling:
@@ -117,6 +114,15 @@ class Sampling:
             ignore_eos=config.ignore_eos,
             seed=config.seed,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _identity(sampling: Sampling) -> dict[str, object]:
+    found = asdict(sampling)
+    for name in ("max_turn_tokens", "segment_tokens", "segments"):
+        if not found[name]:
+            del found[name]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

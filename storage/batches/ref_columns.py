@@ -60,6 +60,15 @@ class ColumnRef:
 
 def joined_dtype(name: str, parts: Sequence[ColumnRef]) -> str:
     """The number format in which columns of one name are joined; ValueError if they do not agree."""
+    first = parts[0]
+    if all(
+        part.dtype == first.dtype
+        and part.kind == first.kind
+        and part.shape == first.shape
+        and (part.sizes is None) == (first.sizes is None)
+        for part in parts
+    ):
+        return first.dtype
     wide = {part.dtype for part in parts}
     dtypes = [part.dtype if len(wide) == 1 else narrowed(name, part.dtype) for part in parts]
     types = [(part.kind, dtype, part.shape) for part, dtype in zip(parts, dtypes, strict=True)]
@@ -92,13 +101,16 @@ def concat(parts: Sequence[ColumnRef]) -> tuple[tuple[Source, ...], RowIndex]:
     total = 0
     pieces = []
     for part in parts:
-        edges = np.concatenate([[0], np.cumsum([s.rows for s in part.sources])]).astype(np.int64)
         starts = np.zeros(max(len(part.sources), 1), np.int64)
         for number, source in enumerate(part.sources):
             if source not in union:
                 union[source] = total
                 total += source.rows
             starts[number] = union[source]
+        if len(part.sources) == 1:  # as a shard's are
+            pieces.append(part.index.moved(int(starts[0])))
+            continue
+        edges = np.concatenate([[0], np.cumsum([s.rows for s in part.sources])]).astype(np.int64)
         rows = part.index.array()
         owner = np.searchsorted(edges, rows, side="right") - 1
         pieces.append(RowIndex(rows - edges[owner] + starts[owner]))
@@ -109,11 +121,16 @@ def shared(columns: dict[str, ColumnRef]) -> dict[str, ColumnRef]:
     """The columns, with equal sources and equal row indices made one object."""
     sources: dict[tuple[Source, ...], tuple[Source, ...]] = {}
     indices: dict[RowIndex, RowIndex] = {}
-    return {
-        name: replace(
-            column,
-            sources=sources.setdefault(column.sources, column.sources),
-            index=indices.setdefault(column.index, column.index),
-        )
-        for name, column in columns.items()
-    }
+    views: dict[tuple[int, int], tuple[tuple[Source, ...], RowIndex]] = {}  # by what a column holds
+    found = {}
+    for name, column in columns.items():
+        at = (id(column.sources), id(column.index))
+        if at not in views:
+            views[at] = (
+                sources.setdefault(column.sources, column.sources),
+                indices.setdefault(column.index, column.index),
+            )
+        origin, index = views[at]
+        same = origin is column.sources and index is column.index
+        found[name] = column if same else replace(column, sources=origin, index=index)
+    return found

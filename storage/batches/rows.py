@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,10 +65,21 @@ class RowIndex:
             return RowIndex(index + self._rows.start)
         return RowIndex(self._rows[index])
 
+    def moved(self, by: int) -> RowIndex:
+        """Each number greater by so many."""
+        if isinstance(self._rows, range):
+            return RowIndex(range(self._rows.start + by, self._rows.stop + by))
+        return RowIndex(self._rows + by)
+
     @staticmethod
-    def concat(parts: Iterable[RowIndex]) -> RowIndex:
-        arrays = [part.array() for part in parts]
-        return RowIndex(np.concatenate(arrays) if arrays else range(0))
+    def concat(parts: Sequence[RowIndex]) -> RowIndex:
+        spans = [part._rows for part in parts if len(part)]
+        if not spans:
+            return RowIndex(range(0))
+        first, last = spans[0], spans[-1]
+        if isinstance(first, range) and isinstance(last, range) and _joined(spans):
+            return RowIndex(range(first.start, last.stop))
+        return RowIndex(np.concatenate([part.array() for part in parts]))
 
     def to_json(self) -> list[int] | str:
         """Runs as a flat list start, stop, …; many runs as text (zlib of the differences)."""
@@ -105,3 +117,11 @@ class RowIndex:
         if len(runs) == 1:
             return RowIndex(runs[0])
         return RowIndex(np.concatenate([np.arange(run.start, run.stop) for run in runs]))
+
+
+def _joined(spans: Sequence[range | Indices]) -> bool:
+    """Whether each is a span that begins where the one before it ends."""
+    return all(
+        isinstance(a, range) and isinstance(b, range) and a.stop == b.start
+        for a, b in itertools.pairwise(spans)
+    )

@@ -44,6 +44,7 @@ def main() -> None:
             log_level="error",
             lifespan="on",
             timeout_graceful_shutdown=1,
+            ws_per_message_deflate=False,  # a flow and its server are on one machine
         )
 
 

@@ -6,15 +6,17 @@ def my_step(run: Run, step: int) -> StepSummary: …
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, TypedDict, TypeVar
 
 from prefect import Task
 from prefect.client.schemas.objects import RunInput
-from prefect.context import FlowRunContext, TagsContext
+from prefect.context import AsyncClientContext, FlowRunContext, TagsContext
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import opaque
+from prefect.utilities.asyncutils import run_coro_as_sync
 
 Result = TypeVar("Result")
 
@@ -110,3 +112,17 @@ def forget_results() -> None:
     context = FlowRunContext.get()
     if context is not None:
         context.run_results.clear()
+
+
+@contextlib.contextmanager
+def one_client() -> Iterator[None]:
+    """During the body, one client of Prefect's server begins the flow runs of all steps.
+
+    Prefect 3.7.7 makes one for each of them, which reads a file of certificates and connects.
+    """
+    with AsyncClientContext() as context:
+        run_coro_as_sync(context.client.__aenter__())
+        try:
+            yield
+        finally:
+            run_coro_as_sync(context.client.__aexit__(None, None, None))

@@ -20,6 +20,7 @@ from tasks.reporting.flow_run import flow_run_id, flow_run_url
 from tasks.reporting.mlflow_page import metrics_of
 from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary
+from tasks.run.flow_options import one_client
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.metrics import cost_at_end
 from tasks.run.opening import OpenedRun, begin, take_over
@@ -78,6 +79,7 @@ def close(run: Run, error: BaseException | None) -> None:
 def shown(run: Run) -> Iterator[None]:
     """During the body the run is seen on the dashboard, and a cancel there ends it."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(one_client())
         stack.enter_context(dashboard_ends(run.cancelled, flow_run_id()))
         events.emit(events.RUN_STARTED, run.name, steps=run.config.steps)
         stack.callback(lambda: events.emit(events.RUN_ENDED, run.name, step=run.head))

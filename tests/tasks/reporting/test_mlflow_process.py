@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,8 +31,14 @@ def config(tmp_path: Path) -> Iterator[TrackingConfig]:
 def _own() -> list[psutil.Process]:
     """The processes that this one has for MLflow."""
     program = "tasks.reporting.mlflow_process"
-    children = psutil.Process().children()
-    return [one for one in children if any(program in word for word in one.cmdline())]
+    found = []
+    for one in psutil.Process().children():
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # one that a test has killed may be a zombie
+            if any(program in word for word in one.cmdline()):
+                found.append(one)
+    return found
 
 
 def metrics_of(config: TrackingConfig, run: str) -> dict[str, list[tuple[int, float]]]:

@@ -9,15 +9,17 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 from prefect import flow, tags, task
-from prefect.context import FlowRunContext
+from prefect.client.orchestration import PrefectClient
+from prefect.context import AsyncClientContext, FlowRunContext
 from prefect.runtime import task_run
 from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
+from websockets.sync.client import connect
 
-from tasks.run.flow_options import STEP, forget_results, result_of
+from tasks.run.flow_options import STEP, forget_results, one_client, result_of
 from tasks.run.retries import OPTIONS
 from tests.flows.conftest import prefect_api
 
@@ -110,6 +112,47 @@ def several(forgetful: bool) -> list[int]:
             forget_results()
         known.append(len(context.run_results))
     return known
+
+
+@flow
+def in_turn(steps: int) -> None:
+    for step in range(steps):
+        a_step(step, False)
+
+
+@flow
+def by_one_client(steps: int) -> None:
+    with one_client():
+        in_turn.fn(steps)
+    assert AsyncClientContext.get() is None
+
+
+@pytest.mark.cluster
+def test_the_flow_runs_of_all_steps_are_made_by_one_client(
+    prefect_api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PrefectClient] = []
+    init = PrefectClient.__init__
+
+    def counted(self: PrefectClient, *given: Any, **named: Any) -> None:
+        made.append(self)
+        init(self, *given, **named)
+
+    monkeypatch.setattr(PrefectClient, "__init__", counted)
+    with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+        in_turn(3)
+        assert len(made) >= 3, "Prefect keeps one by itself: one_client may go"
+        made.clear()
+        by_one_client(3)
+        assert len(made) == 1
+
+
+@pytest.mark.cluster
+def test_events_are_not_compressed_between_processes_of_one_machine(prefect_api: str) -> None:
+    address = prefect_api.replace("http://", "ws://") + "/events/in"
+    with connect(address) as connection:
+        assert connection.response is not None
+        assert "Sec-WebSocket-Extensions" not in connection.response.headers
 
 
 @pytest.mark.cluster
