@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, cast
 
-from distributed import Future
 from distributed.client import ClosedClientError
 from distributed.scheduler import KilledWorker, NoValidWorkerError
 
@@ -25,6 +24,7 @@ from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.engine import EngineSpec
 from engines.workers.host import STARTS
 from engines.workers.messages import BuildReport, CallId, CallResult, HostStatus
+from engines.workers.sending import Outgoing
 
 if TYPE_CHECKING:
     from tornado.platform.asyncio import BaseAsyncIOLoop
@@ -75,21 +75,18 @@ class PendingCall:
         self._extended = 0.0  # since it had not begun, or queued
         if pushed:
             cluster.pushed.expect(token, lambda: self._wake(wake))
+        self._task = Outgoing(
+            function=function,
+            args=args,
+            key=f"{label}-{token or uuid.uuid4().hex}",
+            address=address,
+            resources={pool: 1} if slot else {},
+            settled=lambda: self._sent(wake),
+        )
         try:
-            self.future: Future = cluster.client.submit(
-                function,
-                *args,
-                key=f"{label}-{token or uuid.uuid4().hex}",
-                workers=[address],
-                allow_other_workers=False,
-                resources={pool: 1} if slot else None,
-                pure=False,
-                retries=0,
-            )
+            cluster.sender.send(self._task)
         except ClosedClientError as error:  # the run is being ended, or the scheduler has gone
             raise cluster.why_lost(f"{label} could not be sent ({error})") from error
-        if not pushed:  # a callback is a task and a thread's work, and takes longer than the push
-            self.future.add_done_callback(lambda _: self._wake(wake))
 
     def wait(self, deadline: float, cancel: threading.Event | None = None) -> Any:
         """The function's result, or the error that fits what happened.
@@ -113,7 +110,8 @@ class PendingCall:
 
     def ended_unheard(self) -> bool:
         """Whether it has ended, with or without a result that was pushed."""
-        return bool(self.future.done())
+        future = self._task.future
+        return future is not None and bool(future.done())
 
     def ended(self, deadline: float) -> bool:
         """Whether the call has ended; raises when it never will, or not in time."""
@@ -128,7 +126,13 @@ class PendingCall:
         return False
 
     def _is_done(self) -> bool:
-        return self.done.is_set() or self.future.done()
+        return self.done.is_set() or self.ended_unheard()
+
+    def _sent(self, wake: threading.Event | None) -> None:
+        if self._task.future is None:
+            self._wake(wake)
+        elif not self._pushed:  # a callback is a task and a thread's work: more than the push
+            self._task.future.add_done_callback(lambda _: self._wake(wake))
 
     def _wake(self, wake: threading.Event | None) -> None:
         self.done.set()
@@ -140,7 +144,7 @@ class PendingCall:
         """Forget the call: Dask cancels it if it has not begun, and frees its result."""
         if self._pushed:
             self.cluster.pushed.forget(self.token)
-        self.future.release()
+        self.cluster.sender.drop(self._task)
 
     def _overtime(self, deadline: float) -> float:
         """Seconds still due to a call that queued; CallDeadline, and a killed worker, if none."""
@@ -166,6 +170,11 @@ class PendingCall:
 
     def result(self) -> Any:
         """What the function returned, once the call has ended."""
+        unsent = self._task.error
+        if isinstance(unsent, ClosedClientError):
+            raise self.cluster.why_lost(f"{self.label} could not be sent ({unsent})") from unsent
+        if unsent is not None:
+            raise unsent
         try:
             found = self._fetch()
         except KilledWorker:
@@ -186,9 +195,10 @@ class PendingCall:
         """
         if self._pushed and (found := self.cluster.pushed.take(self.token)) is not None:
             return found
-        until = time.monotonic() + FETCH
+        future, until = self._task.future, time.monotonic() + FETCH
+        assert future is not None, "a call that has ended was sent"
         loop = cast("BaseAsyncIOLoop", self.cluster.client.loop).asyncio_loop
-        fetched = asyncio.run_coroutine_threadsafe(self.future._result(), loop)
+        fetched = asyncio.run_coroutine_threadsafe(future._result(), loop)
         while True:
             try:
                 found = fetched.result(timeout=LOOK)

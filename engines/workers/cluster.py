@@ -36,6 +36,7 @@ from engines.workers.membership import (
 )
 from engines.workers.messages import CallResult
 from engines.workers.pushed import PushedResults
+from engines.workers.sending import Sender
 from engines.workers.spent import Spent
 from storage.objects.usage import Usage
 
@@ -87,6 +88,7 @@ class Cluster:
         self._remote = remote
         self.table = WorkerTable(config.pools, self._list)
         self.watch = CallWatch(self._look)
+        self.sender = Sender(client)
         self.pushed = PushedResults(client)
         client.subscribe_topic(TellsOfWorkers.topic, self._heard)
         self.usage: dict[str, Usage] = {}  # of the store by worker process, as its last call told

@@ -16,6 +16,7 @@ from engines.workers import calls
 from engines.workers.call_watch import CallWatch
 from engines.workers.calls import PendingCall
 from engines.workers.pushed import MOST, PushedResults, push
+from engines.workers.sending import Sender
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def test_slow_answers_of_the_scheduler_end_no_other_call(
     (address,) = client.scheduler_info()["workers"]
     cluster: Any = SimpleNamespace(
         client=client,
+        sender=Sender(client),
         pool_of=lambda address: "pool",
         name_of=lambda address: "rollout-0",
         check=lambda: None,
@@ -65,6 +67,7 @@ def test_a_call_that_meets_a_closed_client_is_a_lost_cluster(client: Client) -> 
     (address,) = client.scheduler_info()["workers"]
     cluster: Any = SimpleNamespace(
         client=client,
+        sender=Sender(client),
         pool_of=lambda address: "pool",
         name_of=lambda address: "rollout-0",
         why_lost=ClusterLost,
@@ -84,6 +87,7 @@ def cluster(client: Client) -> Iterator[Any]:
     (address,) = client.scheduler_info()["workers"]
     made: Any = SimpleNamespace(
         client=client,
+        sender=Sender(client),
         address=address,
         pool_of=lambda address: "pool",
         name_of=lambda address: "rollout-0",

@@ -417,7 +417,7 @@ def test_a_result_that_the_scheduler_does_not_hand_out_any_more_is_a_lost_cluste
         assert pending.done.wait(30)
         assert cluster.pushed.take(pending.token) is not None  # as if it were too large
         os.kill(cluster._node.pid, signal.SIGKILL)
-        monkeypatch.setattr(pending, "future", Future())
+        monkeypatch.setattr(pending._task, "future", Future())
         with pytest.raises(ClusterLost, match=r"ended \(exit status -9\)"):
             pending.wait(60)
 
