@@ -1,6 +1,6 @@
 """Calls on their way to the scheduler: those that begin at the same moment go in one message.
 
-Of many tasks the scheduler takes one graph with half the work that a graph for each of them is.
+Of many tasks the scheduler takes one graph with less work than a graph for each of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,8 +34,8 @@ class Outgoing:
     address: str  # of the worker
     resources: Mapping[str, float]  # of the worker's, that it takes; empty: it takes none
     settled: Callable[[], object]  # called once it has been sent, or could not be
-    future: Future | None = field(default=None)
-    error: Exception | None = field(default=None)
+    future: Future | None = None
+    error: Exception | None = None
 
     @property
     def kind(self) -> tuple[int, tuple[tuple[str, float], ...]]:
