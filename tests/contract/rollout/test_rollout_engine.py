@@ -104,8 +104,10 @@ def test_without_a_seed_samples_differ(engine: RolloutEngine, world: World) -> N
     first, second = (
         engine.generate(world.request(world.prompts((6,)), sampling)) for _ in range(2)
     )
-    drawn = world.column(first, "response_ids") + world.column(second, "response_ids")
-    assert len({tuple(row) for row in drawn}) == 8
+    drawn = [world.column(result, "response_ids") for result in (first, second)]
+    # Two short answers may be the same by chance; all four, in order, once in 10^8 runs or less.
+    assert drawn[0] != drawn[1]
+    assert all(len({tuple(row) for row in rows}) > 1 for rows in drawn)
 
 
 SAMPLINGS = pytest.mark.parametrize(
