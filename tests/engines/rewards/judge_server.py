@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,11 +45,17 @@ class Handler(BaseHTTPRequestHandler):
             times = server.seen[said]
             server.under_way += 1
             server.most = max(server.most, server.under_way)
+        self._under_way = True
         try:
             self._answer(said, times, body["seed"])
         finally:
-            with server.lock:
-                server.under_way -= 1
+            self._over()
+
+    def _over(self) -> None:
+        """Count the request as over, before its answer goes: who has that may ask the next one."""
+        with self.server.lock:
+            self.server.under_way -= self._under_way
+            self._under_way = False
 
     def _answer(self, said: str, times: int, seed: int) -> None:
         match said.split():
@@ -76,6 +83,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._say("none" if seed % 3 == 2 else "Score: 8")
             case ["two-mute"]:
                 self._say("Score: 8" if seed % 3 == 0 else "none")
+            case ["slow", _]:
+                time.sleep(0.02)
+                self._say("Score: 7")
             case ["echo"]:
                 self._say(f"Score: 5, {self.headers['Authorization']} \ud800")
             case _:
@@ -86,6 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self._over()
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)

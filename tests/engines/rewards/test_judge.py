@@ -252,7 +252,7 @@ def test_an_error_that_will_not_pass_is_not_asked_again(server: JudgeServer, rub
 def test_no_more_requests_at_once_than_allowed(server: JudgeServer, rubric: Path) -> None:
     """Two workers that share four requests have two each."""
     scorer = judge_scorer(judge(server, rubric, at_once=4), sharers=2)
-    scored(scorer, *(f"fine {number}" for number in range(12)))
+    scored(scorer, *(f"slow {number}" for number in range(12)))
     assert len(server.requests) == 12
     assert server.most <= 2
 
