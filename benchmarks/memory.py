@@ -41,7 +41,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
 from engines.model_facts import model_facts
-from engines.processes.process_setup import MALLOC
+from engines.processes.process_setup import C_LIBRARIES
 from engines.train.memory_plan import Batch, plan_rank
 from engines.train.spec import TrainSpec
 from storage.batches.refs import BatchRef
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=1, help="how often each is measured")
     parser.add_argument("--verbose", action="store_true", help="print every term of the plan")
     options = parser.parse_args()
-    os.environ.update(MALLOC)  # as workers have it
+    os.environ.update(C_LIBRARIES)  # as workers have it
     context = multiprocessing.get_context("spawn")
     for model in options.model:
         for ranks in options.ranks:

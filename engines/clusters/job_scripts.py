@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from configs.cluster.cluster import ClusterConfig
 from engines.processes.certificates import Certificates
-from engines.processes.process_setup import MALLOC
+from engines.processes.process_setup import C_LIBRARIES
 
 DEATH_TIMEOUT = 60  # seconds that a worker looks for the scheduler
 TIMEOUT = 60.0  # seconds for making the scripts
@@ -108,7 +108,7 @@ def variables(asked: Wanted, pool: str) -> dict[str, str]:
     threads = str(wanted.threads)
     return {
         **({"PYTHONPATH": asked.python_path} if asked.config.slurm.python is None else {}),
-        **MALLOC,
+        **C_LIBRARIES,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         **asked.environment[pool],

@@ -17,7 +17,7 @@ from configs.cluster.kinds import KubernetesPool, TlsFiles
 from configs.environment import own_pod
 from engines.clusters.opening import Environments, Started
 from engines.processes.certificates import Certificates
-from engines.processes.process_setup import MALLOC
+from engines.processes.process_setup import C_LIBRARIES
 from engines.workers.cluster import Cluster
 
 API = "kubernetes.dask.org/v1"
@@ -167,7 +167,7 @@ def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, 
     wanted = config.pools[pool]
     own = config.kubernetes.pools.get(pool, KubernetesPool())
     variables = {
-        **MALLOC,
+        **C_LIBRARIES,
         "OMP_NUM_THREADS": str(wanted.threads),
         "MKL_NUM_THREADS": str(wanted.threads),
         **env,

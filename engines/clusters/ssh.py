@@ -23,7 +23,7 @@ from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.processes.node import NodePlan, WorkerPlan
 from engines.processes.node_process import NodeProcess
-from engines.processes.process_setup import MALLOC
+from engines.processes.process_setup import C_LIBRARIES
 from engines.workers.cluster import Cluster
 from engines.workers.placement import NodeResources, place
 
@@ -33,7 +33,7 @@ AGAIN_AFTER = 10.0  # seconds until a broken connection is made again
 OPTIONS = ("-oBatchMode=yes", "-oLogLevel=ERROR", "-oServerAliveInterval=15")
 # The image that workers are forked from must have no thread pools.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-VARIABLES = " ".join(f"{name}={value}" for name, value in (MALLOC | ONE_THREAD).items())
+VARIABLES = " ".join(f"{name}={value}" for name, value in (C_LIBRARIES | ONE_THREAD).items())
 
 
 def start(config: ClusterConfig, env: Environments, certificates: Certificates | None) -> Started:

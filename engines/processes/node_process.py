@@ -16,7 +16,7 @@ from pathlib import Path
 from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.processes.node import AT_END_TIMEOUT, NodePlan
-from engines.processes.process_setup import MALLOC
+from engines.processes.process_setup import C_LIBRARIES
 from engines.processes.process_tree import kill_all, session
 
 END_TIMEOUT = 3.0  # seconds in which the node process ends all below it and itself
@@ -47,7 +47,7 @@ class NodeProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
             env={
-                **MALLOC,
+                **C_LIBRARIES,
                 **os.environ,
                 # What can be imported here can be imported on the workers.
                 "PYTHONPATH": python_path(),

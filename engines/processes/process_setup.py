@@ -1,4 +1,4 @@
-"""What processes begin with: how they keep memory, and where temporary files go.
+"""What processes begin with: how they keep memory and wait, and where temporary files go.
 
 Those go in a folder that is removed when the cluster ends. A process that is killed cannot remove
 its own, and vLLM leaves some even at a proper end.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 HELD = 2**30  # bytes of free memory at the heap's end that a process keeps
 MAPPED = 2**25  # bytes from which an allocation is a mapping, given back when it is freed
-MALLOC = {
+C_LIBRARIES = {  # environment variables that glibc and libgomp read when a process starts
     # glibc keeps a heap per thread; a worker's calls change threads, so that each of its heaps would
     # grow to the size of a whole update.
     "MALLOC_ARENA_MAX": "1",
@@ -28,6 +28,10 @@ MALLOC = {
             f"glibc.malloc.trim_threshold={HELD}",
         )
     ),
+    # An OpenMP thread that waits for its team looks so often, some 10 us, before it sleeps. By itself
+    # it looks for milliseconds, which cores that two engines share lose: two updates beside each
+    # other take 1.6 times as long (docs/benchmarks.md). With next to none an update alone does.
+    "GOMP_SPINCOUNT": "1000",
 }
 
 COLLECT_EVERY = 20_000  # new objects between looks for reference cycles in a flow process

@@ -7,16 +7,17 @@ flow process has it do is in engines/workers/on_worker.py.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distributed import Worker, WorkerPlugin
 
@@ -47,6 +48,7 @@ CONTROL_THREADS = 4
 BUILD = "build"
 STARTS = (BUILD, "join")  # what an engine's start is made of, bounded by its progress
 
+Returned = TypeVar("Returned")
 CallKey = tuple[str, str, str, int, int, str]  # role, method, run, epoch, step, call
 
 
@@ -96,6 +98,9 @@ class EngineHost(WorkerPlugin):
         self.building = threading.Lock()
         self.counter = 0
         self.control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
+        # A gang's calls come one after the other, in any of Dask's threads. In each of those torch
+        # would have a team of OpenMP threads, and DTensor would work out anew how it is sharded.
+        self.ranks = ThreadPoolExecutor(1, thread_name_prefix="rank")
         for pool in worker.state.total_resources:
             os.environ.update(self.env.get(pool, {}))
         if worker.nanny is not None:  # else this process is not ours alone
@@ -125,8 +130,12 @@ class EngineHost(WorkerPlugin):
             raise TypeError(
                 f"{spec.cls} is no engine. Derive it from engines.workers.engine.Engine."
             )
-        with memory_watched(f"{role}.build on {self.worker}", spec.payload, lambda: cls):
-            engine = cls(spec.payload)  # type: ignore[call-arg]
+
+        def make() -> Engine:
+            with memory_watched(f"{role}.build on {self.worker}", spec.payload, lambda: cls):
+                return cls(spec.payload)  # type: ignore[call-arg]
+
+        engine = self._in_its_thread(cls, make)
         hosted = HostedEngine(engine=engine, spec=spec, methods=callable_methods(cls))
         with self.lock:
             self.engines[role] = hosted
@@ -200,9 +209,19 @@ class EngineHost(WorkerPlugin):
         return value
 
     def _run(self, hosted: HostedEngine, role: str, method: str, kwargs: Mapping[str, Any]) -> Any:
-        where = f"{role}.{method} on {self.worker}"
-        with memory_watched(where, hosted.spec.payload, lambda: hosted.engine):
-            return methodcaller(method, **kwargs)(hosted.engine)
+        def run() -> Any:
+            with memory_watched(
+                f"{role}.{method} on {self.worker}", hosted.spec.payload, lambda: hosted.engine
+            ):
+                return methodcaller(method, **kwargs)(hosted.engine)
+
+        return self._in_its_thread(type(hosted.engine), run)
+
+    def _in_its_thread(self, cls: type[Engine], run: Callable[[], Returned]) -> Returned:
+        """What `run` returns, in the thread in which engines of a class work; in its context here."""
+        if not issubclass(cls, Ranked):
+            return run()
+        return self.ranks.submit(contextvars.copy_context().run, run).result()
 
     def collect(self, role: str, method: str, parts: list[Any]) -> Any:
         """Join the results of all ranks."""

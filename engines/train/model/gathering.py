@@ -96,6 +96,10 @@ def on_first(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
 
 def _exchange(mine: T, failed: Exception | None, group: dist.ProcessGroup) -> list[T]:
     """Every rank's part, in rank order. Raises the first rank's error."""
+    if group.size() == 1:  # gloo's threads would get teams of OpenMP threads for it, which stay
+        if failed is not None:
+            raise failed
+        return [mine]
     parts: list[tuple[T, Exception | None]] = [(mine, None)] * group.size()
     dist.all_gather_object(parts, (mine, failed), group=group)
     for _, error in parts:

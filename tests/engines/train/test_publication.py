@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from engines.train import publication
 from engines.train.model.fsdp import own_part, shard
+from engines.train.model.gathering import on_first, together
 from engines.train.model.rendezvous import meet
 from engines.train.publication import compare_together, digest_together, publish_together
 from storage.objects.errors import StoreError
@@ -185,3 +187,25 @@ def test_an_error_of_one_rank_is_every_ranks(seen: list[dict[str, object]], fold
     assert isinstance(ref, WeightsRef)
     named = {*open_manifest(store, ref).files, "manifest.json"}
     assert {key.rpartition("/")[2] for key in store.list("full")} == named
+
+
+def test_a_lone_rank_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process group's threads would get threads of their own for it, beside the update's."""
+
+    class Lone:
+        def size(self) -> int:
+            return 1
+
+        def rank(self) -> int:
+            return 0
+
+    monkeypatch.setattr(dist, "all_gather_object", None)
+    group = cast("dist.ProcessGroup", Lone())
+    assert together(group, lambda: "part") == ["part"]
+    assert on_first(group, lambda: "whole") == "whole"
+    with pytest.raises(StoreError, match="full"):
+        together(group, lambda: _raise(StoreError("full")))
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -165,12 +165,13 @@ class Summing(Ranked):
 class Lone(Ranked):
     """Ranks that only pretend to meet; quick, since they need no torch."""
 
-    REMOTE: ClassVar = ("lead", "each", "fail_on", "nap", "run_out_on")
+    REMOTE: ClassVar = ("lead", "each", "fail_on", "nap", "run_out_on", "thread")
     CONCAT: ClassVar = ("each",)
 
     def __init__(self, payload: Payload) -> None:
         self.rank = -1
         self.counter = 0
+        self.built_in = threading.get_ident()
 
     def join(
         self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
@@ -209,6 +210,12 @@ class Lone(Ranked):
     def nap(self, seconds: float) -> None:
         """Sleep."""
         time.sleep(seconds)
+
+    def thread(self, seconds: float) -> tuple[int, int]:
+        """The threads in which it was built and works, after it has said so and slept."""
+        report("in its thread")
+        time.sleep(seconds)
+        return self.built_in, threading.get_ident()
 
     @staticmethod
     def concat(method: str, parts: list[object]) -> list[object]:

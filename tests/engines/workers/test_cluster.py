@@ -25,6 +25,7 @@ from engines.failures import (
     WorkerLost,
 )
 from engines.processes import dask_settings
+from engines.processes.process_setup import C_LIBRARIES
 from engines.processes.process_tree import session
 from engines.workers import calls
 from engines.workers.broadcast import submit_to_all
@@ -88,6 +89,8 @@ def test_workers_have_their_names_slots_and_environment(cluster, pair, solo):
     build(cluster, solo)
     assert call(cluster, pair[0], "environ", name="REFRAIN_TEST") == "from the caller"
     assert call(cluster, pair[0], "environ", name="CUDA_VISIBLE_DEVICES") == ""
+    for name, value in C_LIBRARIES.items():
+        assert call(cluster, pair[0], "environ", name=name) == os.environ.get(name, value)
     assert call(cluster, solo, "environ", name="REFRAIN_TEST") is None
     assert not call(cluster, pair[0], "loaded", module="torch")
     assert not call(cluster, pair[0], "loaded", module="prefect")

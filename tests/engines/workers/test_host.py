@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -182,3 +183,15 @@ def test_status_lists_engines_and_running_calls(host):
     assert (running.role, running.method, running.call, running.token) == ("role", "nap", "a", "t")
     assert 0.05 < running.age < 5
     assert not host.status().running
+
+
+def test_all_calls_of_a_rank_are_made_in_one_thread_and_are_heard_from_there(host):
+    """Else torch has a team of threads for each of Dask's threads, and DTensor works all out anew."""
+    host.build("lone", lone())
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(host.call, "lone", "thread", {"seconds": 0.2}) for _ in range(2)]
+        while not any(call.phase == "in its thread" for call in host.status().running):
+            assert not all(call.done() for call in calls)
+        threads = {thread for call in calls for thread in call.result()}
+        callers = {pool.submit(threading.get_ident).result() for _ in range(2)}
+    assert len(threads) == 1 and not threads & {*callers, threading.get_ident()}
