@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-SLICE = 0.5  # seconds between looks at cancel events and deadlines
+SLICE = 0.5  # seconds between looks at a cancel event by those who wait for several calls
+EVERY = 1.0  # seconds between looks at cancel events and deadlines; all calls wake when a run ends
 LOOK = 2.0  # seconds between looks at whether the workers are still there, and calls have ended
 
 
@@ -69,7 +70,7 @@ class CallWatch:
         looked = -LOOK
         workers: Mapping[str, str] = {}
         while not self._closed.is_set():
-            closely = self._soon.wait(SLICE) or time.monotonic() >= looked + LOOK
+            closely = self._soon.wait(EVERY) or time.monotonic() >= looked + LOOK
             self._soon.clear()
             if closely:
                 try:

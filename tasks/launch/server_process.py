@@ -8,9 +8,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-
-import httpx
+from urllib.parse import urlsplit
 
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_all, session
@@ -38,15 +39,8 @@ class ServerProcess:
         self.log = log
         self._command = command
         self._environment = environment
-        self._health = health
+        self._health = urlsplit(health)
         self._process: subprocess.Popen[bytes] | None = None
-        # On this machine: no proxy, and no certificates, which take 30 ms to load for each request.
-        self._client = httpx.Client(
-            timeout=HEALTH_TIMEOUT,
-            trust_env=False,
-            verify=False,
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
 
     def start(self) -> None:
         """Start the process; `wait` tells when it answers."""
@@ -68,10 +62,16 @@ class ServerProcess:
 
     def answers(self) -> bool:
         """Whether it says that it is well."""
-        try:
-            return self._client.get(self._health).is_success
-        except httpx.HTTPError:
-            return False
+        # On this machine: by no proxy. httpx would take three times as long for one request.
+        asked = HTTPConnection(
+            str(self._health.hostname), self._health.port, timeout=HEALTH_TIMEOUT
+        )
+        with contextlib.closing(asked):
+            try:
+                asked.request("GET", self._health.path)
+                return asked.getresponse().status == HTTPStatus.OK
+            except (OSError, HTTPException):
+                return False
 
     def wait(self, timeout: float) -> None:
         """Return when it answers; ServerError when it ends, or after so many seconds."""
