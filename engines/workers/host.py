@@ -20,6 +20,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 from distributed import Worker, WorkerPlugin
+from distributed.threadpoolexecutor import ThreadPoolExecutor as DaemonThreads
 
 from configs.imports import imported_class
 from engines.failures import (
@@ -99,8 +100,9 @@ class EngineHost(WorkerPlugin):
         self.counter = 0
         self.control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
         # A gang's calls come one after the other, in any of Dask's threads. In each of those torch
-        # would have a team of OpenMP threads, and DTensor would work out anew how it is sharded.
-        self.ranks = ThreadPoolExecutor(1, thread_name_prefix="rank")
+        # would have a team of OpenMP threads, and DTensor would work out anew how it is sharded. A
+        # call may hang in a collective, for which no process waits when it ends.
+        self.ranks = DaemonThreads(1, thread_name_prefix="rank")
         for pool in worker.state.total_resources:
             os.environ.update(self.env.get(pool, {}))
         if worker.nanny is not None:  # else this process is not ours alone

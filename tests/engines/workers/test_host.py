@@ -1,5 +1,7 @@
 """The engine host, without Dask: leases, at-most-once calls, builds."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -195,3 +197,19 @@ def test_all_calls_of_a_rank_are_made_in_one_thread_and_are_heard_from_there(hos
         threads = {thread for call in calls for thread in call.result()}
         callers = {pool.submit(threading.get_ident).result() for _ in range(2)}
     assert len(threads) == 1 and not threads & {*callers, threading.get_ident()}
+
+
+def test_a_process_ends_though_a_rank_hangs():
+    code = (
+        "import threading, time\n"
+        "from tests.engines.workers.dummies import lone\n"
+        "from tests.engines.workers.test_host import EngineHost, FakeWorker\n"
+        "host = EngineHost()\n"
+        "host.setup(FakeWorker())\n"
+        "host.build('lone', lone())\n"
+        "hangs = ('lone', 'thread', {'seconds': 600})\n"
+        "threading.Thread(target=host.call, args=hangs, daemon=True).start()\n"
+        "while not any(call.phase for call in host.status().running):\n"
+        "    time.sleep(0.01)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
