@@ -68,7 +68,8 @@ class Engine:
 class Ranked(Engine):
     """Base of engines whose ranks work together (engines/workers/gang.py).
 
-    Every rank gets the same arguments. The result is rank 0's, save of the methods in CONCAT.
+    Every rank gets the same arguments. The result is rank 0's, save of the methods in CONCAT. A
+    worker makes such engines, and all calls on them, in one thread, one after the other.
     """
 
     CONCAT: ClassVar[tuple[str, ...]] = ()  # of REMOTE: each rank gives its part, `concat` joins
