@@ -105,9 +105,10 @@ def test_without_a_seed_samples_differ(engine: RolloutEngine, world: World) -> N
         engine.generate(world.request(world.prompts((6,)), sampling)) for _ in range(2)
     )
     drawn = [world.column(result, "response_ids") for result in (first, second)]
-    # Two short answers may be the same by chance; all four, in order, once in 10^8 runs or less.
     assert drawn[0] != drawn[1]
-    assert all(len({tuple(row) for row in rows}) > 1 for rows in drawn)
+    # Answers of a token or two may be the same by chance; of four tokens once in 10^7 pairs.
+    long = [tuple(row) for rows in drawn for row in rows if len(row) >= 4]
+    assert len(long) >= 2 and len(set(long)) == len(long)
 
 
 SAMPLINGS = pytest.mark.parametrize(

@@ -172,6 +172,7 @@ class Lone(Ranked):
         self.rank = -1
         self.counter = 0
         self.built_in = threading.get_ident()
+        self.go = threading.Event()
 
     def join(
         self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
@@ -211,10 +212,10 @@ class Lone(Ranked):
         """Sleep."""
         time.sleep(seconds)
 
-    def thread(self, seconds: float) -> tuple[int, int]:
-        """The threads in which it was built and works, after it has said so and slept."""
+    def thread(self) -> tuple[int, int]:
+        """The threads in which it was built and works, once it has said so and may go on."""
         report("in its thread")
-        time.sleep(seconds)
+        self.go.wait()
         return self.built_in, threading.get_ident()
 
     @staticmethod

@@ -191,9 +191,10 @@ def test_all_calls_of_a_rank_are_made_in_one_thread_and_are_heard_from_there(hos
     """Else torch has a team of threads for each of Dask's threads, and DTensor works all out anew."""
     host.build("lone", lone())
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(host.call, "lone", "thread", {"seconds": 0.2}) for _ in range(2)]
+        calls = [pool.submit(host.call, "lone", "thread", {}) for _ in range(2)]
         while not any(call.phase == "in its thread" for call in host.status().running):
-            assert not all(call.done() for call in calls)
+            time.sleep(0.01)
+        host.engines["lone"].engine.go.set()
         threads = {thread for call in calls for thread in call.result()}
         callers = {pool.submit(threading.get_ident).result() for _ in range(2)}
     assert len(threads) == 1 and not threads & {*callers, threading.get_ident()}
@@ -207,7 +208,7 @@ def test_a_process_ends_though_a_rank_hangs():
         "host = EngineHost()\n"
         "host.setup(FakeWorker())\n"
         "host.build('lone', lone())\n"
-        "hangs = ('lone', 'thread', {'seconds': 600})\n"
+        "hangs = ('lone', 'thread', {})\n"
         "threading.Thread(target=host.call, args=hangs, daemon=True).start()\n"
         "while not any(call.phase for call in host.status().running):\n"
         "    time.sleep(0.01)\n"
