@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.lora import LoraConfig
-from engines.adapters import factor_names, is_factor
+from engines.adapters import PARAMETERS, factor_names, is_factor
 from engines.train.model.fsdp import own_part
 from engines.train.model.master_weights import MasterWeights
 
@@ -94,11 +94,16 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def factors(model: nn.Module) -> dict[str, Tensor]:
-    """Every factor of a (sharded) language model by the name that PEFT has for it."""
+    """Every factor of a (sharded) language model by the name that PEFT has for it.
+
+    By way of the state dict: after a forward pass FSDP leaves copies in `compute_dtype`, made for
+    the next one, in the parameters' place.
+    """
+    held = model.state_dict(keep_vars=True)
     found: dict[str, Tensor] = {}
-    for name, layer in adapted_layers(model):
-        names = factor_names(f"{name}.weight")
-        found |= zip(names, (layer.lora_A.detach(), layer.lora_B.detach()), strict=True)
+    for name, _ in adapted_layers(model):
+        own = (held[f"{name}.{each}"].detach() for each in PARAMETERS)
+        found |= zip(factor_names(f"{name}.weight"), own, strict=True)
     return found
 
 

@@ -252,3 +252,15 @@ def test_some_layers_may_be_chosen(make: Make, tmp_path: Path) -> None:
 def test_a_layer_that_is_not_there_is_refused_by_name(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has query, and no linear layer.*gate_proj, k_proj"):
         make(lora_spec(tmp_path, LoraConfig(target_modules=("query",))))
+
+
+def test_a_forward_pass_leaves_the_factors_that_are_published(make: Make, tmp_path: Path) -> None:
+    """FSDP keeps bfloat16 copies for the next pass in the parameters' place; no version is of those."""
+    engine = make(lora_spec(tmp_path, compute_dtype="bfloat16"))
+    update(engine, stored(tmp_path, samples()))
+    before = engine.digest("bfloat16")
+    engine.score([[4, 5, 6, 7, 8, 9]], [2])
+    assert engine.digest("bfloat16") == before
+    weights = engine.export_weights(1, "bfloat16")
+    assert weights.digest == before
+    assert {tensor.dtype for tensor in published(tmp_path, weights).values()} == {torch.float32}
