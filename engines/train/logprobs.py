@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 CACHED_LOGITS = 2**22  # at most held at once on a CPU: 16 MiB, which its cache holds
+# Words of a GPU's block are a multiple of this: for rows whose bytes are no multiple of 16, cuBLAS
+# takes kernels of an older GPU (on an H200 a quarter of all time of an update of 0.5B was in these).
+ALIGNED = 256
 LEAST = 1e-30  # probability of a tail, relative to the likeliest word; its logarithm is finite then
 
 
@@ -109,6 +112,7 @@ class _TokenStatistics(torch.autograd.Function):
             products.add_(logits.mul_(probs).sum(-1))
             if tailed:
                 rest.mul_(shrink).add_(without(probs, inside[:, 1:], columns[:, 1:]).sum(-1))
+            del logits, probs  # before the next block is made
         logs = sums.log()
         logprobs = found - peaks[:, None] - logs[:, None]
         tail, entropy = rest.clamp(min=LEAST).log() - logs, logs - products / sums
@@ -141,6 +145,7 @@ class _TokenStatistics(torch.autograd.Function):
             if ctx.entropy_gradient:  # dH / dz_j = -p_j (log p_j + H)
                 slope = (log_probs + entropy[:, None]).mul_(-grad_entropy[:, None])
                 grad = log_probs.exp_().mul_(slope.add_(falling))
+                del slope
             else:
                 grad = log_probs.exp_().mul_(falling)
             inside, columns = within(picked, start, grad.shape[1])
@@ -152,6 +157,7 @@ class _TokenStatistics(torch.autograd.Function):
                 grad_hidden += cast @ blocks.weight_at(start)
             if grad_weight is not None:
                 grad_weight[start : start + grad.shape[1]] = cast.t() @ hidden
+            del log_probs, grad, cast  # before the next block is made
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
@@ -194,13 +200,20 @@ class Blocks:
     width: int  # words of a block
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        """The first word of each block, and its logits [T, words], which the caller may change."""
+        """The first word of each block, and its logits [T, words], which the caller may change.
+
+        Nothing here keeps them: a caller that lets go of a block has its memory for the next.
+        """
         for start in range(0, self.weight.shape[0], self.width):
-            logits = (self.hidden @ self.weight_at(start).t()).to(self.kind)
-            if self.temperature != 1:
-                logits.div_(self.temperature)
-            # -inf (a word that cannot be) becomes the least number, whose probability is 0.
-            yield start, logits.clamp_(min=torch.finfo(self.kind).min / 4)
+            yield start, self.logits_at(start)
+
+    def logits_at(self, start: int) -> Tensor:
+        """Of the block that begins there."""
+        logits = (self.hidden @ self.weight_at(start).t()).to(self.kind)
+        if self.temperature != 1:
+            logits.div_(self.temperature)
+        # -inf (a word that cannot be) becomes the least number, whose probability is 0.
+        return logits.clamp_(min=torch.finfo(self.kind).min / 4)
 
     def weight_at(self, start: int) -> Tensor:
         """The block's rows of the output head, in the dtype of the product."""
@@ -223,8 +236,12 @@ def without(probs: Tensor, inside: Tensor, columns: Tensor) -> Tensor:
 
 
 def block_width(hidden: Tensor, weight: Tensor, chunk: int) -> int:
-    """Words of a block: chunk x V logits in all, on a CPU no more than its cache holds."""
+    """Words of a block: chunk x V logits in all, on a CPU no more than its cache holds.
+
+    On a GPU a multiple of ALIGNED where it is that wide.
+    """
     logits = chunk * weight.shape[0]
     if hidden.device.type == "cpu":
         logits = min(logits, CACHED_LOGITS)
-    return max(1, min(weight.shape[0], logits // max(hidden.shape[0], 1)))
+    width = max(1, min(weight.shape[0], logits // max(hidden.shape[0], 1)))
+    return width if hidden.device.type == "cpu" or width < ALIGNED else width - width % ALIGNED

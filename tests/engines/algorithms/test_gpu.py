@@ -68,9 +68,13 @@ def test_log_probs_never_hold_the_whole_table():
     hidden = torch.randn(tokens, size, device="cuda", requires_grad=True)
     head = torch.randn(words, size, device="cuda", requires_grad=True)
     labels = torch.randint(0, words, (tokens,), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    found = token_statistics(hidden, head, labels, chunk=chunk, entropy_gradient=True)
-    (found.logprobs.sum() + found.entropy.sum()).backward()
-    peak = torch.cuda.max_memory_allocated() - before
-    assert peak < tokens * words * 4 / 4  # a quarter of one float32 table
+    for _ in range(2):  # the first pass also allocates what cuBLAS works in
+        hidden.grad = head.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = token_statistics(hidden, head, labels, chunk=chunk, entropy_gradient=True)
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        del found
+    own = head.nbytes + 4 * hidden.nbytes  # gradients, and columns of a number a token
+    assert peak < 2.5 * 4 * chunk * words + own  # of a block the logits and one copy

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.train.logprobs import token_statistics, top_words
+from engines.train.logprobs import block_width, token_statistics, top_words
 
 
 def inputs(tokens=13, size=6, words=17, dtype=torch.float64):
@@ -147,3 +147,15 @@ def test_the_likeliest_words_come_block_by_block(chunk):
     assert top_words(hidden, weight, 5, chunk=chunk).equal(logits.topk(5).indices)
     found = top_words(hidden, weight, 5, chunk=chunk, among=9)
     assert found.equal(logits[:, :9].topk(5).indices)
+
+
+def test_blocks_of_a_gpu_are_aligned() -> None:
+    """Elsewhere too where only shapes are asked for: a meta tensor is not on a CPU."""
+
+    def width(tokens: int, device: str) -> int:
+        hidden, weight = (torch.empty(n, 4, device=device) for n in (tokens, 1000))
+        return block_width(hidden, weight, chunk=512)
+
+    assert [width(tokens, "meta") for tokens in (513, 1900, 10**5)] == [768, 256, 5]
+    assert width(100, "meta") == 768  # the last block has what is left
+    assert width(513, "cpu") == 998
