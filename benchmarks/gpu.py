@@ -1,6 +1,8 @@
 """What a GPU machine shows of Refrain, in one command of at most ten minutes.
 
     python -m benchmarks.gpu [--shapes 0.5b 1.5b 7b] [--minutes 10] [--parts …] [--json FILE]
+        [--device-gib 79]   on a GPU of more: settings of one of 79 GiB, and no more is taken
+        [--folder FOLDER]   keeps models, stores and each part's log there
     python -m benchmarks.gpu --small            the same parts in small, on a CPU too
 
 Needs torch and transformers; vLLM is used where it is installed. First the checks, on the first
@@ -18,7 +20,10 @@ does not hold.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +45,7 @@ SIZES = {
 }
 
 
-def one_part(part: str, shape: str, folder: Path) -> int:
+def one_part(part: str, shape: str, folder: Path, device_gib: float | None) -> int:
     """Run a part in this process and write what it found as JSON."""
     from dataclasses import asdict
 
@@ -50,16 +55,26 @@ def one_part(part: str, shape: str, folder: Path) -> int:
     from benchmarks.gpu_versions import lora, sync_paths
 
     samples, prompt, response = SIZES[shape]
-    job = Job(shape=shape, folder=folder, samples=samples, prompt=prompt, response=response)
+    job = Job(
+        shape=shape,
+        folder=folder,
+        samples=samples,
+        prompt=prompt,
+        response=response,
+        device_gib=device_gib,
+    )
     found = {**PARTS, "sleep": sleep, "lora": lora, "sync_paths": sync_paths}[part](job)
     result = folder / f"{part}-{shape}.json"
     result.write_text(json.dumps(asdict(found)))
     return 0
 
 
-def outcome(part: str, shape: str, folder: Path, limit: float) -> dict[str, Any]:
+def outcome(
+    part: str, shape: str, folder: Path, limit: float, device_gib: float | None = None
+) -> dict[str, Any]:
     """What a part found in a process of its own; how it ended where it found nothing."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--one", part, shape, str(folder)]
+    command += [] if device_gib is None else ["--device-gib", str(device_gib)]
     log = folder / f"{part}-{shape}.log"
     began = time.monotonic()
     with log.open("wb") as out:
@@ -81,9 +96,6 @@ def outcome(part: str, shape: str, folder: Path, limit: float) -> dict[str, Any]
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a part with all that it started."""
-    import os
-    import signal
-
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -133,11 +145,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=[*CHECKS, *MEASUREMENTS])
     parser.add_argument("--minutes", type=float, default=10.0, help="after which nothing is begun")
     parser.add_argument("--json", type=Path, help="file to which everything is written")
+    parser.add_argument(
+        "--device-gib", type=float, help="train as on a GPU of so many GiB, and take no more"
+    )
+    parser.add_argument("--folder", type=Path, help="which keeps models, stores and parts' logs")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
         part, shape, folder = options.one
-        return one_part(part, shape, Path(folder))
+        return one_part(part, shape, Path(folder), options.device_gib)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the part, too
     shapes = ["small"] if options.small else options.shapes
     wanted = options.parts or [*CHECKS, *MEASUREMENTS]
     until = time.monotonic() + 60 * options.minutes
@@ -147,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = machine()
     print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
     results = []
-    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+    kept = options.folder and contextlib.nullcontext(options.folder.absolute())
+    with kept or tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         for part, shape in queue:
             left = until - time.monotonic()
             if left < ENOUGH:
@@ -159,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 }
                 found |= {"failed": None, "skipped": "no time left"}
             else:
-                found = outcome(part, shape, Path(folder), min(LIMIT, left))
+                limit = min(LIMIT, left)
+                found = outcome(part, shape, Path(folder), limit, options.device_gib)
             results.append(found)
             print(line(found), flush=True)
             if options.json is not None:

@@ -40,6 +40,9 @@ SHAPES = {
 }
 # What makes the update's memory less, the cheapest first; each with those before it.
 SMALLER: tuple[dict[str, Any], ...] = (
+    {"micro_batch_tokens": 16384},
+    {"micro_batch_tokens": 8192},
+    {"micro_batch_tokens": 32768, "gradient_checkpointing": True},
     {"reshard_after_forward": True},
     {"micro_batch_tokens": 16384},
     {"optimizer_device": "host"},
@@ -62,6 +65,7 @@ class Job:
     samples: int  # rows of an update, or of a rollout
     prompt: int  # tokens
     response: int  # tokens
+    device_gib: float | None = None  # of which the train engine may take no more; None: the GPU's
 
     @property
     def small(self) -> bool:
@@ -72,6 +76,13 @@ class Job:
     def compute(self) -> str:
         """The format of matrix products; a CPU may take bfloat16 at a fiftieth of its speed."""
         return "bfloat16" if CUDA else "float32"
+
+    def device_bytes(self) -> int | None:
+        """Memory of the GPU, or of one as small as it is to stand for; None on a CPU."""
+        if not CUDA:
+            return None
+        there = torch.cuda.get_device_properties(0).total_memory
+        return there if self.device_gib is None else min(there, int(self.device_gib * 2**30))
 
     def model(self) -> PretrainedModel:
         """The shape's model, drawn when it is first asked for."""
@@ -87,7 +98,7 @@ class Job:
         given = TrainSpec(
             model=self.model(),
             model_cache=str(self.folder / "cache"),
-            train=settings_for(self, device_bytes()),
+            train=settings_for(self, self.device_bytes()),
             role="actor",
             store_uri=self.store,
             run=f"gpu-{self.shape}",
@@ -105,6 +116,9 @@ class Job:
 
     def joined(self, spec: TrainSpec, rank: int = 0, world: int = 1, port: int = 0) -> FSDPEngine:
         """The engine of a spec, which has joined."""
+        if CUDA:
+            share = (self.device_bytes() or 0) / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(share)
         engine = FSDPEngine(spec)
         engine.join(rank, world, "127.0.0.1", port, generation=1, timeout=300.0)
         return engine
@@ -157,7 +171,7 @@ def settings_for(job: Job, device: int | None) -> TrainConfig:
         "compute_dtype": job.compute if device is None else "bfloat16",
         "learning_rate": 1e-6,
         "micro_batch_tokens": 2048 if device is None else 32768,
-        "gradient_checkpointing": not job.small,
+        "gradient_checkpointing": False,
     }
     if device is None:
         return TrainConfig(**usual)
@@ -171,11 +185,6 @@ def settings_for(job: Job, device: int | None) -> TrainConfig:
         f"By the memory plan no settings let a {job.shape} model train on a device of "
         f"{device / 2**30:.1f} GiB. Leave it out of --shapes."
     )
-
-
-def device_bytes() -> int | None:
-    """Memory of the GPU; None on a CPU."""
-    return torch.cuda.get_device_properties(0).total_memory if CUDA else None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -263,10 +263,10 @@ def rollout(job: Job) -> Found:
         try:
             sampler.sync(weights)
             rates = []
-            for number in range(2):  # the first warms up
+            for number, most in enumerate((job.response // 8, job.response)):  # the first warms up
                 request = RolloutRequest(
                     prompts=prompts,
-                    sampling=Sampling(n=8, max_new_tokens=job.response, ignore_eos=True),
+                    sampling=Sampling(n=8, max_new_tokens=most, ignore_eos=True),
                     out_key=f"samples-{job.shape}-{kind}-{number}.safetensors",
                     step=number,
                     shard=0,

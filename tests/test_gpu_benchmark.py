@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.gpu import CHECKS, MEASUREMENTS, SIZES, line, outcome
 from benchmarks.gpu_job import Job, plan, settings_for
+from tests.contract.rollout.world import until
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,3 +57,14 @@ def test_every_shape_fits_a_device_of_80_gb_by_the_plan(tmp_path: Path, shape: s
     assert (found.optimizer_device == "host") == (shape == "7b")
     with pytest.raises(ValueError, match="Leave it out of --shapes"):
         settings_for(job, 2**20)
+
+
+def test_told_to_end_it_ends_its_part(tmp_path: Path) -> None:
+    words = ["--small", "--parts", "logprobs", "--folder", str(tmp_path)]
+    benchmark = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT)
+    until(lambda: (tmp_path / "logprobs-small.log").exists(), "its part has begun", 100.0)
+    until(lambda: bool(psutil.Process(benchmark.pid).children()), "its part runs", 30.0)
+    part = psutil.Process(benchmark.pid).children()[0]
+    benchmark.terminate()
+    assert benchmark.wait(30) == 143
+    assert not part.is_running()
