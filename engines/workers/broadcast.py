@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers import on_worker
 from engines.workers.call_watch import SLICE
-from engines.workers.calls import GRACE, STATUS, value_of
+from engines.workers.calls import GONE, GRACE, STATUS, value_of
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.messages import CallId, CallResult
 
@@ -66,8 +66,10 @@ def submit_to_all(
             return CallDeadline(name, deadline, label)
         if isinstance(answer, InfrastructureError):  # it holds no host of engines (yet)
             return answer
-        hint = cluster.log_hint(name)
-        return WorkerLost(name, f"{answer}; {label} was under way{hint}")
+        why = str(answer)
+        if isinstance(answer, OSError):  # of the scheduler's connection, which says no more
+            why = GONE
+        return WorkerLost(name, f"{why}; {label} was under way{cluster.log_hint(name)}")
 
     return {name: outcome(name, address) for name, address in workers.items()}
 

@@ -33,6 +33,7 @@ GRACE = 30.0  # seconds after the deadline at which a worker without a flow proc
 FETCH = 30.0  # seconds that fetching a finished call's result may take
 LOOK = 1.0  # seconds between looks at the worker meanwhile
 STATUS = 3.0  # seconds in which a healthy worker reports its status
+GONE = "its process ended or its host cannot be reached"
 STOP = 30.0  # seconds in which an engine closes
 
 
@@ -119,7 +120,7 @@ class PendingCall:
             return True
         self.cluster.check()
         if self.cluster.pool_of(self.address) is None and not self._is_done():
-            raise self._lost("its process ended or its host cannot be reached")
+            raise self._lost(GONE)
         now = time.monotonic()
         if now >= max(self.began + deadline, self._extended):
             self._extended = self._until = now + self._overtime(deadline)
