@@ -76,14 +76,14 @@ def reset(model: nn.Module, seed: int) -> None:
     The same for any number of ranks: each draws all of A, by the seed and the layer's name, and
     keeps its rows.
     """
-    for name, layer in adapted_layers(model):
+    for name, (a, b) in _sharded_factors(model).items():
         key = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
-        bound = 1 / math.sqrt(layer.in_features)
-        drawn = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
-        own, begin = own_part(layer.lora_A)
+        bound = 1 / math.sqrt(a.shape[1])
+        drawn = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
+        own, begin = own_part(a)
         own.copy_(drawn.flatten()[begin : begin + own.numel()].view(own.shape))
-        own_part(layer.lora_B)[0].zero_()
+        own_part(b)[0].zero_()
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
@@ -94,17 +94,25 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def factors(model: nn.Module) -> dict[str, Tensor]:
-    """Every factor of a (sharded) language model by the name that PEFT has for it.
+    """Every factor of a (sharded) language model by the name that PEFT has for it."""
+    found: dict[str, Tensor] = {}
+    for name, own in _sharded_factors(model).items():
+        found |= zip(factor_names(f"{name}.weight"), own, strict=True)
+    return found
+
+
+def _sharded_factors(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of each adapted layer by its name.
 
     By way of the state dict: after a forward pass FSDP leaves copies in `compute_dtype`, made for
     the next one, in the parameters' place.
     """
     held = model.state_dict(keep_vars=True)
-    found: dict[str, Tensor] = {}
-    for name, _ in adapted_layers(model):
-        own = (held[f"{name}.{each}"].detach() for each in PARAMETERS)
-        found |= zip(factor_names(f"{name}.weight"), own, strict=True)
-    return found
+    a, b = PARAMETERS
+    return {
+        name: (held[f"{name}.{a}"].detach(), held[f"{name}.{b}"].detach())
+        for name, _ in adapted_layers(model)
+    }
 
 
 def base_weights(model: nn.Module, masters: MasterWeights | None = None) -> dict[str, Tensor]:

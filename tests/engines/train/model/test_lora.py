@@ -17,7 +17,7 @@ from engines.adapters import stream_whole
 from engines.failures import WeightMismatch
 from engines.models import materialize
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.model.lora import adapted_layers
+from engines.train.model.lora import adapted_layers, reset
 from engines.train.spec import ColumnsResult, TrainSpec
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -264,3 +264,15 @@ def test_a_forward_pass_leaves_the_factors_that_are_published(make: Make, tmp_pa
     weights = engine.export_weights(1, "bfloat16")
     assert weights.digest == before
     assert {tensor.dtype for tensor in published(tmp_path, weights).values()} == {torch.float32}
+
+
+def test_a_fresh_beginning_after_a_forward_pass_is_one(make: Make, tmp_path: Path) -> None:
+    """It is the factors that are set again, not FSDP's copies of them."""
+    engine = make(lora_spec(tmp_path, compute_dtype="bfloat16"))
+    fresh = engine.digest()
+    update(engine, stored(tmp_path, samples()))
+    engine.score([[4, 5, 6, 7, 8, 9]], [2])
+    assert engine.digest() != fresh
+    engine.score([[4, 5, 6, 7, 8, 9]], [2])
+    reset(engine._loaded().model, engine._spec.seed)
+    assert engine.digest() == fresh
