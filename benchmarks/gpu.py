@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--shapes 0.5b 1.5b 7b] [--minutes 10] [--parts …] [--json FILE]
         [--device-gib 79]   on a GPU of more: settings of one of 79 GiB, and no more is taken
-        [--folder FOLDER]   keeps models, stores and each part's log there
+        [--folder FOLDER]   keeps models, stores and each part's log there; it must be new or empty
     python -m benchmarks.gpu --small            the same parts in small, on a CPU too
 
 Needs torch and transformers; vLLM is used where it is installed. First the checks, on the first
@@ -31,6 +31,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from engines.processes.process_tree import descendants, kill_all
 
 CHECKS = ("logprobs", "round_trip", "lora", "replay", "master_weights", "ranks")
 MEASUREMENTS = ("update", "update_compiled", "rollout", "sync_paths", "sleep")
@@ -103,6 +105,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _told_to_end(*_: object) -> None:
+    """End with all that is below, a part that is just being started too."""
+    kill_all(descendants(os.getpid()))
+    sys.exit(128 + signal.SIGTERM)
+
+
 def line(found: dict[str, Any]) -> str:
     """One part for people."""
     metrics = ", ".join(
@@ -148,13 +156,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device-gib", type=float, help="train as on a GPU of so many GiB, and take no more"
     )
-    parser.add_argument("--folder", type=Path, help="which keeps models, stores and parts' logs")
+    parser.add_argument("--folder", type=Path, help="new; keeps models, stores and logs")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
         part, shape, folder = options.one
         return one_part(part, shape, Path(folder), options.device_gib)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the part, too
+    if options.folder and options.folder.exists() and any(options.folder.iterdir()):
+        parser.error(
+            f"--folder {options.folder} is not empty, and what it has would be taken for found now. "
+            "Give a new one."
+        )
+    signal.signal(signal.SIGTERM, _told_to_end)
     shapes = ["small"] if options.small else options.shapes
     wanted = options.parts or [*CHECKS, *MEASUREMENTS]
     until = time.monotonic() + 60 * options.minutes

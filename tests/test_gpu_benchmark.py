@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.gpu import CHECKS, MEASUREMENTS, SIZES, line, outcome
+from benchmarks.gpu import CHECKS, MEASUREMENTS, SIZES, line, main, outcome
 from benchmarks.gpu_job import Job, plan, settings_for
 from tests.contract.rollout.world import until
 
@@ -67,4 +67,13 @@ def test_told_to_end_it_ends_its_part(tmp_path: Path) -> None:
     part = psutil.Process(benchmark.pid).children()[0]
     benchmark.terminate()
     assert benchmark.wait(30) == 143
-    assert not part.is_running()
+    assert psutil.wait_procs([part], timeout=10.0)[0] == [part]
+
+
+def test_a_folder_with_earlier_results_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "update-small.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["--small", "--parts", "update", "--folder", str(tmp_path)])
+    assert "is not empty" in capsys.readouterr().err
