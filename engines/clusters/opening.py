@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from distributed import Client
 from distributed.utils import get_ip_interface
@@ -22,6 +23,9 @@ from engines.workers.host import HOST, EngineHost
 from engines.workers.membership import TellsOfWorkers, allowed_failures
 from engines.workers.on_worker import examine
 from engines.workers.placement import check_placed, place_local, this_node
+
+if TYPE_CHECKING:
+    from tornado.ioloop import IOLoop, PeriodicCallback
 
 Environments = Mapping[str, Mapping[str, str]]  # pool -> environment variables of its workers
 
@@ -185,7 +189,20 @@ def _connect(address: str, certificates: Certificates | None, config: ClusterCon
             address, timeout=timeout, set_as_default=False, name="refrain", security=security
         )
 
-    return bounded(connect, timeout, "dask-client")
+    client = bounded(connect, timeout, "dask-client")
+    stop_timers(client)
+    return client
+
+
+def stop_timers(client: Client) -> None:
+    """Have Dask's client say nothing by itself.
+
+    Every few seconds it asks what the scheduler is, for its own display, and says that it lives,
+    which the scheduler only notes. There is no setting: the scheduler sets both intervals.
+    """
+    timers: Mapping[str, PeriodicCallback] = vars(client).get("_periodic_callbacks", {})
+    for timer in timers.values():
+        cast("IOLoop", client.loop).add_callback(timer.stop)
 
 
 def listening_address(host: str | None) -> str:

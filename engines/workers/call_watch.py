@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 SLICE = 0.5  # seconds between looks at a cancel event by those who wait for several calls
-EVERY = 1.0  # seconds between looks at cancel events and deadlines; all calls wake when a run ends
-LOOK = 2.0  # seconds between looks at whether the workers are still there, and calls have ended
+LOOK = 2.0  # seconds between looks; all calls wake at once when a worker leaves or the run ends
 
 
 class Watched(Protocol):
@@ -67,25 +66,19 @@ class CallWatch:
         self._wake_all()
 
     def _run(self) -> None:
-        looked = -LOOK
-        workers: Mapping[str, str] = {}
         while not self._closed.is_set():
-            closely = self._soon.wait(EVERY) or time.monotonic() >= looked + LOOK
+            self._soon.wait(LOOK)
             self._soon.clear()
-            if closely:
-                try:
-                    workers = self._workers()
-                except Exception:  # whoever waits meets it too, and says where
-                    self._wake_all()
-                    continue
-                looked = time.monotonic()
+            try:
+                workers = self._workers()
+            except Exception:  # whoever waits meets it too, and says where
+                self._wake_all()
+                continue
             now = time.monotonic()
             with self._lock:
                 calls = list(self._calls)
             for call in calls:
-                if call.overdue(now) or (
-                    closely and (call.address not in workers or call.ended_unheard())
-                ):
+                if call.overdue(now) or call.address not in workers or call.ended_unheard():
                     call.attention.set()
         self._wake_all()
 

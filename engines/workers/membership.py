@@ -15,7 +15,7 @@ from distributed import Nanny, Scheduler, SchedulerPlugin
 
 from engines.processes.process_tree import kill_tree
 
-SCAN_AGE = 5.0  # seconds for which a look at the workers is good enough while nothing is heard
+SCAN_AGE = 10.0  # seconds for which a look at the workers is good enough while nothing is heard
 JOINING = 3.0  # seconds that a worker may take from its first word to its first call
 JOINING_AGE = 0.2  # seconds for which a look is good enough meanwhile
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from storage.audit.sample_origins import SampleOrigin, origins_of, samples_of
+from storage.batches import reading
 from storage.batches.columns import Author, SampleStatus
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit
@@ -115,9 +116,9 @@ def by_author(
 
 def judged(run: RunStore, samples: BatchRef) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each of a step's samples: its reward, whether it failed, its group; [N] each."""
-    rewards, status, groups = (
-        samples.fetch_numpy(run.store, name)[0] for name in ("reward", "status", "group_id")
-    )
+    wanted = ("reward", "status", "group_id")
+    read = reading.read_columns(run.store, samples[wanted].columns)
+    rewards, status, groups = (read[name].numpy()[0] for name in wanted)
     return rewards, (status == SampleStatus.FAILED) | ~np.isfinite(rewards), groups
 
 

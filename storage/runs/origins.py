@@ -61,7 +61,7 @@ class Origin(BaseModel):
 
 def origin_of(run: RunStore) -> Origin | None:
     """The run's origin; None when it began with its model's own weights. Raises ObjectDamaged."""
-    record = (run.read_run() or {}).get(FIELD)
+    record = run.constant(FIELD)
     if record is None:
         return None
     try:

@@ -116,6 +116,10 @@ class RunStore(StageStore):
             return None
         return documents.decode_version(RUN_READERS, self.run_json_key, data)
 
+    def constant(self, name: str) -> object:
+        """A field of run.json that never changes; None where there is none."""
+        return (self.read_run() or {}).get(name)
+
 
 @dataclass(frozen=True, slots=True)
 class OwnRunStore(RunStore):
@@ -125,12 +129,17 @@ class OwnRunStore(RunStore):
     for: of a new step nothing, so that a thousand shards cost one request and not one each. What
     this process finishes, or expects of a worker, is looked for from then on. A result that somebody
     else finishes later is not seen, and made again; `finish` then says which of the two stands.
+
+    Fields of run.json that never change are read once.
     """
 
     _listed: OrderedDict[str, set[str]] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )
     _lock: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
+    _constants: dict[str, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __reduce__(self) -> tuple[type[RunStore], tuple[Store, str, str]]:
         return RunStore, (self.store, self.run, self.role)
@@ -155,6 +164,14 @@ class OwnRunStore(RunStore):
             if name not in self._listed[folder]:
                 return None
         return StageStore.finished(self, key)
+
+    def constant(self, name: str) -> object:
+        if name not in self._constants:
+            record = self.read_run()
+            if record is None:  # it is still to be written
+                return None
+            self._constants[name] = record.get(name)
+        return self._constants[name]
 
 
 def _place(key: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import numpy as np
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from configs.flows import command
+from storage.audit.sample_origins import origins_of
 from storage.audit.transcripts import (
     WROTE,
     NoTokenizer,
@@ -24,7 +25,8 @@ from storage.audit.transcripts import (
     few,
     judged,
     printable,
-    transcripts,
+    tokenizer_of,
+    transcribed,
 )
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import history
@@ -79,10 +81,12 @@ def show_samples(run: RunView, commit: Commit) -> None:
     first = all_of_them.take(np.arange(min(len(all_of_them), LOOKED_AT)))
     rewards, failed, _ = judged(run.files, first)
     by_reward = [row for row in np.argsort(-rewards, kind="stable").tolist() if not failed[row]]
+    shown = first.take(few(by_reward, np.flatnonzero(failed).tolist(), count))
     try:
-        found = transcripts(
-            run.files, commit, few(by_reward, np.flatnonzero(failed).tolist(), count)
-        )
+        words = tokenizer_of(run.files, (commit.version_out, commit.version_in))
+        # Their advantages are not shown, and would have the whole batch read.
+        origins = origins_of(run.files, shown, commit.step, {})
+        found = transcribed(run.files, shown, origins, words)
     except (NoTokenizer, ObjectMissing):
         return
     lines = [f"### Samples of step {commit.step} of {escaped(run.name)}", ""]

@@ -16,7 +16,7 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 
-LOOK_EVERY = 1.0  # seconds
+LOOK_EVERY = 5.0  # seconds between looks at whether there is still something to close
 ASK_EVERY = 5.0  # seconds between questions to the dashboard, of 2 ms each
 PATIENCE = 4.0  # seconds in which the body must have ended after a signal
 INTERRUPTED = 130  # exit code

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client, LocalCluster, get_worker
 from distributed.client import ClosedClientError
 
+from engines.clusters.opening import stop_timers
 from engines.workers import sending
 from engines.workers.sending import Outgoing, Sender
 
@@ -143,3 +146,42 @@ def test_a_client_that_closes_before_it_sends_says_so(
     client.close()
     with pytest.raises(ClosedClientError, match="has been closed"):
         calls.send("later", 0, "a")
+
+
+def test_a_quiet_client_says_nothing_by_itself(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Dask's intervals of seconds cut short, it would speak dozens of times."""
+    said: list[str] = []
+
+    def counted(other: Client) -> None:
+        said.append("heartbeat")
+
+    async def asked(other: Client, n_workers: int = 0) -> None:
+        said.append("identity")
+        await ask(other, n_workers)
+
+    ask = Client._update_scheduler_info
+    monkeypatch.setattr(Client, "_heartbeat", counted)
+    monkeypatch.setattr(Client, "_update_scheduler_info", asked)
+    with (
+        dask.config.set(
+            {
+                "distributed.client.heartbeat": "10ms",
+                "distributed.client.scheduler-info-interval": "10ms",
+            }
+        ),
+        Client(client.scheduler.address, set_as_default=False) as other,
+    ):
+        deadline = time.monotonic() + WAIT
+        while not {"heartbeat", "identity"} <= {*said[1:]} and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert {"heartbeat", "identity"} <= {*said[1:]}, (
+            "the setting has no effect, so that nothing below would tell"
+        )
+        stop_timers(other)
+        other.submit(abs, -1).result(WAIT)  # the loop has stopped them before it sends this
+        said.clear()
+        time.sleep(0.3)
+        assert other.submit(abs, -1, pure=False).result(WAIT) == 1
+        assert said == []

@@ -103,3 +103,25 @@ def test_a_digest_in_pieces() -> None:
     pieces.update(b"ab")
     pieces.update(b"c")
     assert pieces.digest() == digest(b"abc") == "xxh3:06b05ab6733a618578af5f94892f3950"
+
+
+def test_of_its_own_run_a_store_reads_what_never_changes_once(
+    run: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = OwnRunStore(run.store, run.run)
+    assert own.constant("origin") is None, "run.json is not there yet"
+    run.write_run({"config": {}, "origin": {"run": "parent"}})
+    reads: list[str] = []
+
+    def counted(store: Store, key: str) -> bytes:
+        reads.append(key)
+        return read(store, key)
+
+    read = Store.read
+    monkeypatch.setattr(Store, "read", counted)
+    for _ in range(3):
+        assert own.constant("origin") == {"run": "parent"}
+        assert own.constant("opponent") is None
+    assert reads == ["run/run.json"] * 2  # one for each field
+    assert [run.constant("origin") for _ in range(2)] == [{"run": "parent"}] * 2
+    assert reads == ["run/run.json"] * 4
