@@ -178,15 +178,6 @@ class TrainConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _compiled_ranks_share_nothing(self) -> "TrainConfig":
-        if self.compile and self.sequence_parallel > 1:
-            raise ValueError(
-                f"train.compile = true does not go with train.sequence_parallel = "
-                f"{self.sequence_parallel}. Set train.compile = false or train.sequence_parallel = 1."
-            )
-        return self
-
-    @model_validator(mode="after")
     def _order_of_sums_is_known(self) -> "TrainConfig":
         if self.deterministic and self.compile:
             raise ValueError(
