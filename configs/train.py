@@ -84,6 +84,18 @@ class TrainConfig(Settings):
         description="Share of layers whose activations are computed again in the backward pass: less "
         "memory, more time, the same gradients. true is 1, false is 0.",
     )
+    recompute: Literal["all", "selective"] = Field(
+        "all",
+        description="What layers under train.gradient_checkpointing compute again. all: they keep "
+        "their input alone. selective: the results of matrix products and of attention are kept too, "
+        "and what lies between is computed again: some more memory, little more time.",
+    )
+    kernels: bool = Field(
+        True,
+        description="On a GPU, Triton kernels for the output head's statistics, and for norms, gated "
+        "feed-forward parts and rotary positions where a trial at the start shows that the model's "
+        "are the usual ones. Off, and on a CPU: torch's own operations.",
+    )
     activation_offload: bool = Field(
         False,
         description="Keep activations in the host's memory between forward and backward pass: less "

@@ -4,34 +4,54 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.train.memory_plan import checkpointed
 from engines.train.model.fsdp import layers
 
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 SMALL = 2**16  # bytes; a tensor below it is not worth a transfer
 Room: TypeAlias = Callable[[Tensor], Tensor | None]  # of the tensor's shape and number format
 
 
-def checkpoint_layers(model: PreTrainedModel, share: float) -> None:
-    """Have the first layers keep their inputs only, and compute the rest anew in the backward pass.
+def checkpoint_layers(
+    model: PreTrainedModel, share: float, recompute: Literal["all", "selective"] = "all"
+) -> None:
+    """Have the first layers keep less, and compute the rest anew in the backward pass.
 
-    `share` of the decoder's layers, rounded up. All gradients are the same to the bit.
+    All gradients are the same to the bit.
+
+    Args:
+        model: Changed in place.
+        share: Of the decoder's layers, rounded up.
+        recompute: all: a layer keeps its input alone. selective: the results of its matrix products
+            and of attention too, so that only what costs memory traffic and no products is made anew.
     """
     if not share:
         return
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    options: dict[str, Any] = {"use_reentrant": False}
+    if recompute == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    model.gradient_checkpointing_enable(options)
     stacked = layers(model)
     for layer in stacked[checkpointed(share, len(stacked)) :]:
         for module in layer.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.gradient_checkpointing = False
+
+
+def _keep_products(_: object, operator: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+    name = operator.name().partition(".")[0]
+    kept = name in PRODUCTS or "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def pinned(tensor: Tensor) -> Tensor | None:

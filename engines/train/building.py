@@ -5,14 +5,18 @@ No rank ever holds the whole of it (docs/decisions/loading-by-rank.md).
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from engines.adapters import is_factor
 from engines.models import build_empty
 from engines.train.activations import checkpoint_layers
 from engines.train.critic import Critic
+from engines.train.kernels import use
+from engines.train.kernels.placing import place_kernels
 from engines.train.model.compiled import check_compiling, compile_layers
 from engines.train.model.fsdp import fill, shard
 from engines.train.model.loading import Checkpoint, load
@@ -24,8 +28,42 @@ from engines.train.policy import Policy
 from engines.train.spec import TrainSpec
 from storage.objects.store import Store
 
+WHOLE = ("cuda",)  # kinds of device on which there are plain models
+LONE = True  # whether a lone rank on a GPU does without FSDP; a benchmark compares both
 
-def build(spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype) -> Policy | Critic:
+
+def whole_on(spec: TrainSpec, ranks: int, device: torch.device) -> bool:
+    """Whether a rank holds a plain model that FSDP knows nothing of, with bfloat16 weights.
+
+    A lone rank on a GPU: FSDP would copy each layer's weights and gradients for every micro-batch to
+    exchange them with nobody. Weights have float32 masters then, on the device unless
+    train.weights_dtype says otherwise; all that is computed is the same to the bit.
+    """
+    train = spec.train
+    plain = spec.lora is None and spec.role != "critic" and train.engine != "elastic"
+    rounded = train.compute_dtype == "bfloat16"
+    return LONE and ranks == 1 and device.type in WHOLE and plain and rounded
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Give a module of the meta device memory, in place; weights that are tied stay so.
+
+    `to_empty` gives each place of a tied weight memory of its own.
+    """
+    held: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, old in part.named_parameters(recurse=False, remove_duplicate=False):
+            if old not in held:
+                empty = torch.empty_like(old, device=device)
+                held[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
+            part.register_parameter(name, held[old])
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def build(
+    spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype, whole: bool = False
+) -> Policy | Critic:
     """The model of `spec.role` on the meta device, with adapters where it has any.
 
     Weights that never change are held in the number format in which they are multiplied, likewise
@@ -37,6 +75,7 @@ def build(spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype) 
         directory: Of the model's files.
         sharing: Ranks that share a sequence. Raises ValueError where they do not divide its heads.
         compute: In what weights are multiplied.
+        whole: See `whole_on`.
     """
     model = build_empty(directory)
     check_heads(model.config.get_text_config().num_attention_heads, sharing)
@@ -45,7 +84,7 @@ def build(spec: TrainSpec, directory: Path, sharing: int, compute: torch.dtype) 
     policy = Critic(model) if spec.role == "critic" else Policy(model)
     if spec.frozen:
         policy.requires_grad_(False)
-    if spec.frozen or spec.train.weights_dtype == "bfloat16":
+    if spec.frozen or whole or spec.train.weights_dtype == "bfloat16":
         for name, parameter in policy.named_parameters():
             if not is_factor(name):
                 parameter.data = parameter.data.to(compute)
@@ -65,17 +104,28 @@ def materialize(
     Returns the masters of weights that are trained, or lie below adapters, in bfloat16.
     """
     config, group = spec.train, meeting.group
-    checkpoint_layers(policy.model, config.gradient_checkpointing)
+    checkpoint_layers(policy.model, config.gradient_checkpointing, config.recompute)
+    use(config.kernels)
+    if config.kernels and not config.compile and meeting.device.type == "cuda":
+        if find_spec("triton") is not None:
+            place_kernels(policy.model, meeting.device)
     if config.compile:
         check_compiling(spec.role, gpu=meeting.device.type == "cuda")
         compile_layers(policy.model, spec.threads)
-    shard(
-        *(policy, group, meeting.device, compute),
-        reshard=config.reshard_after_forward,
-        replicas=config.replicas,
-    )
-    masters = MasterWeights(() if spec.frozen else policy.parameters())
-    if masters.tensors:
+    if whole_on(spec, group.size(), meeting.device):
+        give_memory(policy, meeting.device)
+        where = "cpu" if config.weights_dtype == "bfloat16" else meeting.device.type
+    else:
+        where = "cpu"
+        shard(
+            *(policy, group, meeting.device, compute),
+            reshard=config.reshard_after_forward,
+            replicas=config.replicas,
+        )
+    masters = MasterWeights(() if spec.frozen else policy.parameters(), where)
+    if whole_on(spec, group.size(), meeting.device):
+        masters.gradients.watch(policy.parameters())
+    elif masters.tensors:
         sum_gradients_in_float32(policy)
     if isinstance(policy, Critic):
         load(policy.model, checkpoint.decoder, checkpoint, group, masters)

@@ -184,13 +184,12 @@ class FSDPEngine(ShardedModel):
     def _updater(self, algorithm: AlgorithmConfig, temperature: float) -> Updater:
         """What makes one update on this rank."""
         model = self._loaded()
-        assert isinstance(model, FSDPModule)
         rank = TrainRank(
             store=self._store,
             meeting=self._joined(),
             sequence=self._shared(),
             optimizer=self._optimizer,
-            sharded=model,
+            sharded=model if isinstance(model, FSDPModule) else None,
             config=self._spec.train,
             cost=self._cost,
         )

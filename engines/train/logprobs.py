@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.train.kernels import available
+
 CACHED_LOGITS = 2**22  # at most held at once on a CPU: 16 MiB, which its cache holds
 # Words of a GPU's block are a multiple of this: for rows whose bytes are no multiple of 16, cuBLAS
 # takes kernels of an older GPU (on an H200 a quarter of all time of an update of 0.5B was in these).
 ALIGNED = 256
+FUSED = 4  # times as many logits at once where kernels work on them: 2 bytes each, and no copies
 LEAST = 1e-30  # probability of a tail, relative to the likeliest word; its logarithm is finite then
 
 
@@ -90,29 +94,14 @@ class _TokenStatistics(torch.autograd.Function):
         tailed: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        blocks = Blocks(hidden, weight, temperature, kind, block_width(hidden, weight, chunk))
-        sums, products, squares, rest = torch.zeros(
-            4, hidden.shape[0], dtype=kind, device=hidden.device
-        ).unbind()
-        found = torch.zeros(picked.shape, dtype=kind, device=hidden.device)
-        peaks = torch.full_like(sums, torch.finfo(kind).min / 4)
-        for start, logits in blocks:
-            higher = torch.maximum(peaks, logits.amax(-1))
-            fall = peaks - higher  # <= 0: what was summed so far shrinks by its exponential
-            peaks = higher
-            inside, columns = within(picked, start, logits.shape[1])
-            found = torch.where(inside, logits.gather(1, columns), found)
-            logits.sub_(peaks[:, None])
-            probs = logits.exp()
-            shrink = fall.exp()
-            products.add_(sums * fall).mul_(shrink)
-            sums.mul_(shrink).add_(probs.sum(-1))
-            if squared:
-                squares.mul_(shrink.square()).add_(probs.square().sum(-1))
-            products.add_(logits.mul_(probs).sum(-1))
-            if tailed:
-                rest.mul_(shrink).add_(without(probs, inside[:, 1:], columns[:, 1:]).sum(-1))
-            del logits, probs  # before the next block is made
+        ctx.fused = fused = not tailed and kind == torch.float32 and available(hidden)
+        width = block_width(hidden, weight, chunk * FUSED if fused else chunk)
+        blocks = Blocks(hidden, weight, temperature, kind, width)
+        if fused:
+            peaks, sums, products, squares, found = _sums_by_kernel(blocks, picked, squared)
+            rest = torch.zeros_like(sums)
+        else:
+            peaks, sums, products, squares, rest, found = _sums(blocks, picked, squared, tailed)
         logs = sums.log()
         logprobs = found - peaks[:, None] - logs[:, None]
         tail, entropy = rest.clamp(min=LEAST).log() - logs, logs - products / sums
@@ -129,10 +118,24 @@ class _TokenStatistics(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor, grad_tail: Tensor, grad_entropy: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, picked, peaks, logs, entropy, logprobs, tail = ctx.saved_tensors
-        kind, width = logs.dtype, block_width(hidden, weight, ctx.chunk)
+        kind = logs.dtype
+        width = block_width(hidden, weight, ctx.chunk * FUSED if ctx.fused else ctx.chunk)
         blocks = Blocks(hidden, weight, ctx.temperature, kind, width)
         grad_hidden = torch.zeros_like(hidden, dtype=kind) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        if ctx.fused:
+            slope = grad_entropy if ctx.entropy_gradient else None
+            for start, cast in _slopes_by_kernel(
+                blocks, picked, peaks + logs, entropy, grad_logprobs[:, 0], slope
+            ):
+                if grad_hidden is not None:
+                    add_product(grad_hidden, cast, blocks.weight_at(start))
+                if grad_weight is not None:
+                    grad_weight[start : start + cast.shape[1]] = cast.t() @ hidden
+                del cast  # before the next block is made
+            if grad_hidden is not None:
+                grad_hidden = grad_hidden.to(hidden.dtype)
+            return grad_hidden, grad_weight, None, None, None, None, None, None
         # d log pi_y / dz_j = [j = y] - p_j; d log tail / dz_j = [j in the tail] p_j / tail - p_j
         at_picked, falling = grad_logprobs, grad_logprobs.sum(-1, keepdim=True).neg()
         if ctx.tailed:
@@ -161,6 +164,93 @@ class _TokenStatistics(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _sums(
+    blocks: Blocks, picked: Tensor, squared: bool, tailed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Peaks [T], the sums relative to them, the tail's among them, and the picked logits [T, n]."""
+    hidden, kind = blocks.hidden, blocks.kind
+    sums, products, squares, rest = torch.zeros(
+        4, hidden.shape[0], dtype=kind, device=hidden.device
+    ).unbind()
+    found = torch.zeros(picked.shape, dtype=kind, device=hidden.device)
+    peaks = torch.full_like(sums, torch.finfo(kind).min / 4)
+    for start, logits in blocks:
+        higher = torch.maximum(peaks, logits.amax(-1))
+        fall = peaks - higher  # <= 0: what was summed so far shrinks by its exponential
+        peaks = higher
+        inside, columns = within(picked, start, logits.shape[1])
+        found = torch.where(inside, logits.gather(1, columns), found)
+        logits.sub_(peaks[:, None])
+        probs = logits.exp()
+        shrink = fall.exp()
+        products.add_(sums * fall).mul_(shrink)
+        sums.mul_(shrink).add_(probs.sum(-1))
+        if squared:
+            squares.mul_(shrink.square()).add_(probs.square().sum(-1))
+        products.add_(logits.mul_(probs).sum(-1))
+        if tailed:
+            rest.mul_(shrink).add_(without(probs, inside[:, 1:], columns[:, 1:]).sum(-1))
+        del logits, probs  # before the next block is made
+    return peaks, sums, products, squares, rest, found
+
+
+def _sums_by_kernel(
+    blocks: Blocks, picked: Tensor, squared: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same without a tail, one pass over each block; picked: [T, 1]."""
+    from engines.train.kernels.head import RowState
+
+    labels = picked[:, 0].contiguous()
+    state = RowState(blocks.hidden.shape[0], blocks.hidden.device)
+    for start, logits in blocks.products():
+        state.add(logits, labels, start, blocks.temperature, squared)
+        del logits  # before the next block is made
+    peaks, sums, products, squares, found = state.unbind()
+    return peaks, sums, products, squares, found[:, None]
+
+
+def _slopes_by_kernel(
+    blocks: Blocks,
+    picked: Tensor,
+    log_sums: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+) -> Iterator[tuple[int, Tensor]]:
+    """The first word of each block and the gradient of its logits, in the product's dtype."""
+    from engines.train.kernels.head import slopes
+
+    labels = picked[:, 0].contiguous()
+    for start, logits in blocks.products():
+        slopes(
+            *(logits, labels, log_sums, entropy, grad_logprobs, grad_entropy),
+            *(start, blocks.temperature),
+        )
+        yield start, logits
+        del logits  # before the next block is made
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in float32, on CUDA without a product in between."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda and _adds_in_float32(left.device, left.dtype):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+@functools.cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch can add a product of such factors to a float32 sum."""
+    sums, factor = torch.ones(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.addmm(sums, factor, factor, out_dtype=torch.float32, out=sums)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((sums == 17).all())
 
 
 @torch.no_grad()
@@ -206,6 +296,11 @@ class Blocks:
         """
         for start in range(0, self.weight.shape[0], self.width):
             yield start, self.logits_at(start)
+
+    def products(self) -> Iterator[tuple[int, Tensor]]:
+        """The same before they are divided by the temperature, in the dtype of the product."""
+        for start in range(0, self.weight.shape[0], self.width):
+            yield start, self.hidden @ self.weight_at(start).t()
 
     def logits_at(self, start: int) -> Tensor:
         """Of the block that begins there."""

@@ -36,6 +36,7 @@ def held_by_rank(
     moments = [] if optimizer is None else list(optimizer.moments().values())
     masters = [] if optimizer is None else optimizer.masters.tensors
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients += [] if optimizer is None else optimizer.masters.gradients.tensors
     kind = "cpu" if memory == "host" else device.type
     found = {
         "weights": _size(parameters, kind),

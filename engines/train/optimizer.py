@@ -51,12 +51,14 @@ class Optimizer:
 
         `finite`: whether every rank's losses were; the norm of the gradients is looked at here.
         """
+        self.masters.gradients.give()
         self._check_sums()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), self._config.max_grad_norm)
         report = self._report(norm, finite)
         if not report.skipped:
             self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
+        self.masters.gradients.take()
         return report
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from engines.model_tokens import tokens_of_student
 from engines.models import prepared
 from engines.progress import report
 from engines.train.batching.mfu import cost_model
-from engines.train.building import build, materialize
+from engines.train.building import build, materialize, whole_on
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from engines.train.critic import Critic
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
@@ -89,7 +89,8 @@ class ShardedModel(Ranked):
         config = self._spec.train
         self._sequence = sequence_group(self._meeting, config.sequence_parallel, config.deadline)
         report("building the model")
-        policy = build(self._spec, self._directory, self._sequence.size, self._compute)
+        whole = whole_on(self._spec, world, self._device)
+        policy = build(self._spec, self._directory, self._sequence.size, self._compute, whole)
         parameters = sum(parameter.numel() for parameter in policy.parameters())
         self._cost = cost_model(policy)
         self._masters = materialize(

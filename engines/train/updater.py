@@ -43,7 +43,7 @@ class TrainRank:
     meeting: Meeting
     sequence: SequenceGroup
     optimizer: Optimizer | None  # None: it computes gradients for another one
-    sharded: FSDPModule  # what is trained
+    sharded: FSDPModule | None  # what is trained; None: a lone rank's, which exchanges nothing
     config: TrainConfig
     cost: CostModel
 
@@ -260,7 +260,7 @@ class Updater(ABC):
             with tally.phase("read"):  # what of it was not done while the last one was computed
                 micro = next(micros)
             chosen = None if selected is None else selected[number]
-            if self._config.reduce_gradients == "optimizer_step":
+            if self._sharded and self._config.reduce_gradients == "optimizer_step":
                 self._sharded.set_requires_gradient_sync(number == count - 1)
             with tally.phase("forward"), kept_on_host(self._config.activation_offload):
                 loss, sums = self._loss(micro, normaliser, chosen)

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 on the device, with a float32 master of each in the host's memory.
+"""Weights in bfloat16 on the device, with a float32 master of each: in the host's memory, or beside it.
 
 Masters are what an optimizer step changes, what a snapshot has and what float32 versions are made
 of. The device has their rounding, which is what FSDP makes of float32 weights before it gathers them
@@ -19,10 +19,11 @@ from engines.train.model.fsdp import own_part
 class MasterWeights:
     """The masters of some (sharded) parameters; what has none is its own."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Those in bfloat16 among them get a master, zeros until it is set."""
+    def __init__(self, parameters: Iterable[nn.Parameter] = (), device: str = "cpu") -> None:
+        """Those in bfloat16 among them get a master on a device, zeros until it is set."""
+        self.gradients = GradientSums()
         self._of = {
-            parameter: torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
+            parameter: torch.zeros_like(parameter, device=device, dtype=torch.float32)
             for parameter in parameters
             if parameter.dtype == torch.bfloat16
         }
@@ -41,6 +42,53 @@ class MasterWeights:
         """Set the device's weights by the masters, once these have been filled."""
         for parameter, master in self._of.items():
             own_part(parameter)[0].copy_(own_part(master)[0])
+
+
+class GradientSums:
+    """Gradients of bfloat16 weights that FSDP knows nothing of, added up in float32.
+
+    As FSDP does on a lone rank, without its copies: a backward pass makes a weight's gradient in
+    bfloat16, and a hook adds it to the sum at once (10 bytes a weight). `give` makes the sums the
+    weights' gradients for an optimizer step, `take` the contrary for the next backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._given: list[nn.Parameter] = []
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All sums so far."""
+        return list(self._sums.values())
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up what backward passes make of these from now on."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._add)
+
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter) -> None:
+        made, parameter.grad = parameter.grad, None
+        assert made is not None
+        if parameter in self._sums:
+            self._sums[parameter].add_(made)
+        else:
+            self._sums[parameter] = made.float()
+
+    def give(self) -> None:
+        """Hand each sum over as its weight's gradient."""
+        for parameter, total in self._sums.items():
+            parameter.grad_dtype = total.dtype
+            parameter.grad = total
+        self._given = list(self._sums)
+        self._sums.clear()
+
+    def take(self) -> None:
+        """Be ready for backward passes, after the weights' gradients have been forgotten."""
+        for parameter in self._given:
+            parameter.grad_dtype = parameter.dtype
+        self._given = []
 
 
 def sum_gradients_in_float32(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from tests.engines.train.test_memory_plan import (
     longest_rows,
     shape_of,
 )
-from tests.engines.train.train_ranks import TEMPERATURE
+from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, samples, stored
 
 # Of rotary cosines and sines [1, 1, T, HEAD], which a layer that is computed anew is called with again.
 HEAD = 32
@@ -121,3 +121,41 @@ def test_what_several_operations_keep_goes_once_and_what_has_changed_again(
 
 def test_on_a_cpu_nothing_has_to_go() -> None:
     assert pinned(torch.zeros(4)) is None
+
+
+@pytest.mark.parametrize("recompute", ["all", "selective"])
+def test_what_is_computed_again_changes_no_bit(
+    tmp_path: Path, make: Make, recompute: str
+) -> None:
+    plain = make(run="plain", micro_batch_tokens=64)
+    again = make(
+        run="again", micro_batch_tokens=64, gradient_checkpointing=True, recompute=recompute
+    )
+    batch = stored(tmp_path, samples(1), "batch")
+    for engine in (plain, again):
+        engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, 1)
+    assert plain.digest() == again.digest()
+
+
+def test_products_are_not_made_again(make: Make, tmp_path: Path) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+            self.products += function.name().partition(".")[0] in activations.PRODUCTS
+            return function(*args, **(named or {}))
+
+    numbers = {}
+    for name, settings in {
+        "none": {},
+        "selective": {"gradient_checkpointing": True, "recompute": "selective"},
+        "all": {"gradient_checkpointing": True},
+    }.items():
+        engine = make(run=name, micro_batch_tokens=64, **settings)
+        batch = stored(tmp_path, samples(1), f"batch-{name}")
+        with Count() as count:
+            engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, 1)
+        numbers[name] = count.products
+    assert numbers["none"] == numbers["selective"] < numbers["all"]

@@ -1,0 +1,24 @@
+"""Triton kernels for CUDA, each beside the plain code that it stands for.
+
+The plain code is the reference, and the CPU's way. No kernel adds with atomics, and none is tuned by
+timing, so sums come in one order and `train.deterministic` holds. Nothing here is imported on a CPU.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+
+_WANTED = [True]  # of this process; a run's settings are the same for all of its roles
+
+
+def use(wanted: bool) -> None:
+    """Let kernels work in this process, or not (`train.kernels`)."""
+    _WANTED[0] = wanted
+
+
+def available(tensor: Tensor) -> bool:
+    """Whether kernels can, and are to, work on a tensor: on CUDA, with Triton."""
+    return _WANTED[0] and tensor.is_cuda and find_spec("triton") is not None
