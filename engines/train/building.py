@@ -110,8 +110,9 @@ def materialize(
         if find_spec("triton") is not None:
             place_kernels(policy.model, meeting.device)
     if config.compile:
-        check_compiling(spec.role, gpu=meeting.device.type == "cuda")
-        compile_layers(policy.model, spec.threads)
+        gpu = meeting.device.type == "cuda"
+        check_compiling(spec.role, gpu)
+        compile_layers(policy.model, spec.threads, gpu)
     if whole_on(spec, group.size(), meeting.device):
         give_memory(policy, meeting.device)
         where = "cpu" if config.weights_dtype == "bfloat16" else meeting.device.type

@@ -1,9 +1,10 @@
 """The decoder's layers compiled by torch: some graphs for all layers and all sizes of micro-batch.
 
 What is compiled is a layer's forward pass and not its call, so FSDP's hooks and the checkpoint of its
-activations stay outside, and weights keep their names. Attention stays as it is: its buckets are
-others in each micro-batch. So a layer is four graphs,
-before, around and after it, in which sizes are symbols; layers of one shape share them.
+activations stay outside, and weights keep their names. Sizes are symbols, and layers of one shape share
+graphs. On a GPU a layer is one graph: attention's kernel is one operation in it. On a CPU attention
+stays as it is, since its buckets are others in each micro-batch, and a layer is four graphs, before,
+around and after it.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ def check_compiling(role: str, gpu: bool) -> None:
         )
 
 
-def compile_layers(model: PreTrainedModel, threads: int) -> None:
+def compile_layers(model: PreTrainedModel, threads: int, gpu: bool) -> None:
     """Have the decoder's layers compiled when they are first called, in place.
 
     Args:
         model: A packed decoder, with its hooks or before it gets them.
         threads: As many processes may compile at once; 1: this one alone.
+        gpu: Whether for a GPU, where a layer is one graph.
     """
     import torch
     from transformers import AttentionInterface
@@ -69,13 +71,16 @@ def compile_layers(model: PreTrainedModel, threads: int) -> None:
     from engines.train.model.attention import PACKED, packed_attention
     from engines.train.model.fsdp import layers
 
-    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+    if not gpu:
+        AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     # Options of Inductor's are of no use to another backend, and are refused by it.
     options: dict[str, str | int | bool | Callable[..., Any]] | None = None
     if BACKEND == "inductor":
         options = {"compile_threads": threads}
     for layer in layers(model):
-        compiled = torch.compile(layer.forward, dynamic=True, backend=BACKEND, options=options)
+        compiled = torch.compile(
+            *(layer.forward,), fullgraph=gpu, dynamic=True, backend=BACKEND, options=options
+        )
         layer.forward = _with_room(compiled)
 
 
