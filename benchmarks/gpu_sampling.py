@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.processes.process_tree import descendants, kill_all
+from engines.processes.process_tree import descendants, kill_all, session
 
 SIDES = ("weights", "llm", "ours")
 # fewer and more rows, prompt and response tokens
@@ -44,6 +44,7 @@ GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]  # sequences of a decoding
 SHARE = 0.8  # of the device that vLLM may take
 SHARDS = 8
 TAKEN = 1.0  # GiB of a device on which nothing else runs, at most
+FREED = 10.0  # seconds in which what a side held is free again
 LOOK = 0.1  # seconds between looks at what a side has found
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True}
 
@@ -144,14 +145,15 @@ def weights(shape: str, folder: Path, lines: Lines) -> None:
 
 def llm(shape: str, folder: Path, lines: Lines) -> None:
     """vLLM's own LLM, with the arguments of our engine."""
-    from benchmarks.gpu_job import described
+    from benchmarks.gpu_job import CUDA, described
     from engines.rollout.contract import Sampling, worker_environment
     from engines.rollout.samples import NOTHING
     from engines.rollout.vllm_engine import NOT_COMPILED
 
     spec = spec_of(shape, folder)
     os.environ.update(worker_environment(spec.rollout))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as vLLM has it
+    if CUDA:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # as vLLM has it
     if spec.rollout.enforce_eager:
         os.environ.update(NOT_COMPILED)
     directory = described(shape, folder)
@@ -163,31 +165,30 @@ def llm(shape: str, folder: Path, lines: Lines) -> None:
 
     began = time.perf_counter()
     arguments = vllm_arguments.engine_arguments(spec, directory)
-    model = LLM(**{one.name: getattr(arguments, one.name) for one in fields(EngineArgs)})
+    own = ["ir_op_priority"]  # on a CPU, where it names a kernel of ours
+    names = [one.name for one in fields(EngineArgs) if one.name not in own]
+    model = LLM(**{name: getattr(arguments, name) for name in names})
     lines.add(measurement="llm_start", seconds=round(time.perf_counter() - began, 3))
     fewer, more, _, response = SIZES[shape]
 
-    def draw(rows: int, number: int, most: int, logprobs: bool) -> int:
+    def drawing(rows: int, number: int, most: int, logprobs: bool) -> Callable[[], int]:
         params = vllm_arguments.sampling_params(
             Sampling(n=1, max_new_tokens=most, **SAMPLING), [], None, NOTHING
         )
         if not logprobs:
             params.logprobs, params.flat_logprobs = None, False
         prompts: Any = [{"prompt_token_ids": one} for one in prompts_of(shape, rows, number)]
-        outputs = model.generate(prompts, params, use_tqdm=False)
-        return sum(len(one.outputs[0].token_ids) for one in outputs)
+
+        def draw() -> int:
+            outputs = model.generate(prompts, params, use_tqdm=False)
+            return sum(len(one.outputs[0].token_ids) for one in outputs)
+
+        return draw
 
     for number, (rows, logprobs) in enumerate(((fewer, True), (more, True), (fewer, False))):
-        draw(rows, 100 + number, response // 16, logprobs)  # warms up
-        lines.measure(
-            "llm",
-            rows,
-            rows * response,
-            lambda rows=rows, number=number, logprobs=logprobs: draw(  # type: ignore[misc]
-                rows, number, response, logprobs
-            ),
-            logprobs=0 if logprobs else None,
-        )
+        drawing(rows, 100 + number, response // 16, logprobs)()  # warms up
+        work, asked = drawing(rows, number, response, logprobs), 0 if logprobs else None
+        lines.measure("llm", rows, rows * response, work, logprobs=asked)
 
 
 def ours(shape: str, folder: Path, lines: Lines) -> None:
@@ -211,7 +212,7 @@ def ours(shape: str, folder: Path, lines: Lines) -> None:
     fewer, more, _, response = SIZES[shape]
     store = Store(spec.store_uri)
 
-    def draw(rows: int, number: int, most: int, shards: int) -> int:
+    def drawing(rows: int, number: int, most: int, shards: int) -> Callable[[], int]:
         columns = {
             "prompt_ids": [np.array(one) for one in prompts_of(shape, rows, number)],
             "group_id": np.arange(rows),
@@ -228,22 +229,18 @@ def ours(shape: str, folder: Path, lines: Lines) -> None:
             )
             for shard, part in enumerate(np.array_split(np.arange(rows), shards))
         ]
-        with ThreadPoolExecutor(shards) as threads:
-            results = list(threads.map(engine.generate, requests))
-        return sum(result.stats.tokens for result in results)
+
+        def draw() -> int:
+            with ThreadPoolExecutor(shards) as threads:
+                results = list(threads.map(engine.generate, requests))
+            return sum(result.stats.tokens for result in results)
+
+        return draw
 
     for number, (rows, shards) in enumerate(((fewer, 1), (more, 1), (fewer, SHARDS))):
-        draw(rows, 100 + number, response // 16, shards)  # warms up
-        lines.measure(
-            "ours",
-            rows,
-            rows * response,
-            lambda rows=rows, number=number, shards=shards: draw(  # type: ignore[misc]
-                rows, number, response, shards
-            ),
-            shards=shards,
-            logprobs=0,
-        )
+        drawing(rows, 100 + number, response // 16, shards)()  # warms up
+        work = drawing(rows, number, response, shards)
+        lines.measure("ours", rows, rows * response, work, shards=shards, logprobs=0)
     engine.close()
 
 
@@ -276,8 +273,6 @@ class Benchmark:
         words = [sys.executable, "-m", "benchmarks.gpu_sampling", "--side", side]
         words += ["--shape", self.shape, "--folder", str(self.folder)]
         environment = {**os.environ, "VLLM_CACHE_ROOT": str(self.folder / "vllm")}
-        if side == "weights":
-            environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0")
         with (self.folder / f"{side}.log").open("wb") as log:
             self._sides[side] = subprocess.Popen(
                 words, stdout=log, stderr=log, start_new_session=True, env=environment
@@ -303,10 +298,12 @@ class Benchmark:
     def kill(self, side: str) -> None:
         """End a side with all that it started."""
         process = self._sides[side]
-        kill_all([*descendants(process.pid)] if process.poll() is None else [])
-        if process.poll() is None:
-            process.kill()
+        below = [] if process.poll() is not None else descendants(process.pid)
+        kill_all([*below, *session(process.pid)])
         process.wait()
+        until = time.monotonic() + FREED
+        while (taken_gib() or 0.0) > TAKEN and time.monotonic() < until:
+            time.sleep(LOOK)
 
     def close(self) -> None:
         """End every side."""
