@@ -20,10 +20,11 @@ class Device:
 
     @classmethod
     def first(cls) -> Device | None:
-        """None where there is no GPU, or no module pynvml."""
-        if importlib.util.find_spec("pynvml") is None:
+        """None where there is no GPU, or no NVML for Python: pynvml, or the copy that vLLM has."""
+        own, vllms = (importlib.util.find_spec(name) for name in ("pynvml", "vllm"))
+        if own is None and vllms is None:
             return None
-        nvml = importlib.import_module("pynvml")
+        nvml = importlib.import_module("vllm.third_party.pynvml" if own is None else "pynvml")
         try:
             nvml.nvmlInit()
             return cls(nvml)
@@ -32,7 +33,8 @@ class Device:
 
     def taken(self) -> int:
         """Bytes that are held by anybody."""
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        nvml = self._nvml  # the second form leaves out what the driver has reserved
+        return int(nvml.nvmlDeviceGetMemoryInfo(self._handle, version=nvml.nvmlMemory_v2).used)
 
     def busy(self) -> int:
         """Percent of NVML's last sample period (a sixth of a second to a second) with a kernel."""

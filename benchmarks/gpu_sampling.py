@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.side:
         work = {"weights": weights, "llm": llm, "ours": ours}[options.side]
         work(options.shape, folder, Lines(folder / f"{options.side}.jsonl"))
-        return 0
+        os._exit(0)  # what it started is ended from outside, which takes less time
     folder.mkdir(parents=True, exist_ok=True)
     for side in SIDES:
         (folder / f"{side}.jsonl").unlink(missing_ok=True)
