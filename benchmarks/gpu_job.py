@@ -136,6 +136,7 @@ class Job:
                 max_sequences=self.samples,
                 kv_cache_gib=0.1,
                 gpu_memory_utilization=0.5,
+                enforce_eager=not CUDA,  # as a run has it
             ),
             store_uri=self.store,
             sleeps=sleeps,
@@ -196,18 +197,19 @@ class Found:
     metrics: dict[str, float | str] = field(default_factory=dict)
 
 
-def drawn(shape: str, folder: Path) -> Path:
-    """A checkpoint of a shape with random bfloat16 weights and the character tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def described(shape: str, folder: Path) -> Path:
+    """The directory of a shape's checkpoint with its settings and the character tokenizer alone."""
+    from transformers import Qwen2Config
 
     place = folder / "models" / shape
-    if (place / "drawn").exists():
+    if (place / "described").exists():
         return place
     characters = load_tokenizer(
         materialize(RandomModel(layers=1, hidden_size=32), folder / "cache")
     )
     layers, width, heads, keys, inner, words = SHAPES[shape]
     config = Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
         vocab_size=words,
         hidden_size=width,
         intermediate_size=inner,
@@ -221,15 +223,34 @@ def drawn(shape: str, folder: Path) -> Path:
         pad_token_id=characters.pad_token_id,
         dtype="bfloat16",
     )
+    config.save_pretrained(place)
+    characters.save_pretrained(place)
+    (place / "described").touch()
+    return place
+
+
+def drawn(shape: str, folder: Path, device: str = DEVICE) -> Path:
+    """A checkpoint of a shape with random bfloat16 weights and the character tokenizer.
+
+    Its settings stay readable while its weights are drawn (`described`).
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    place = described(shape, folder)
+    if (place / "drawn").exists():
+        return place
+    config = Qwen2Config.from_pretrained(place)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device(DEVICE):
+        with torch.device(device):
             model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-    model.save_pretrained(place)
-    characters.save_pretrained(place)
+    made = place.with_name(f"{shape}-drawing")
+    model.save_pretrained(made)
+    for file in made.glob("*.safetensors*"):
+        file.replace(place / file.name)
     (place / "drawn").touch()
     return place
 

@@ -16,6 +16,8 @@ from configs.form import without
 from configs.run import RunConfig
 from configs.watch_rules import check_what_watches
 
+GPU_SEQUENCES = 512  # that a vLLM on GPUs decodes at once, unless set
+
 
 class GRPOConfig(RunConfig):
     """Group relative policy optimisation (arXiv:2402.03300) and its relatives."""
@@ -59,12 +61,40 @@ class GRPOConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _vllm_is_compiled_on_gpus(self) -> Self:
+    def _vllm_fills_gpus(self) -> Self:
+        """Compiled graphs and more sequences at once, where the settings do not say.
+
+        A run's record names them, so what it recorded counts and not what is usual later.
+        """
         pool = self.cluster.pools.get(self.cluster.roles.rollout)
-        if pool and pool.gpus and "enforce_eager" not in self.rollout.model_fields_set:
-            changed = self.rollout.model_copy(update={"enforce_eager": False})
-            self.__dict__["rollout"] = changed
+        usual: dict[str, object] = {"enforce_eager": False}
+        if self.rollout.engine == "vllm":
+            usual["max_sequences"] = GPU_SEQUENCES
+        wanted = {k: v for k, v in usual.items() if k not in self.rollout.model_fields_set}
+        if pool and pool.gpus and wanted:
+            self.__dict__["rollout"] = self.rollout.model_copy(update=wanted)
             self.__pydantic_fields_set__.add("rollout")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_on_gpus_have_their_shards(self) -> Self:
+        """Slots of GPU pools that sample, where the settings do not say: for a step's shards.
+
+        As many as the engine can decode at once, and one more, so that there is always a next one.
+        """
+        pools, own = dict(self.cluster.pools), self.rollout.max_sequences
+        for name in {self.cluster.roles.pool_of(role) for role in self.sampling_roles}:
+            pool = pools.get(name)
+            if pool is None or not pool.gpus or "slots" in pool.model_fields_set:
+                continue
+            shards = self.shards_at_once
+            each = -(-self.groups_at_once * self.samples_per_prompt // shards)
+            slots = 1 + min(-(-shards // pool.workers), -(-own // each))
+            if slots > pool.slots:
+                pools[name] = pool.model_copy(update={"slots": slots})
+        if pools != self.cluster.pools:
+            self.__dict__["cluster"] = self.cluster.model_copy(update={"pools": pools})
+            self.__pydantic_fields_set__.add("cluster")
         return self
 
     @model_validator(mode="after")

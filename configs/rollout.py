@@ -58,7 +58,12 @@ class RolloutConfig(Settings):
         description="Parts into which a step's prompts are split; the unit of retry. An engine works "
         "on as many at once as its pool has slots.",
     )
-    max_sequences: int = Field(64, ge=1, description="Sequences that an engine decodes at once.")
+    max_sequences: int = Field(
+        64,
+        ge=1,
+        description="Sequences that an engine decodes at once. Unless set, 512 with vLLM where rollout "
+        "workers have GPUs.",
+    )
     kv_cache_gib: float = Field(
         2.0, gt=0, description="Memory of vLLM's key-value cache on CPU, in GiB."
     )
@@ -82,7 +87,7 @@ class RolloutConfig(Settings):
     engine_args: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Further arguments of vLLM's engine (AsyncEngineArgs) by name, as "
-        "{max_num_batched_tokens: 16384}.",
+        "{max_num_batched_tokens: 32768}; that one is 16,384 on a GPU unless set.",
     )
     kv_on_update: Literal["recompute", "keep"] = Field(
         "recompute",

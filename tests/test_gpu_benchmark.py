@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -77,3 +78,39 @@ def test_a_folder_with_earlier_results_is_refused(
     with pytest.raises(SystemExit):
         main(["--small", "--parts", "update", "--folder", str(tmp_path)])
     assert "is not empty" in capsys.readouterr().err
+
+
+def lines(module: str, folder: Path, *words: str) -> list[dict[str, Any]]:
+    """What a benchmark says in small."""
+    result = folder / "found.jsonl"
+    command = [sys.executable, "-m", module, "--folder", str(folder), "--json", str(result)]
+    command += ["--seconds", "400", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = result.read_text().splitlines()
+    assert found == done.stdout.splitlines()
+    return [json.loads(line) for line in found]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_sampling_is_measured_beside_vllms_own_in_small(tmp_path: Path) -> None:
+    found = lines("benchmarks.gpu_sampling", tmp_path, "--shape", "small")
+    assert not [one for one in found if "failed" in one]
+    measured = [one["measurement"] for one in found]
+    assert (measured.count("llm"), measured.count("ours")) == (3, 3)
+    ratios = {(one["rows"], one["shards"]) for one in found if one["measurement"] == "ours_to_llm"}
+    assert ratios == {(8, 1), (16, 1), (8, 8)}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_each_step_of_a_flow_is_told_in_small(tmp_path: Path) -> None:
+    found = lines("benchmarks.gpu_flow", tmp_path, "--small", "--steps", "2")
+    steps = [one for one in found if one["measurement"] == "flow_step"]
+    assert [one["step"] for one in steps] == [1, 2]
+    for one in steps:
+        assert {"rollout", "reward", "advantage", "update", "weight_sync"} <= set(one["stages"])
+        assert one["tokens"] == 4 * 4 * 16
+    assert found[-1]["steps"] == 2
+    assert "failed" not in found[-1]

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
 
-# Tokens that one step of vLLM takes at most on CPU, where a prompt is not prefilled in parts.
+# Tokens that one step of vLLM takes at most: on CPU, where a prompt is not prefilled in parts, and on
+# a GPU, where an engine that is made by its arguments would have 2,048, and vLLM's own LLM has these.
 _STEP_TOKENS = 4096
+_GPU_STEP_TOKENS = 16384
 
 
 def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
@@ -64,13 +66,24 @@ def engine_arguments(spec: RolloutSpec, directory: Path) -> AsyncEngineArgs:
         # Generator does not use offset"). Not reported to vLLM; a fork's account of the same fault:
         # https://github.com/RBLN-SW/vllm-rbln/pull/1025
         enable_chunked_prefill=not on_cpu,
-        max_num_batched_tokens=max(spec.max_model_len, _STEP_TOKENS) if on_cpu else None,
+        max_num_batched_tokens=step_tokens(spec, on_cpu),
         # Engines must not all draw the same noise; a sample's own seed comes with its request.
         seed=int.from_bytes(os.urandom(4), "big") >> 1,
         disable_log_stats=True,
     )
     further: dict[str, Any] = dict(config.engine_args)
     return replace(found, **further) if further else found
+
+
+def step_tokens(spec: RolloutSpec, on_cpu: bool) -> int:
+    """Tokens that one step of vLLM takes at most, unless rollout.engine_args says otherwise."""
+    if on_cpu:
+        return max(spec.max_model_len, _STEP_TOKENS)
+    config = spec.rollout
+    found = min(_GPU_STEP_TOKENS, config.max_sequences * spec.max_model_len)
+    if config.engine_args.get("enable_chunked_prefill") is False:
+        found = max(found, spec.max_model_len)
+    return max(found, config.max_sequences)
 
 
 def sampling_params(

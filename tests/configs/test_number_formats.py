@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import pytest
+import yaml
+from pydantic import JsonValue
 
 import configs.grpo
 from configs.environment import cpu_multiplies_bfloat16
 from configs.grpo import GRPOConfig
+from configs.model import RandomModel
 from configs.ppo import PPOConfig
-from configs.recipe import load_recipe
+from configs.recipe import find_recipe, load_recipe
+from configs.rollout import RolloutConfig
+from engines.rollout.contract import RolloutSpec
+from engines.rollout.vllm_arguments import step_tokens
 
 DEMO = "smollm2-arithmetic"
 
@@ -57,6 +63,64 @@ def test_vllm_is_compiled_where_it_has_gpus() -> None:
     assert load_recipe(GRPOConfig, DEMO).rollout.enforce_eager
     assert not load_recipe(GRPOConfig, DEMO, [gpu]).rollout.enforce_eager
     assert load_recipe(GRPOConfig, DEMO, [gpu, "rollout.enforce_eager=true"]).rollout.enforce_eager
+
+
+def settings(pool: dict[str, int], rollout: dict[str, object], engine: str = "vllm") -> GRPOConfig:
+    """Those of `tiny` with another pool `rollout`, and of its sampling these alone; 16 x 8 samples."""
+    raw = yaml.safe_load(find_recipe("tiny").read_text())
+    raw["cluster"]["pools"]["rollout"] = pool
+    raw["rollout"] = {"engine": engine, "dtype": "float32", "shards": 8, **rollout}
+    return GRPOConfig.model_validate({**raw, "prompts_per_step": 16, "group_size": 8})
+
+
+def test_vllm_decodes_more_sequences_where_it_has_gpus() -> None:
+    gpu = {"gpus": 1}
+    assert settings({}, {}).rollout.max_sequences == 64
+    assert settings(gpu, {}).rollout.max_sequences == 512
+    assert settings(gpu, {"max_sequences": 64}).rollout.max_sequences == 64
+    assert settings(gpu, {}, "transformers").rollout.max_sequences == 64, "it holds each sequence"
+    recorded = settings(gpu, {}).model_dump(mode="json")
+    recorded["rollout"]["max_sequences"] = 64  # as earlier runs recorded it
+    assert GRPOConfig.model_validate(recorded).rollout.max_sequences == 64
+
+
+@pytest.mark.parametrize(
+    ("pool", "rollout", "slots"),
+    [
+        ({}, {}, 2),  # on a CPU
+        ({"gpus": 1}, {}, 9),  # eight shards, and one that would wait
+        ({"gpus": 1, "workers": 2}, {}, 5),
+        ({"gpus": 1, "workers": 3}, {}, 4),
+        ({"gpus": 1, "slots": 3}, {}, 3),
+        ({"gpus": 1}, {"max_sequences": 32}, 3),  # two shards of 16 samples are decoded at once
+        ({"gpus": 1}, {"max_sequences": 8}, 2),
+        ({"gpus": 1}, {"shards": 16, "over_sampling": 1.5}, 25),  # a shard is a group
+    ],
+)
+def test_a_gpu_engine_has_slots_for_its_shards(
+    pool: dict[str, int], rollout: dict[str, object], slots: int
+) -> None:
+    config = settings(pool, rollout)
+    pools = config.cluster.pools
+    assert (pools["rollout"].slots, pools["train"].slots) == (slots, 2)
+    recorded = config.model_dump(mode="json")
+    recorded["cluster"]["pools"]["rollout"]["slots"] = 2  # as earlier runs recorded it
+    assert GRPOConfig.model_validate(recorded).cluster.pools["rollout"].slots == 2
+
+
+def test_a_step_of_vllm_takes_more_tokens_on_a_gpu() -> None:
+    def tokens(longest: int, sequences: int = 64, **further: JsonValue) -> int:
+        rollout = RolloutConfig(max_sequences=sequences, engine_args=further)
+        spec = RolloutSpec(
+            model=RandomModel(), rollout=rollout, store_uri="memory://x", max_model_len=longest
+        )
+        return step_tokens(spec, on_cpu=False)
+
+    assert tokens(2048) == 16384
+    assert tokens(100_000) == 16384, "its prompt is read in parts"
+    assert tokens(100_000, enable_chunked_prefill=False) == 100_000
+    assert tokens(32) == 64 * 32, "there cannot be more"
+    assert tokens(2048, sequences=20_000) == 20_000, "each sequence has one"
 
 
 @pytest.mark.parametrize("first", [True, False])
