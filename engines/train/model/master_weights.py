@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from engines.train.model.fsdp import own_part
+from engines.workers.pinned_memory import pin
 
 
 class MasterWeights:
@@ -21,11 +22,12 @@ class MasterWeights:
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         """Those in bfloat16 among them get a master, zeros until it is set."""
-        self._of = {
-            parameter: torch.zeros_like(parameter, device="cpu", dtype=torch.float32)
-            for parameter in parameters
-            if parameter.dtype == torch.bfloat16
-        }
+        rounded = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+        on_gpu = any(parameter.device.type == "cuda" for parameter in rounded)
+        fresh = torch.empty_like if on_gpu else torch.zeros_like
+        self._of = {one: fresh(one, device="cpu", dtype=torch.float32) for one in rounded}
+        if on_gpu:
+            pin(self.tensors)
 
     def of(self, weight: Tensor) -> Tensor:
         """The master of a parameter; any other tensor as it is."""
