@@ -37,6 +37,29 @@ def test_every_part_runs_in_small(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 1 + len(parts)
 
 
+@pytest.mark.slow
+def test_what_moves_bytes_runs_in_small(tmp_path: Path) -> None:
+    result = tmp_path / "found.json"
+    words = ["--shape", "small", "--json", str(result), "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_move", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in result.read_text().splitlines()]
+    assert done.stdout == result.read_text()
+    assert {line.get("part") for line in lines[1:]} == {"optimizer", "versions", "disk"}
+    checks = [line for line in lines if "attested" in line]
+    assert len(checks) == 3
+    assert all(line["attested"] and line["equal"] and line["digests"] == 1 for line in checks)
+    (before,) = [line for line in lines if "equal_weights" in line]
+    assert before["equal_weights"]
+    assert before["equal_moments"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
+
+
 def test_a_part_that_ends_badly_is_told_and_hurts_no_other(tmp_path: Path) -> None:
     found = outcome("no such part", "small", tmp_path, limit=60.0)
     assert found["failed"].startswith("1: KeyError: 'no such part'")

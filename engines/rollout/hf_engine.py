@@ -31,6 +31,7 @@ from engines.rollout.hf_decoding import Decoding, Reader, Row
 from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
 from engines.vla.openvla import OpenVLA
+from engines.workers.lanes import fill
 from engines.workers.messages import Moved
 from engines.workers.storages import Storages, checksum
 from storage.runs.weights import WeightsRef
@@ -139,8 +140,7 @@ class HFEngine(RolloutEngine):
             self._base = ""
             state = self._model.state_dict()
             try:
-                for name, tensor in loaded:
-                    state[name].copy_(tensor)
+                fill(self._model.device, ((state[name], tensor) for name, tensor in loaded))
                 held = self._hold(weights, loaded.held())
                 self._base = loaded.base
             except Exception as error:

@@ -21,6 +21,8 @@ from engines.vla.shapes import TowerShape
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
 CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
+PIECE = 2**25  # elements of a parameter that AdamW takes at a time (adamw.py)
+SLOTS = 3  # pieces on the device where its state is on the host: one comes, one is used, one goes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,10 +193,15 @@ def plan_rank(
         "optimizer": moments if off else 0,
         "master weights": masters if on_gpu else 0,
     }
+    pieces = 0
+    if host["optimizer"] or host["master weights"]:
+        of_moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT)
+        away = (of_moments if off else 0) + (FLOAT if masters else 0)
+        pieces = SLOTS * away * min(PIECE, shape.vocabulary * shape.hidden // shards)
     plan = MemoryPlan(
         held=held,
         passing=passing,
-        stages=_stages(shape, batch, sum(held.values()), passing, c),
+        stages=_stages(shape, batch, sum(held.values()), passing, c, pieces),
         host={what: size for what, size in host.items() if size},
     )
     return plan if on_gpu else replace(plan, holes=_holes(shape, batch, plan, c, shards, lora))
@@ -230,9 +237,12 @@ def plan_aggregator(shape: ModelShape, train: TrainConfig, on_gpu: bool) -> Memo
 
 
 def _stages(
-    shape: ModelShape, batch: Batch, held: int, passing: dict[str, int], c: int
+    shape: ModelShape, batch: Batch, held: int, passing: dict[str, int], c: int, pieces: int
 ) -> dict[str, int]:
-    """Most bytes by stage. Gradients of a first micro-batch come as its activations go."""
+    """Most bytes by stage. Gradients of a first micro-batch come as its activations go.
+
+    pieces: bytes of the optimizer's state that come from the host at a time.
+    """
     table = shape.vocabulary * shape.hidden
     outside = shape.parameters - shape.layers * shape.layer_parameters
     before = passing["gradients"] if batch.several else 0
@@ -244,7 +254,7 @@ def _stages(
     return {
         "forward": first + busy,
         "backward": max(first + busy + passing["head"], last),
-        "optimizer": held + passing["gradients"],
+        "optimizer": held + passing["gradients"] + pieces,
     }
 
 

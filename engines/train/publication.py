@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engines.failures import WeightMismatch
-from engines.train.model.fsdp import share
+from engines.train.model.fsdp import own_part, share
 from engines.train.model.gathering import on_first, on_owners, together
 from engines.train.spec import TensorDifference, WeightsComparison
+from engines.workers.lanes import Lane, by_lanes, on_lanes
+from storage.batches.tensors import bytes_of
 from storage.objects.store import Store
 from storage.objects.write_behind import WriteBehind
 from storage.runs.run_store import RunStore
@@ -92,9 +96,16 @@ def publish_together(
     shards = cut(outlines, group.size(), shard_bytes)
     owners = {name: number % group.size() for number, shard in enumerate(shards) for name in shard}
     parts_of = _Parts(store=store, key=key, token=token, base=base, behind=behind)
-    with _Writer(parts_of, shards, group.rank(), group.size(), outlines) as writer:
-        on_owners(state, dtype, owners, group, writer.add)
-        parts = together(group, writer.parts)
+    device = _device(state)
+    if group.size() == 1 and behind is None and not store.backend.remote and by_lanes(device):
+        numbered = {
+            number: {name: outlines[name] for name in shard} for number, shard in enumerate(shards)
+        }
+        parts = [parts_of.write_by_lanes(numbered, state, dtype, device)]
+    else:
+        with _Writer(parts_of, shards, group.rank(), group.size(), outlines) as writer:
+            on_owners(state, dtype, owners, group, writer.add)
+            parts = together(group, writer.parts)
     written = {number: part for rank in parts for number, part in rank.items()}
     ordered = [written[number] for number in range(len(shards))]
     made, below = (None, base) if adapter is None else adapter
@@ -157,6 +168,56 @@ class _Parts:
             )
             for number, outlines in shards.items()
         }
+
+    def write_by_lanes(
+        self,
+        shards: Mapping[int, Mapping[str, Outline]],
+        state: Mapping[str, Tensor],
+        dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> dict[int, Part]:
+        """Write the shards of a lone rank, several at once, each on a lane of its device."""
+        base = None if self.base is None else BaseTensors(self.store, self.base)
+        own = {name: own_part(tensor)[0] for name, tensor in state.items()}
+
+        def write(number: int, lane: Lane) -> Part:
+            outlines = shards[number]
+            tensors = ((name, own[name]) for name in outlines)
+            if base is None:
+                name = shard_name(number, self.token)
+                pieces = partial(_pieces, lane, dtype)
+                return write_shard(self.store, self.key, name, outlines, tensors, pieces=pieces)
+            name = changes_name(number, self.token)
+            whole = ((each, _whole(lane, dtype, tensor)) for each, tensor in tensors)
+            return write_changes(self.store, self.key, name, outlines, whole, base)
+
+        parts = on_lanes(device, (partial(write, number) for number in shards))
+        return dict(zip(shards, parts, strict=True))
+
+
+def _pieces(lane: Lane, dtype: torch.dtype | None, tensor: Tensor) -> Iterable[memoryview]:
+    """The bytes of a tensor, cast to `dtype` if it is a floating-point one."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if by_lanes(tensor.device):
+        return lane.out(tensor, wanted)
+    return [bytes_of(tensor.to(wanted)).data]
+
+
+def _whole(lane: Lane, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+    """The same as a tensor of the host."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    found, at = torch.empty(tensor.shape, dtype=wanted), 0
+    target = found.view(-1).view(torch.uint8).numpy()
+    for piece in _pieces(lane, dtype, tensor):
+        target[at : at + piece.nbytes] = np.frombuffer(piece, np.uint8)
+        at += piece.nbytes
+    return found
+
+
+def _device(state: Mapping[str, Tensor]) -> torch.device:
+    """The device of (sharded) weights; masters are on the host, and their modules' buffers not."""
+    devices = {own_part(tensor)[0].device for tensor in state.values()}
+    return next((one for one in devices if by_lanes(one)), torch.device("cpu"))
 
 
 class _Writer:

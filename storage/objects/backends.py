@@ -17,13 +17,17 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Range = tuple[str, int, int]  # key, first byte, byte after the last
 Keys = list[str]
 Views = list[memoryview | BaseException]
 LISTED = 3  # objects of one folder whose sizes cost less in a listing than one by one
 ABANDONED = 3600.0  # seconds without a write after which a half-written file is nobody's
+AT_ONCE = 2**30  # bytes that a file is given in one call
 LOCAL_TRANSIENT = {errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EREMOTEIO}
 
 
@@ -106,13 +110,13 @@ class LocalBackend:
         for _ in range(100):
             with contextlib.suppress(FileNotFoundError, FileExistsError):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                return open(path, "xb", buffering=0)
-        return open(path, "xb", buffering=0)
+                return cast("IO[bytes]", _WholeWrites(path, "xb"))
+        return cast("IO[bytes]", _WholeWrites(path, "xb"))
 
     def write(self, key: str, chunks: Sequence[memoryview]) -> None:
         with self.write_stream(key) as file:
             for chunk in chunks:
-                _write_all(file, chunk)
+                file.write(chunk)
 
     @contextlib.contextmanager
     def write_stream(self, key: str) -> Iterator[IO[bytes]]:
@@ -127,7 +131,7 @@ class LocalBackend:
             raise FileExistsError(key)
         with self._temporary(key) as (file, path):
             for chunk in chunks:
-                _write_all(file, chunk)
+                file.write(chunk)
             os.fsync(file.fileno())
             os.link(path, self.root / key)
             _sync_folder(path.parent)
@@ -202,11 +206,16 @@ class LocalBackend:
         return True
 
 
-def _write_all(file: IO[bytes], chunk: memoryview) -> None:
-    """Write the whole chunk to an unbuffered file (one call moves at most 2 GiB)."""
-    view = memoryview(chunk).cast("B")
-    while view.nbytes:
-        view = view[file.write(view) :]
+class _WholeWrites(io.FileIO):
+    """An unbuffered file that takes all it is given; one call of the system takes at most 2 GiB."""
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data)
+        size = view.nbytes
+        view = view.cast("B") if size else view
+        while view.nbytes:
+            view = view[super().write(view[:AT_ONCE]) :]
+        return size
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections import deque
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -40,6 +42,7 @@ Share = tuple[int, int]  # number of a reader, and how many there are
 ALL: Share = (0, 1)
 LOOKS = (0.1, 2.0)  # seconds between looks for it: at first, and at most
 WINDOW_BYTES = 64 * 2**20  # read at once by `stream`; one window more is read ahead
+THREADS = 8  # that check windows of local files
 
 
 def wait_until_readable(
@@ -131,7 +134,7 @@ class _Version:
         self._store, self._cache = store, cache
         number, readers = share
         self._mine = frozenset(islice(self.manifest.tensors, number, None, readers))
-        # Where reading takes time, it is done ahead; mapping a file costs nothing.
+        # What is read or made, and not mapped, takes memory: one window is ahead then.
         forms = {entry.form for entry in self.manifest.tensors.values()}
         self.slow = store.backend.remote or "changed" in forms
 
@@ -207,18 +210,22 @@ class _Version:
 def _read_ahead(
     version: _Version, windows: list[list[str]]
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The tensors of each window; while the caller has one, the next is already coming."""
-    if not version.slow:
-        for window in windows:
-            yield version.read(window)
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-        coming = [pool.submit(version.read, window) for window in windows[:1]]
-        for following in [*windows[1:], None]:
-            found = coming.pop().result()
-            if following is not None:
-                coming.append(pool.submit(version.read, following))
-            yield found
+    """The tensors of each window; while the caller has one, the next are already coming.
+
+    Of what is read from elsewhere the next one; of local files, which are mapped, several at once.
+    """
+    ahead = 1 if version.slow else min(THREADS, os.cpu_count() or 1)
+    waiting = iter(windows)
+    with ThreadPoolExecutor(ahead, thread_name_prefix="weights") as pool:
+        coming = deque(pool.submit(version.read, window) for window in islice(waiting, ahead))
+        try:
+            while coming:
+                found = coming.popleft().result()
+                coming.extend(pool.submit(version.read, window) for window in islice(waiting, 1))
+                yield found
+        finally:  # the caller may have had enough
+            for each in coming:
+                each.cancel()
 
 
 def _windows(manifest: Manifest, wanted: Container[str] | None) -> list[list[str]]:

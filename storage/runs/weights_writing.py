@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20
+CHUNK = 4 * 2**20  # bytes hashed for tensor and file, and written, while a core has them in its cache
 
 
 def outline_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> Outline:
@@ -88,6 +89,10 @@ def new_token() -> str:
     return uuid.uuid4().hex[:8]
 
 
+def _bytes_of(tensor: torch.Tensor) -> Iterable[memoryview]:
+    return [torch_bytes.bytes_of(tensor).data]
+
+
 def write_shard(
     store: Store,
     key: str,
@@ -95,11 +100,13 @@ def write_shard(
     outlines: Mapping[str, Outline],
     tensors: Iterable[tuple[str, torch.Tensor]],
     behind: WriteBehind | None = None,
+    pieces: Callable[[torch.Tensor], Iterable[memoryview]] = _bytes_of,
 ) -> Part:
     """Write a safetensors file into the folder `key`, tensor by tensor as they come.
 
     tensors: those of `outlines`, in that order, each as its outline says. behind: by way of which the
-    file goes to the store; None: straight.
+    file goes to the store; None: straight. pieces: gives a tensor's bytes in order, as its outline
+    says; each piece is done with when the next is asked for.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     edges = [0]
@@ -119,18 +126,22 @@ def write_shard(
         for (wanted, one), (start, stop), (name, tensor) in zip(
             outlines.items(), pairwise(edges), tensors, strict=True
         ):
-            data = torch_bytes.bytes_of(tensor).data
-            assert (name, data.nbytes) == (wanted, one.nbytes)
-            if data.nbytes:
-                put(data)
-            total.update(data)
+            own, nbytes = Digester(), 0
+            for piece in pieces(tensor):
+                for at in range(0, piece.nbytes, CHUNK):
+                    chunk = piece[at : at + CHUNK]
+                    own.update(chunk)
+                    total.update(chunk)
+                    put(chunk)
+                nbytes += piece.nbytes
+            assert (name, nbytes) == (wanted, one.nbytes)
             entries[name] = TensorEntry(
                 file=file,
                 dtype=one.dtype,
                 shape=one.shape,
                 start=len(head) + start,
                 stop=len(head) + stop,
-                digest=digest(data),
+                digest=own.digest(),
             )
     entry = FileEntry(nbytes=len(head) + edges[-1], digest=total.digest())
     return Part(name=file, file=entry, tensors=entries)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from engines.train.model.fsdp import own_part
+from engines.workers.pinned_memory import pin
 
 
 class MasterWeights:
@@ -21,12 +22,13 @@ class MasterWeights:
 
     def __init__(self, parameters: Iterable[nn.Parameter] = (), device: str = "cpu") -> None:
         """Those in bfloat16 among them get a master on a device, zeros until it is set."""
+        rounded = [parameter for parameter in parameters if parameter.dtype == torch.bfloat16]
+        away = device == "cpu" and any(one.device.type == "cuda" for one in rounded)
+        fresh = torch.empty_like if away else torch.zeros_like
         self.gradients = GradientSums()
-        self._of = {
-            parameter: torch.zeros_like(parameter, device=device, dtype=torch.float32)
-            for parameter in parameters
-            if parameter.dtype == torch.bfloat16
-        }
+        self._of = {one: fresh(one, device=device, dtype=torch.float32) for one in rounded}
+        if away:
+            pin(self.tensors)
 
     def of(self, weight: Tensor) -> Tensor:
         """The master of a parameter; any other tensor as it is."""

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engines.train.model.fsdp import own_part, shard
 from engines.train.model.gathering import on_first, together
 from engines.train.model.rendezvous import meet
 from engines.train.publication import compare_together, digest_together, publish_together
+from engines.workers import lanes
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, open_manifest
@@ -192,13 +194,6 @@ def test_an_error_of_one_rank_is_every_ranks(seen: list[dict[str, object]], fold
 def test_a_lone_rank_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process group's threads would get threads of their own for it, beside the update's."""
 
-    class Lone:
-        def size(self) -> int:
-            return 1
-
-        def rank(self) -> int:
-            return 0
-
     monkeypatch.setattr(dist, "all_gather_object", None)
     group = cast("dist.ProcessGroup", Lone())
     assert together(group, lambda: "part") == ["part"]
@@ -209,3 +204,84 @@ def test_a_lone_rank_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+@pytest.fixture
+def lanes_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A lone rank publishes as on a GPU, by plain memory and in small pieces."""
+    for module in (lanes, publication):
+        monkeypatch.setattr(module, "by_lanes", lambda device: True)
+    monkeypatch.setattr(lanes, "PIECE", 64)
+    lanes._lanes.cache_clear()
+    yield
+    lanes._lanes.cache_clear()
+
+
+def _files(store: Store, key: str) -> list[bytes]:
+    """The bytes of a version's files, by their number."""
+    return [store.read(one) for one in store.list(key) if not one.endswith(".json")]
+
+
+def test_a_lone_rank_of_a_gpu_publishes_the_same_bytes(
+    folder: Path, lanes_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, group = Store(str(folder / "lanes")), cast("dist.ProcessGroup", Lone())
+    monkeypatch.setattr(publication, "new_token", lambda: "token")
+    put = partial(publish_together, store, group=group, dtype=torch.bfloat16, files={})
+
+    def both(version: int, every: int) -> tuple[WeightsRef, WeightsRef]:
+        values = whole(1)
+        values["layers.1.weight"] += version - 1
+        by_lanes = put("lanes", version, values, every=every, shard_bytes=300).settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(publication, "by_lanes", lambda device: False)
+            alone = put("alone", version, values, every=every, shard_bytes=300).settle()
+        return by_lanes, alone
+
+    for version, every in ((1, 1), (2, 5)):
+        by_lanes, alone = both(version, every)
+        assert by_lanes.digest == alone.digest
+        files = _files(store, by_lanes.key)
+        assert len(files) > 1
+        assert files == _files(store, alone.key)
+        one, other = open_manifest(store, by_lanes), open_manifest(store, alone)
+        assert (one.tensors, one.files) == (other.tensors, other.files)
+        assert list(one.tensors) == list(other.tensors)
+        assert (one.base is None) == (every == 1)
+
+
+def test_a_lane_that_fails_leaves_no_version(
+    folder: Path, lanes_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, group = Store(str(folder / "failing")), cast("dist.ProcessGroup", Lone())
+    begun = []
+
+    def failing(*arguments: Any, **settings: Any) -> Any:
+        begun.append(arguments)
+        if len(begun) == 2:
+            raise StoreError("No space left on device")
+        return write_shard(*arguments, **settings)
+
+    def put() -> WeightsRef:
+        return publish_together(
+            store, "failing", 1, whole(1), {}, torch.bfloat16, group, shard_bytes=300
+        ).settle()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publication, "write_shard", failing)
+        with pytest.raises(StoreError, match="No space"):
+            put()
+    assert not any(key.endswith("manifest.json") for key in store.list("failing"))
+    ref = put()
+    named = {*open_manifest(store, ref).files, "manifest.json"}
+    assert {key.rpartition("/")[2] for key in store.list("failing")} == named
+
+
+class Lone:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0

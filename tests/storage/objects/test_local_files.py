@@ -7,8 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from storage.objects import backends
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 
@@ -18,14 +20,14 @@ import storage.objects.backends as backends
 from storage.objects.store import Store
 
 store = Store(sys.argv[1])
-written = backends._write_all
+written = backends._WholeWrites.write
 
 def slowly(file, chunk):
     written(file, memoryview(chunk)[: len(chunk) // 2])
     print("half", flush=True)
     sys.stdin.read()
 
-backends._write_all = slowly
+backends._WholeWrites.write = slowly
 {call}
 """
 
@@ -157,3 +159,19 @@ def test_a_folder_that_vanishes_while_it_is_made_is_made_again(
     monkeypatch.setattr(Path, "mkdir", vanishing)
     assert store.create("run/new.bin", b"new"), "and not: somebody was faster"
     assert store.read("run/new.bin") == b"new"
+
+
+def test_a_file_is_given_all_of_a_large_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of the system takes at most 2 GiB, and says so only by what it returns."""
+    monkeypatch.setattr(backends, "AT_ONCE", 7)
+    store, data = Store(str(tmp_path)), bytes(range(100))
+    with store.write_stream("stream") as out:
+        assert out.write(data) == 100
+        assert out.write(memoryview(np.arange(6, dtype=np.int32).reshape(2, 3))) == 24
+        assert out.write(np.zeros((0, 3)).data) == 0
+    assert store.read("stream") == data + np.arange(6, dtype=np.int32).tobytes()
+    store.write("whole", [data, data])
+    assert store.create("created", data)
+    assert (store.read("whole"), store.read("created")) == (2 * data, data)
