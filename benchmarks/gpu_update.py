@@ -28,7 +28,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from benchmarks.gpu_job import CUDA, DEVICE, SHAPES, TIED, Job, free, plan, stored
+from benchmarks.gpu_job import rows as drawn_rows
+from benchmarks.gpu_job import CUDA, DEVICE, SHAPES, TIED, Job, free, plan
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
@@ -40,6 +41,9 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.kernels.placing import place_kernels
 from engines.train.model.fsdp import own_part
 from engines.train.model.loading import Checkpoint, _compute_buffers, _distinct
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.store import Store
 
 GIB = 2**30
 # samples, prompt and response tokens of an update; micro-batches of 32,768 tokens take about 30 samples
@@ -176,10 +180,16 @@ class Bench:
             engine.close()
             free()
 
+    def batch(self) -> BatchRef:
+        """The rows of an update."""
+        job = self.job()
+        key = f"rows-{job.shape}-{job.samples}.safetensors"
+        return write_batch(Store(job.store), key, drawn_rows(job))
+
     def update(self, engine: FSDPEngine, times: int = 3) -> dict[str, Any]:
         """Medians of some updates after one that warms up."""
         job = self.job()
-        batch = stored(job)
+        batch = self.batch()
         rows = []
         for number in range(times + 1):
             if number == 1 and CUDA:
@@ -296,8 +306,7 @@ def traced(bench: Bench, engine: FSDPEngine) -> dict[str, Any]:
 
     if not CUDA:
         return {"skipped": "no GPU"}
-    job = bench.job()
-    batch = stored(job)
+    job, batch = bench.job(), bench.batch()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         began = time.perf_counter()
         engine.update(batch, AlgorithmConfig(), 1.0, job.response, 99)
@@ -376,7 +385,7 @@ def host_optimizer(bench: Bench, report: Report) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_update", description=__doc__)
-    known = ("ceilings", "1.5b", "0.5b", "compiled", "deterministic", "7b", "long")
+    known = ("ceilings", "1.5b", "0.5b", "7b", "deterministic", "long", "compiled")
     parser.add_argument("--parts", nargs="+", choices=known, default=known)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
