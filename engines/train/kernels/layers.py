@@ -170,7 +170,7 @@ def _rotate(
     heads,
     stride_head,
     stride_token,
-    direction,
+    direction: tl.constexpr,
     half: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
@@ -223,7 +223,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
         rows = triton.next_power_of_2(heads)
         columns = triton.next_power_of_2(half)
         _rotate[(tokens,)](
-            *(x, cos, sin, out, heads, x.stride(1), x.stride(2), direction),
+            *(x, cos, sin, out, heads, x.stride(1), x.stride(2)),
+            direction=direction,
             half=half,
             block_heads=rows,
             block_half=columns,
