@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.workers.pinned_memory import pinned_buffer
 from storage.batches.tensors import bytes_of
 
 LANES = 8  # of a device
@@ -33,8 +32,10 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        made = pinned_buffer if self._stream is not None else _plain
-        self._buffers = [made(PIECE) for _ in range(2)]
+        pinned = self._stream is not None
+        self._buffers = [
+            torch.zeros(PIECE, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
+        ]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
 
     def after(self, ready: torch.cuda.Event | None) -> None:
@@ -44,7 +45,8 @@ class Lane:
 
     def out(self, tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         """A tensor's bytes, cast to `dtype`, in pieces; each is good until the next is asked for."""
-        flat = tensor.reshape(-1)
+        with self._queue():
+            flat = tensor.reshape(-1)  # a copy where its elements do not lie in order
         count = PIECE // dtype.itemsize
         parts = [flat[start : start + count] for start in range(0, len(flat), count)]
         cast = None
@@ -159,10 +161,6 @@ def fill(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 def _fill(target: Tensor, source: Tensor, lane: Lane) -> None:
     lane.into(target, source)
-
-
-def _plain(nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 @cache

@@ -44,8 +44,8 @@ def register_with_cuda(address: int, nbytes: int) -> Unregister:
 def pin(tensors: Sequence[Tensor], register: Register = register_with_cuda) -> None:
     """Give tensors on the host memory that is pinned, all zeros; each stays the same object.
 
-    DTensors mean this rank's part. Memory that cannot be pinned is used as it is, with a line in the
-    log: copies are slower then.
+    DTensors mean this rank's part. Where CUDA does not register memory torch's own is taken, and
+    where there is none the memory is used as it is, with a line in the log: copies are slower then.
     """
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     for block in _blocks([tensor for tensor in own if tensor.numel()]):
@@ -55,11 +55,6 @@ def pin(tensors: Sequence[Tensor], register: Register = register_with_cuda) -> N
             part = flat[start : start + tensor.nbytes]
             tensor.set_(part.view(tensor.dtype).view(tensor.shape))
             start += _room(tensor)
-
-
-def pinned_buffer(nbytes: int, register: Register = register_with_cuda) -> Tensor:
-    """Pinned memory [nbytes] uint8, zeros; as it is where it cannot be pinned."""
-    return _pinned(nbytes, register)
 
 
 class _Pages(mmap.mmap):
@@ -82,8 +77,19 @@ def _pinned(nbytes: int, register: Register) -> Tensor:
     try:
         pages.unregister = register(flat.data_ptr(), nbytes)
     except RuntimeError as error:
-        logger.warning("Memory is not pinned, so copies from and to the GPU are slow: %s", error)
+        return _by_torch(nbytes, flat, error)
     return flat
+
+
+def _by_torch(nbytes: int, plain: Tensor, why: RuntimeError) -> Tensor:
+    """Memory that torch pins, of which it takes a power of two; `plain` where it cannot either."""
+    try:
+        made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_()
+    except RuntimeError:
+        logger.warning("Memory is not pinned, so copies from and to the GPU are slow: %s", why)
+        return plain
+    logger.info("Memory is pinned by torch, up to twice as much: %s", why)
+    return made
 
 
 def _touch(address: int, nbytes: int) -> None:
