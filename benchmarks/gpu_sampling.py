@@ -5,8 +5,8 @@
 
 Both draw the same numbers of the same prompts of 256 random tokens, 512 tokens each, at temperature
 1 and past the end of sequence, by a random model of the shape; each with compiled graphs, the same
-sizes of them, the same step's tokens and one compile cache. First `LLM.generate`: 256 and 512 requests
-with log-probs as our engine asks for them, and 256 without. Then our engine: 256 and 512 requests as
+sizes of them, the same step's tokens and one compile cache. First `LLM.generate`: 256 and 512
+requests with log-probs as our engine asks for them, and 256 without. Then our engine: 256 and 512 requests as
 one shard, and 256 as eight shards. Each measurement has prompts of its own, so that none finds
 another's in the prefix cache, and comes after a warm-up.
 
