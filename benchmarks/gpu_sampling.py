@@ -3,12 +3,12 @@
     python -m benchmarks.gpu_sampling --shape 1.5b --folder DIR --json FILE [--seconds 110]
     python -m benchmarks.gpu_sampling --shape small --folder DIR     runs in small, on a CPU too
 
-Both draw the same numbers of the same prompts of 256 random tokens, 512 tokens each, at temperature
-1 and past the end of sequence, by a random model of the shape; each with compiled graphs, the same
-sizes of them, the same step's tokens and one compile cache. First `LLM.generate`: 256 and 512
-requests with log-probs as our engine asks for them, and 256 without. Then our engine: 256 and 512 requests as
-one shard, and 256 as eight shards. Each measurement has prompts of its own, so that none finds
-another's in the prefix cache, and comes after a warm-up.
+Both draw the same numbers of the same prompts of 256 random tokens, 512 tokens each, at
+temperature 1 and past the end of sequence, by a random model of the shape; each with compiled
+graphs, the same sizes of them, the same step's tokens and one compile cache. First
+`LLM.generate`: 256 and 512 requests with log-probs as our engine asks for them, and 256 without.
+Then our engine: 256 and 512 requests as one shard, and 256 as eight shards. Each measurement has
+prompts of its own, so that none finds another's in the prefix cache, and comes after a warm-up.
 
 A line of JSON after each, which FILE gets too. The two sides are processes one after the other, and
 one that fails leaves the other's lines. The model's weights, which our engine loads from a store as
