@@ -1,19 +1,19 @@
-"""A short GRPO run of a model of real size, trainer and vLLM on one GPU: seconds of each step by stage.
+"""A short GRPO run of a model of real size, trainer and vLLM on one GPU: seconds by stage.
 
     python -m benchmarks.gpu_flow --shape 1.5b --folder DIR --json FILE [--steps 3] [--seconds 88]
                                   [--set KEY=VALUE …]
     python -m benchmarks.gpu_flow --small --folder DIR      runs in small, on a CPU too
 
 `flows.grpo` itself, in a process of its own: 32 prompts of 8 samples with 256 tokens each, a random
-model (nobody learns anything), and the reward that every flow has at hand. `--set` are further settings
-of the run. DIR may be that of benchmarks.gpu_sampling, whose model is taken then; the run has a store
-of its own in it.
+model (nobody learns anything), and the reward that every flow has at hand. `--set` are further
+settings of the run. DIR may be that of benchmarks.gpu_sampling, whose model is taken then; the run
+has a store of its own in it.
 
-A line of JSON after each step, by what its commit says, which FILE gets too. The NVML share is the mean
-of NVML's utilisation of the GPU at 10 Hz: the share of its sample periods in which some kernel ran, not
-the union of the kernels' intervals; a stage's is that of the time in which its tasks ran, where stages
-may overlap. The run is ended after the last of the steps, or after so many seconds; what is committed
-has been told by then.
+A line of JSON after each step, by what its commit says, which FILE gets too. The NVML share is the
+mean of NVML's utilisation of the GPU at 10 Hz: the share of its sample periods in which some kernel
+ran, not the union of the kernels' intervals; a stage's is that of the time in which its tasks ran,
+where stages may overlap. The run is ended after the last of the steps, or after so many seconds; what
+is committed has been told by then.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def settings(shape: str, folder: Path, steps: int) -> dict[str, Any]:
     return {
         "name": "gpu-flow",
         "seed": 1,
-        "steps": steps + 1,  # with the last one the trainer's state is stored, and it is ended before
+        "steps": steps
+        + 1,  # with the last one the trainer's state is stored, and it is ended before
         "prompts_per_step": 4 if small else 32,
         "group_size": 4 if small else 8,
         "model": {"kind": "pretrained", "path": str(folder / "models" / shape)},
@@ -161,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it, and tell each step. Exit code 1 unless all steps were committed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_flow", description=__doc__)
     parser.add_argument("--shape", choices=["0.5b", "1.5b", "7b"], default="1.5b")
-    parser.add_argument("--small", action="store_true", help="a shape that suits a CPU, without GPU")
+    parser.add_argument(
+        "--small", action="store_true", help="a shape that suits a CPU, without GPU"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="keeps the model, store and log")
     parser.add_argument("--json", type=Path, help="file to which each line is added")
     parser.add_argument("--steps", type=int, default=3)

@@ -3,12 +3,12 @@
     python -m benchmarks.gpu_sampling --shape 1.5b --folder DIR --json FILE [--seconds 110]
     python -m benchmarks.gpu_sampling --shape small --folder DIR     runs in small, on a CPU too
 
-Both draw the same numbers of the same prompts of 256 random tokens, 512 tokens each, at temperature 1
-and past the end of sequence, by a random model of the shape; each with compiled graphs, the same sizes
-of them, the same step's tokens and one compile cache. First `LLM.generate`: 256 and 512 requests with
-log-probs as our engine asks for them, and 256 without. Then our engine: 256 and 512 requests as one
-shard, and 256 as eight shards. Each measurement has prompts of its own, so that none finds another's
-in the prefix cache, and comes after a warm-up.
+Both draw the same numbers of the same prompts of 256 random tokens, 512 tokens each, at
+temperature 1 and past the end of sequence, by a random model of the shape; each with compiled
+graphs, the same sizes of them, the same step's tokens and one compile cache. First
+`LLM.generate`: 256 and 512 requests with log-probs as our engine asks for them, and 256 without.
+Then our engine: 256 and 512 requests as one shard, and 256 as eight shards. Each measurement has
+prompts of its own, so that none finds another's in the prefix cache, and comes after a warm-up.
 
 A line of JSON after each, which FILE gets too. The two sides are processes one after the other, and
 one that fails leaves the other's lines. The model's weights, which our engine loads from a store as
@@ -63,11 +63,11 @@ class Lines:
     def measure(
         self, what: str, rows: int, tokens: int, work: Callable[[], int], **facts: Any
     ) -> None:
-        """Add what some work took that draws tokens; it returns how many, which are to be `tokens`."""
+        """Add what some work took; it returns how many tokens it drew, to be `tokens`."""
         began = time.perf_counter()
         try:
             count = work()
-        except Exception as error:  # the next measurement may succeed
+        except (RuntimeError, ValueError) as error:  # the next measurement may succeed
             self.add(measurement=what, rows=rows, **facts, failed=repr(error)[:400])
             return
         seconds = time.perf_counter() - began
@@ -357,9 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for side in SIDES:
         (folder / f"{side}.jsonl").unlink(missing_ok=True)
     (folder / "weights.json").unlink(missing_ok=True)
-    benchmark = Benchmark(
-        options.shape, folder, time.monotonic() + options.seconds, options.json
-    )
+    benchmark = Benchmark(options.shape, folder, time.monotonic() + options.seconds, options.json)
     taken = taken_gib()
     if taken is not None and taken > TAKEN:
         benchmark.tell(measurement="sampling", failed=f"{taken:.1f} GiB of the GPU are taken")

@@ -61,8 +61,8 @@ class RolloutConfig(Settings):
     max_sequences: int = Field(
         64,
         ge=1,
-        description="Sequences that an engine decodes at once. Unless set, 512 with vLLM where rollout "
-        "workers have GPUs.",
+        description="Sequences that an engine decodes at once. Unless set, 512 with vLLM where "
+        "rollout workers have GPUs.",
     )
     kv_cache_gib: float = Field(
         2.0, gt=0, description="Memory of vLLM's key-value cache on CPU, in GiB."

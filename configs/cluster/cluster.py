@@ -53,8 +53,9 @@ class PoolConfig(Settings):
     slots: int = Field(
         2,
         ge=1,
-        description="Calls that a worker runs at once. Unless set, where workers have GPUs and sample: "
-        "its part of a step's shards, as far as its engine decodes them at once, and one more.",
+        description="Calls that a worker runs at once. Unless set, where workers have GPUs and "
+        "sample: its part of a step's shards, as far as its engine decodes them at once, and one "
+        "more.",
     )
     memory_gib: float | None = Field(
         None, gt=0, description="Memory of each worker's job or pod, in GiB; none: its default."
