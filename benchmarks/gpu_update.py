@@ -26,7 +26,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 from benchmarks.gpu_job import rows as drawn_rows
 from benchmarks.gpu_job import CUDA, DEVICE, SHAPES, TIED, Job, free, plan
@@ -38,7 +37,6 @@ from engines.train.activations import checkpoint_layers
 from engines.train import building, kernels, sharded_model
 from engines.train.batching.mfu import peak_flops
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.kernels.placing import place_kernels
 from engines.train.model.fsdp import own_part
 from engines.train.model.loading import Checkpoint, _compute_buffers, _distinct
 from storage.batches.refs import BatchRef
@@ -258,33 +256,21 @@ def ceilings() -> dict[str, Any]:
     return facts
 
 
-def off(model: nn.Module) -> None:
-    """Take the layers' kernels away."""
-    for module in model.modules():
-        if vars(module).get("forward") is not None:
-            del module.forward
-        place = vars(sys.modules[type(module).__module__])
-        rotation = place.get("apply_rotary_pos_emb")
-        if type(rotation).__name__ == "Rotation":
-            place["apply_rotary_pos_emb"] = rotation.own
-
-
 def variants(bench: Bench, report: Report, times: int = 3) -> None:
     """As it was, and each change on top of those before it."""
     name = bench.shape
     with bench.engine(lone=False, kernels=False) as engine:
-        report.part(f"{name} as it was", lambda: bench.update(engine, times))
+        report.part(f"{name} as it was", partial(bench.update, engine, times))
         kernels.use(True)
-        report.part(f"{name} + head kernels", lambda: bench.update(engine, times))
-        if CUDA:
-            counts = place_kernels(engine._loaded().model, torch.device(DEVICE))
-            report.line(f"{name} kernels placed", **counts)
-            report.part(f"{name} + layer kernels", lambda: bench.update(engine, times))
-            report.part(f"{name} trace with FSDP", lambda: traced(bench, engine))
-            off(engine._loaded().model)
+        report.part(f"{name} + head kernels", partial(bench.update, engine, times))
+    with bench.engine(lone=False) as engine:
+        report.part(f"{name} + layer kernels", partial(bench.update, engine, times))
     with bench.engine(lone=True) as engine:
-        report.part(f"{name} + no FSDP", lambda: bench.update(engine, times))
-        report.part(f"{name} trace", lambda: traced(bench, engine))
+        report.part(f"{name} + no FSDP", partial(bench.update, engine, times))
+        train = engine._spec.train.model_copy(update={"logit_chunk_tokens": 8192})
+        engine._spec = engine._spec.model_copy(update={"train": train})
+        report.part(f"{name} + logits kept", partial(bench.update, engine, times))
+        report.part(f"{name} trace", partial(traced, bench, engine))
 
 
 GROUPS = {
@@ -382,10 +368,20 @@ def host_optimizer(bench: Bench, report: Report) -> None:
             report.part(f"{where}, {name}", work)
 
 
+def on_device(bench: Bench, report: Report) -> None:
+    """7 B with its optimizer on the device, moments in bfloat16: for a card of 140 GB."""
+    settings: dict[str, Any] = {"optimizer_dtype": "bfloat16", "gradient_checkpointing": 1.0}
+    settings |= {"recompute": "selective", "micro_batch_tokens": 8192}
+    with bench.engine(lone=True, **settings) as engine:
+        work = partial(bench.update, engine, 2)
+        report.part(f"{bench.shape} on the device, selective, 8,192", work)
+        report.part(f"{bench.shape} trace", partial(traced, bench, engine))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_update", description=__doc__)
-    known = ("ceilings", "1.5b", "0.5b", "7b", "deterministic", "long", "compiled")
+    known = ("ceilings", "1.5b", "0.5b", "7b", "7b-device", "deterministic", "long", "compiled")
     parser.add_argument("--parts", nargs="+", choices=known, default=known)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -416,6 +412,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 deterministic(bench("0.5b"), report)
             elif part == "7b":
                 host_optimizer(bench("7b", device_gib=options.device_gib), report)
+            elif part == "7b-device":
+                on_device(bench("7b"), report)
             elif part == "long":
                 for setting in ({}, {"gradient_checkpointing": 1.0, "recompute": "selective"}):
                     changed: dict[str, Any] = {"micro_batch_tokens": 65536, **setting}

@@ -90,6 +90,10 @@ class FetchingAdamW(torch.optim.AdamW):
         pieces = list(self._pieces())
         if not pieces:
             return
+        if self._all_near(pieces):
+            for group in self.param_groups:
+                _update_together([piece for piece in pieces if piece.group is group])
+            return
         slots = [_Slot(pieces, self._is_away) for _ in range(SLOTS)]
         with _lanes(pieces[0].own.device, any(slot.buffers for slot in slots)) as lanes:
             for number, piece in enumerate(pieces):
@@ -123,6 +127,14 @@ class FetchingAdamW(torch.optim.AdamW):
                         kept=tuple(one[start:stop] for one in others),
                         group=group,
                     )
+
+    def _all_near(self, pieces: Sequence[_Piece]) -> bool:
+        """Whether nothing is to be fetched, nor rounded."""
+        return not any(
+            self._is_away(kept, piece.own) or kept.dtype != torch.float32
+            for piece in pieces
+            for kept in piece.kept
+        )
 
     @staticmethod
     def _is_away(kept: Tensor, own: Tensor) -> bool:
@@ -225,6 +237,40 @@ def _lanes(device: torch.device, moves: bool) -> Iterator[_Lanes]:
         lanes.end()
 
 
+def _update_together(pieces: Sequence[_Piece]) -> None:
+    """The step of all pieces by a few kernels: everything is on the device, in float32."""
+    if not pieces:
+        return
+    weights = [piece.kept[2] if len(piece.kept) > 2 else piece.own for piece in pieces]
+    adamw(
+        weights,
+        [piece.gradient for piece in pieces],
+        [piece.kept[0] for piece in pieces],
+        [piece.kept[1] for piece in pieces],
+        [],
+        [piece.steps for piece in pieces],
+        **_settings(pieces[0].group),
+    )
+    rounded = [(piece.own, piece.kept[2]) for piece in pieces if len(piece.kept) > 2]
+    if rounded:
+        own, masters = zip(*rounded, strict=True)
+        torch._foreach_copy_(list(own), list(masters))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of an optimizer's group, as the function of one step takes them."""
+    return {
+        "fused": True,
+        "amsgrad": False,
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "lr": group["lr"],
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": False,
+    }
+
+
 def _update(piece: _Piece, near: Sequence[Tensor]) -> None:
     """The step of a piece, whose moments and master are on its device."""
     moments = [one.to(torch.float32) for one in near[:2]]
@@ -236,14 +282,7 @@ def _update(piece: _Piece, near: Sequence[Tensor]) -> None:
         [moments[1]],
         [],
         [piece.steps],
-        fused=True,
-        amsgrad=False,
-        beta1=piece.group["betas"][0],
-        beta2=piece.group["betas"][1],
-        lr=piece.group["lr"],
-        weight_decay=piece.group["weight_decay"],
-        eps=piece.group["eps"],
-        maximize=False,
+        **_settings(piece.group),
     )
     for moment, new in zip(near[:2], moments, strict=True):
         if moment is not new:

@@ -49,14 +49,16 @@ def token_statistics(
     """Log-probs and entropy of pi = softmax(hidden weight^T / temperature) at each label.
 
     The product runs in hidden's dtype (weight is cast, block by block), everything after in float32
-    (float64 stays float64). The backward pass computes the logits anew.
+    (float64 stays float64). The backward pass computes the logits anew, but on a GPU where `chunk`
+    lets all of them be held at once.
 
     Args:
         hidden: [T, H] last hidden states.
         weight: [V, H] output head.
         labels: [T] int64, words in [0, V).
         temperature: Sampling temperature, > 0, by which logits are divided.
-        chunk: At most chunk x V logits exist at once.
+        chunk: At most chunk x V logits exist at once, of 12 bytes each with what is made of them; on a
+            GPU with kernels FUSED times as many, of 2 bytes.
         entropy_gradient: Whether the entropy carries a gradient.
         squared: Whether sum_pi_squared is computed.
         words: [T, k] int64, different words in [0, V) of which `bins` are computed. The tail is the
@@ -97,8 +99,12 @@ class _TokenStatistics(torch.autograd.Function):
         ctx.fused = fused = not tailed and kind == torch.float32 and available(hidden)
         width = block_width(hidden, weight, chunk * FUSED if fused else chunk)
         blocks = Blocks(hidden, weight, temperature, kind, width)
+        ctx.logits = None  # all of them, where one block holds them: they are not made again then
         if fused:
-            peaks, sums, products, squares, found = _sums_by_kernel(blocks, picked, squared)
+            peaks, sums, products, squares, found, last = _sums_by_kernel(blocks, picked, squared)
+            if width == weight.shape[0] and any(ctx.needs_input_grad[:2]):
+                ctx.logits = last
+            del last
             rest = torch.zeros_like(sums)
         else:
             peaks, sums, products, squares, rest, found = _sums(blocks, picked, squared, tailed)
@@ -125,10 +131,12 @@ class _TokenStatistics(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         if ctx.fused:
             slope = grad_entropy if ctx.entropy_gradient else None
-            for start, cast in _slopes_by_kernel(
-                blocks, picked, peaks + logs, entropy, grad_logprobs[:, 0], slope
-            ):
-                if grad_hidden is not None:
+            whole, ctx.logits = ctx.logits, None
+            slopes = (picked, peaks + logs, entropy, grad_logprobs[:, 0], slope)
+            for start, cast in _slopes_by_kernel(blocks, *slopes, whole):
+                if grad_hidden is not None and cast.shape[1] == weight.shape[0]:
+                    grad_hidden = cast @ blocks.weight_at(start)
+                elif grad_hidden is not None:
                     add_product(grad_hidden, cast, blocks.weight_at(start))
                 if grad_weight is not None:
                     grad_weight[start : start + cast.shape[1]] = cast.t() @ hidden
@@ -198,17 +206,19 @@ def _sums(
 
 def _sums_by_kernel(
     blocks: Blocks, picked: Tensor, squared: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same without a tail, one pass over each block; picked: [T, 1]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The same without a tail, one pass over each block, and the last block; picked: [T, 1]."""
     from engines.train.kernels.head import RowState
 
     labels = picked[:, 0].contiguous()
     state = RowState(blocks.hidden.shape[0], blocks.hidden.device)
+    last = None
     for start, logits in blocks.products():
         state.add(logits, labels, start, blocks.temperature, squared)
+        last = logits if start + logits.shape[1] == len(blocks.weight) else None
         del logits  # before the next block is made
     peaks, sums, products, squares, found = state.unbind()
-    return peaks, sums, products, squares, found[:, None]
+    return peaks, sums, products, squares, found[:, None], last
 
 
 def _slopes_by_kernel(
@@ -218,12 +228,16 @@ def _slopes_by_kernel(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
+    whole: Tensor | None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """The first word of each block and the gradient of its logits, in the product's dtype."""
+    """The first word of each block and the gradient of its logits, in the product's dtype.
+
+    whole: All logits, to be overwritten; None: they are made again, block by block.
+    """
     from engines.train.kernels.head import slopes
 
     labels = picked[:, 0].contiguous()
-    for start, logits in blocks.products():
+    for start, logits in blocks.products() if whole is None else iter([(0, whole)]):
         slopes(
             *(logits, labels, log_sums, entropy, grad_logprobs, grad_entropy),
             *(start, blocks.temperature),

@@ -101,7 +101,8 @@ class Rotation:
     ) -> tuple[Tensor, Tensor]:
         """As the model's own function, whose arguments these are."""
         packed = q.dim() == 4 and len(q) == 1 and cos.shape == (1, q.shape[2], q.shape[3])
-        if not packed or not available(q) or unsqueeze_dim != 1 or cos.dtype != q.dtype:
+        ours = packed and unsqueeze_dim == 1 and cos.dtype == q.dtype
+        if not ours or torch.compiler.is_compiling() or not available(q):
             return self.own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         from engines.train.kernels.layers import rotary
 

@@ -66,8 +66,9 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) ->
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk", [1, 64])  # in blocks, and all logits at once
 def test_head_in_float32(
-    size: tuple[int, int, int], temperature: float, entropy_gradient: bool
+    size: tuple[int, int, int], temperature: float, entropy_gradient: bool, chunk: int
 ) -> None:
     from engines.train.logprobs import token_statistics
 
@@ -77,7 +78,7 @@ def test_head_in_float32(
         weight,
         labels,
         temperature=temperature,
-        chunk=1,
+        chunk=chunk,
         entropy_gradient=entropy_gradient,
         squared=True,
     )
@@ -201,10 +202,10 @@ def test_rotary(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = rows.view(1, tokens, heads, size).transpose(1, 2)
     theirs, _ = apply_rotary_pos_emb(x, x, cos, sin)
     ours = rotary(x, cos, sin)
-    exact(ours, theirs)
+    exact(ours, theirs, ulps=0 if DEVICE == "cpu" else 2)  # compiled, sums are rounded once
     slope = torch.randn(shape, device=DEVICE).to(dtype)
     exact(
-        torch.autograd.grad(ours, rows, slope)[0], torch.autograd.grad(theirs, rows, slope)[0], 1
+        torch.autograd.grad(ours, rows, slope)[0], torch.autograd.grad(theirs, rows, slope)[0], 2
     )
 
 
