@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -114,12 +115,13 @@ def test_a_piece_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "PIECE", 1024)
     monkeypatch.setattr(FetchingAdamW, "_is_away", staticmethod(away))
     for name in ("fetching", "using", "writing"):
-        own = getattr(adamw._Lanes, name)
-        monkeypatch.setattr(
-            adamw._Lanes,
-            name,
-            lambda lanes, slot, own=own, name=name: (seen.append((name, id(slot))), own(lanes, slot))[1],
-        )
+
+        @contextmanager
+        def turn(lanes: object, slot: object, name: str = name) -> Iterator[None]:
+            seen.append((name, id(slot)))
+            yield
+
+        monkeypatch.setattr(adamw._Lanes, name, turn)
     parameters = [nn.Parameter(torch.ones(5 * 1024 + 1))]
     made = make_adamw(parameters, TrainConfig(optimizer_device="host"), MasterWeights())
     parameters[0].grad = torch.ones(5 * 1024 + 1)
