@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -114,12 +115,13 @@ def test_a_piece_waits_for_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw, "PIECE", 1024)
     monkeypatch.setattr(FetchingAdamW, "_is_away", staticmethod(away))
     for name in ("fetching", "using", "writing"):
-        own = getattr(adamw._Lanes, name)
-        monkeypatch.setattr(
-            adamw._Lanes,
-            name,
-            lambda lanes, slot, own=own, name=name: (seen.append((name, id(slot))), own(lanes, slot))[1],
-        )
+
+        @contextmanager
+        def turn(lanes: object, slot: object, name: str = name) -> Iterator[None]:
+            seen.append((name, id(slot)))
+            yield
+
+        monkeypatch.setattr(adamw._Lanes, name, turn)
     parameters = [nn.Parameter(torch.ones(5 * 1024 + 1))]
     made = make_adamw(parameters, TrainConfig(optimizer_device="host"), MasterWeights())
     parameters[0].grad = torch.ones(5 * 1024 + 1)
@@ -195,3 +197,68 @@ def test_memory_that_is_not_pinned_is_used_as_it_is(caplog: pytest.LogCaptureFix
         pin([tensor], register)
     assert "no more locked memory" in caplog.text
     assert torch.equal(tensor, torch.zeros(10))
+
+
+class FakeEvent:
+    """Of a stream, after so many of its entries."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.before = {*stream.done}
+
+
+class FakeStream:
+    """Which pieces of work came before what it does: in it, or in streams that it has waited for."""
+
+    now: list[FakeStream]
+
+    def __init__(self, device: object = None) -> None:
+        self.done: set[tuple[str, int]] = set()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.done |= event.before
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.done |= other.done
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def synchronize(self) -> None:
+        return None
+
+    def __enter__(self) -> None:
+        self.now.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.now.pop()
+
+
+def test_streams_wait_for_each_other_where_they_share_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = FakeStream()
+    monkeypatch.setattr(FakeStream, "now", [here], raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    streams = adamw._Streams(torch.device("cuda"))
+    slots = [adamw._Slot([], away) for _ in range(adamw.SLOTS)]
+    for number in range(4 * adamw.SLOTS):
+        slot = slots[number % adamw.SLOTS]
+        earlier = number - adamw.SLOTS
+        with streams.fetching(slot):
+            now = FakeStream.now[-1]
+            assert earlier < 0 or ("written", earlier) in now.done, "what was here has gone"
+            assert ("used", number - 1) not in now.done, "it does not wait for the one before"
+            now.done.add(("fetched", number))
+        with streams.using(slot):
+            now = FakeStream.now[-1]
+            assert now is here
+            assert ("fetched", number) in now.done
+            now.done.add(("used", number))
+        with streams.writing(slot):
+            now = FakeStream.now[-1]
+            assert ("used", number) in now.done
+            assert now is not here
+            now.done.add(("written", number))
+    streams.end()
