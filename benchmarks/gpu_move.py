@@ -67,6 +67,7 @@ def main() -> None:
     words.add_argument("--json", type=Path, help="where the lines go too")
     words.add_argument("--folder", type=Path, help="of the versions; else a temporary one")
     words.add_argument("--seconds", type=float, default=60.0, help="after which nothing is begun")
+    words.add_argument("--versions", action="store_true", help="leave the optimizer out")
     options = words.parse_args()
     began = time.monotonic()
 
@@ -90,7 +91,7 @@ def main() -> None:
                 lambda: versions(shape, parameters, place),  # noqa: B023
                 lambda: disk(Path(folder), gigabytes=min(1.0, gigabytes)),  # noqa: B023
             ]
-            for part in parts[: 2 if shape == "7b" else 3]:
+            for part in parts[1 if options.versions else 0 : 2 if shape == "7b" else 3]:
                 if time.monotonic() - began > options.seconds:
                     say(shape=shape, left_out="the time is over")
                     continue

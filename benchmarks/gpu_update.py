@@ -47,7 +47,7 @@ GIB = 2**30
 # samples, prompt and response tokens of an update; micro-batches of 32,768 tokens take about 30 samples
 SIZES = {"small": (8, 12, 24), "0.5b": (128, 256, 1024), "1.5b": (64, 256, 1024)}
 SIZES |= {"7b": (64, 256, 1024), "0.6b": (1, 1024, 64512)}
-SHAPES["0.6b"] = (28, 1024, 16, 8, 3072, 151936)  # Qwen3's, but for heads of 64 in place of 128
+SHAPES["0.6b"] = (28, 1024, 16, 8, 3072, 151936)  # Qwen3's
 
 
 @dataclass(kw_only=True)
@@ -81,14 +81,16 @@ class Report:
 
 def hollow(shape: str, folder: Path) -> PretrainedModel:
     """A model folder without weights, whose engine draws them on its device."""
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config, Qwen3Config
 
     place = folder / "hollow" / shape
     characters = load_tokenizer(
         materialize(RandomModel(layers=1, hidden_size=32), folder / "cache")
     )
     layers, width, heads, keys, inner, words = SHAPES[shape]
-    config = Qwen2Config(
+    long = shape == "0.6b"  # Qwen3's shape, with heads of 128
+    config = (Qwen3Config if long else Qwen2Config)(
+        **({"head_dim": 128} if long else {}),
         vocab_size=words,
         hidden_size=width,
         intermediate_size=inner,
@@ -101,7 +103,7 @@ def hollow(shape: str, folder: Path) -> PretrainedModel:
         eos_token_id=characters.eos_token_id,
         pad_token_id=characters.pad_token_id,
         dtype="bfloat16",
-        architectures=["Qwen2ForCausalLM"],
+        architectures=["Qwen3ForCausalLM" if long else "Qwen2ForCausalLM"],
     )
     config.save_pretrained(place)
     characters.save_pretrained(place)
@@ -372,16 +374,19 @@ def on_device(bench: Bench, report: Report) -> None:
     """7 B with its optimizer on the device, moments in bfloat16: for a card of 140 GB."""
     settings: dict[str, Any] = {"optimizer_dtype": "bfloat16", "gradient_checkpointing": 1.0}
     settings |= {"recompute": "selective", "micro_batch_tokens": 8192}
+    settings |= {"logit_chunk_tokens": 2048}  # all logits of a micro-batch at once
     with bench.engine(lone=True, **settings) as engine:
-        work = partial(bench.update, engine, 2)
-        report.part(f"{bench.shape} on the device, selective, 8,192", work)
+        for samples, times in ((64, 2), (160, 1)):
+            more = replace(bench, samples=samples if CUDA else None)
+            work = partial(more.update, engine, times)
+            report.part(f"{bench.shape} on the device, selective, 8,192, {samples} samples", work)
         report.part(f"{bench.shape} trace", partial(traced, bench, engine))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_update", description=__doc__)
-    known = ("ceilings", "1.5b", "0.5b", "7b", "7b-device", "deterministic", "long", "compiled")
+    known = ("ceilings", "1.5b", "0.5b", "best", "7b", "7b-device", "deterministic", "long", "compiled")
     parser.add_argument("--parts", nargs="+", choices=known, default=known)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -412,10 +417,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 deterministic(bench("0.5b"), report)
             elif part == "7b":
                 host_optimizer(bench("7b", device_gib=options.device_gib), report)
+            elif part == "best":
+                for shape in ("0.5b", "1.5b"):
+                    one = bench(shape)
+                    with one.engine(lone=True, logit_chunk_tokens=8192) as engine:
+                        work = partial(one.update, engine)
+                        report.part(f"{shape} with all of it, logits kept", work)
+                        report.part(f"{shape} trace, logits kept", partial(traced, one, engine))
             elif part == "7b-device":
                 on_device(bench("7b"), report)
             elif part == "long":
-                for setting in ({}, {"gradient_checkpointing": 1.0, "recompute": "selective"}):
+                for setting in ({}, {"logit_chunk_tokens": 16384}):
                     changed: dict[str, Any] = {"micro_batch_tokens": 65536, **setting}
 
                     def work(changed: dict[str, Any] = changed) -> dict[str, Any]:

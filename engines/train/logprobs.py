@@ -352,5 +352,8 @@ def block_width(hidden: Tensor, weight: Tensor, chunk: int) -> int:
     logits = chunk * weight.shape[0]
     if hidden.device.type == "cpu":
         logits = min(logits, CACHED_LOGITS)
-    width = max(1, min(weight.shape[0], logits // max(hidden.shape[0], 1)))
-    return width if hidden.device.type == "cpu" or width < ALIGNED else width - width % ALIGNED
+    whole = weight.shape[0]
+    width = max(1, min(whole, logits // max(hidden.shape[0], 1)))
+    if hidden.device.type == "cpu" or width < ALIGNED or width == whole:
+        return width
+    return width - width % ALIGNED
