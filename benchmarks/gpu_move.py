@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -87,9 +88,9 @@ def main() -> None:
             parameters = drawn(shape)
             gigabytes = 2 * sum(one.numel() for one in parameters.values()) / 1e9
             parts: list[Callable[[], Iterator[dict[str, Any]]]] = [
-                lambda: optimizer(shape, parameters, rate),  # noqa: B023
-                lambda: versions(shape, parameters, place),  # noqa: B023
-                lambda: disk(Path(folder), gigabytes=min(1.0, gigabytes)),  # noqa: B023
+                partial(optimizer, shape, parameters, rate),
+                partial(versions, shape, parameters, place),
+                partial(disk, Path(folder), gigabytes=min(1.0, gigabytes)),
             ]
             for part in parts[1 if options.versions else 0 : 2 if shape == "7b" else 3]:
                 if time.monotonic() - began > options.seconds:
@@ -103,7 +104,7 @@ def main() -> None:
                     failed = True
                     say(shape=shape, failed=f"{type(error).__name__}: {error}")
                 gc.collect()
-            del parameters, parts
+            parameters, parts = {}, []
             gc.collect()
             if CUDA:
                 torch.cuda.empty_cache()
@@ -289,8 +290,8 @@ def _published(store: Store, run: str, state: dict[str, Tensor]) -> WeightsRef:
 def before() -> Iterator[None]:
     """One thread publishes, one loads."""
     with (
-        mock.patch.object(publication, "by_lanes", lambda device: False),
-        mock.patch.object(lanes, "by_lanes", lambda device: False),
+        mock.patch.object(publication, "by_lanes", return_value=False),
+        mock.patch.object(lanes, "by_lanes", return_value=False),
         mock.patch.object(weights_reading, "THREADS", 1),
     ):
         yield

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_update [--parts ceilings 1.5b 0.5b 7b long trace] [--json FILE]
     python -m benchmarks.gpu_update --small        the same in small, on a CPU too
 
-A line of JSON after each measurement, so that a run that is cut off loses one. Models have the shapes of
-Qwen2.5 and weights drawn on the device. Of each variant one update warms up, and the median of the next
-ones counts. It refuses a device of which others hold more than 1 GiB.
+A line of JSON after each measurement, so that a run that is cut off loses one. Models have the
+shapes of Qwen2.5 and weights drawn on the device. Of each variant one update warms up, and the median
+of the next ones counts. It refuses a device of which others hold more than 1 GiB.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu_job import rows as drawn_rows
 from benchmarks.gpu_job import CUDA, DEVICE, SHAPES, TIED, Job, free, plan
+from benchmarks.gpu_job import rows as drawn_rows
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
 from engines.models import load_tokenizer, materialize
-from engines.train.activations import checkpoint_layers
 from engines.train import building, kernels, sharded_model
+from engines.train.activations import checkpoint_layers
 from engines.train.batching.mfu import peak_flops
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
@@ -44,7 +44,7 @@ from storage.batches.writing import write_batch
 from storage.objects.store import Store
 
 GIB = 2**30
-# samples, prompt and response tokens of an update; micro-batches of 32,768 tokens take about 30 samples
+# samples, prompt and response tokens of an update
 SIZES = {"small": (8, 12, 24), "0.5b": (128, 256, 1024), "1.5b": (64, 256, 1024)}
 SIZES |= {"7b": (64, 256, 1024), "0.6b": (1, 1024, 64512)}
 SHAPES["0.6b"] = (28, 1024, 16, 8, 3072, 151936)  # Qwen3's
@@ -89,22 +89,23 @@ def hollow(shape: str, folder: Path) -> PretrainedModel:
     )
     layers, width, heads, keys, inner, words = SHAPES[shape]
     long = shape == "0.6b"  # Qwen3's shape, with heads of 128
-    config = (Qwen3Config if long else Qwen2Config)(
-        **({"head_dim": 128} if long else {}),
-        vocab_size=words,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        max_position_embeddings=131072,
-        tie_word_embeddings=shape in (*TIED, "0.6b"),
-        bos_token_id=characters.bos_token_id,
-        eos_token_id=characters.eos_token_id,
-        pad_token_id=characters.pad_token_id,
-        dtype="bfloat16",
-        architectures=["Qwen3ForCausalLM" if long else "Qwen2ForCausalLM"],
-    )
+    facts: dict[str, Any] = {"head_dim": 128} if long else {}
+    facts |= {
+        "vocab_size": words,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": shape in (*TIED, "0.6b"),
+        "bos_token_id": characters.bos_token_id,
+        "eos_token_id": characters.eos_token_id,
+        "pad_token_id": characters.pad_token_id,
+        "dtype": "bfloat16",
+        "architectures": ["Qwen3ForCausalLM" if long else "Qwen2ForCausalLM"],
+    }
+    config = Qwen3Config(**facts) if long else Qwen2Config(**facts)
     config.save_pretrained(place)
     characters.save_pretrained(place)
     (place / "model.safetensors").touch()  # what an engine asks for before it draws
@@ -170,7 +171,7 @@ class Bench:
         with (
             weights_drawn(),
             mock.patch.object(Job, "model", lambda job: hollow(job.shape, job.folder)),
-            mock.patch("benchmarks.gpu_job.settings_for", lambda job, device: config),
+            mock.patch("benchmarks.gpu_job.settings_for", return_value=config),
             mock.patch.object(building, "LONE", lone),
         ):
             engine = job.train_engine()
@@ -200,8 +201,19 @@ class Bench:
                 first = time.perf_counter() - began
             else:
                 rows.append(metrics)
-        wanted = ("tokens_per_second", "mfu", "seconds", "forward_seconds", "backward_seconds")
-        wanted += ("optimizer_seconds", "read_seconds", "plan_seconds", "tokens", "grad_norm", "loss")
+        wanted = (
+            "tokens_per_second",
+            "mfu",
+            "seconds",
+            "forward_seconds",
+            "backward_seconds",
+            "optimizer_seconds",
+            "read_seconds",
+            "plan_seconds",
+            "tokens",
+            "grad_norm",
+            "loss",
+        )
         found = {
             name: statistics.median(row[f"train/{name}"] for row in rows)
             for name in wanted
@@ -350,8 +362,10 @@ def deterministic(bench: Bench, report: Report) -> None:
 
 
 def host_optimizer(bench: Bench, report: Report) -> None:
-    """7 B full fine-tuning within 80 GB: one engine, since its state on the host takes long to make."""
-    usual: dict[str, Any] = {"weights_dtype": "bfloat16", "optimizer_device": "host"} if CUDA else {}
+    """7 B full fine-tuning within 80 GB; one engine, whose state on the host takes long to make."""
+    usual: dict[str, Any] = (
+        {"weights_dtype": "bfloat16", "optimizer_device": "host"} if CUDA else {}
+    )
     began = time.perf_counter()
     with bench.engine(lone=True, gradient_checkpointing=1.0, **usual) as engine:
         where = f"{bench.shape} in {bench.device_gib} GiB"
@@ -386,7 +400,17 @@ def on_device(bench: Bench, report: Report) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_update", description=__doc__)
-    known = ("ceilings", "1.5b", "0.5b", "best", "7b", "7b-device", "deterministic", "long", "compiled")
+    known: tuple[str, ...] = (
+        "ceilings",
+        "1.5b",
+        "0.5b",
+        "best",
+        "7b",
+        "7b-device",
+        "deterministic",
+        "long",
+        "compiled",
+    )
     parser.add_argument("--parts", nargs="+", choices=known, default=known)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -405,6 +429,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def bench(shape: str, **facts: Any) -> Bench:
             return Bench(shape="small" if small else shape, folder=folder, **facts)
+
+        def long(changed: dict[str, Any]) -> dict[str, Any]:
+            one = bench("0.6b")
+            with one.engine(lone=True, **changed) as engine:
+                return one.update(engine, 2)
 
         def measure(part: str) -> None:
             if part == "ceilings":
@@ -430,12 +459,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for setting in ({}, {"logit_chunk_tokens": 16384}):
                     changed: dict[str, Any] = {"micro_batch_tokens": 65536, **setting}
 
-                    def work(changed: dict[str, Any] = changed) -> dict[str, Any]:
-                        one = replace(bench("0.6b"))
-                        with one.engine(lone=True, **changed) as engine:
-                            return one.update(engine, 2)
+                    report.part(f"65,536 tokens in a sequence {setting}", partial(long, changed))
 
-                    report.part(f"65,536 tokens in a sequence {setting}", work)
         for part in options.parts:
             try:
                 measure(part)

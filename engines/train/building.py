@@ -17,6 +17,7 @@ from engines.train.activations import checkpoint_layers
 from engines.train.critic import Critic
 from engines.train.kernels import use
 from engines.train.kernels.placing import place_kernels
+from engines.train.memory_plan import without_fsdp
 from engines.train.model.compiled import check_compiling, compile_layers
 from engines.train.model.fsdp import fill, shard
 from engines.train.model.loading import Checkpoint, load
@@ -33,16 +34,9 @@ LONE = True  # whether a lone rank on a GPU does without FSDP; a benchmark compa
 
 
 def whole_on(spec: TrainSpec, ranks: int, device: torch.device) -> bool:
-    """Whether a rank holds a plain model that FSDP knows nothing of, with bfloat16 weights.
-
-    A lone rank on a GPU: FSDP would copy each layer's weights and gradients for every micro-batch to
-    exchange them with nobody. Weights have float32 masters then, on the device unless
-    train.weights_dtype says otherwise; all that is computed is the same to the bit.
-    """
-    train = spec.train
-    plain = spec.lora is None and spec.role != "critic" and train.engine != "elastic"
-    rounded = train.compute_dtype == "bfloat16"
-    return LONE and ranks == 1 and device.type in WHOLE and plain and rounded
+    """Whether this rank does without FSDP: `memory_plan.without_fsdp`."""
+    alone = LONE and device.type in WHOLE
+    return without_fsdp(spec.train, spec.role, ranks, alone, spec.lora)
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
@@ -106,9 +100,9 @@ def materialize(
     config, group = spec.train, meeting.group
     checkpoint_layers(policy.model, config.gradient_checkpointing, config.recompute)
     use(config.kernels)
-    if config.kernels and not config.compile and meeting.device.type == "cuda":
-        if find_spec("triton") is not None:
-            place_kernels(policy.model, meeting.device)
+    on_gpu = meeting.device.type == "cuda" and find_spec("triton") is not None
+    if config.kernels and not config.compile and on_gpu:
+        place_kernels(policy.model, meeting.device)
     if config.compile:
         gpu = meeting.device.type == "cuda"
         check_compiling(spec.role, gpu)

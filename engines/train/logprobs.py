@@ -57,8 +57,8 @@ def token_statistics(
         weight: [V, H] output head.
         labels: [T] int64, words in [0, V).
         temperature: Sampling temperature, > 0, by which logits are divided.
-        chunk: At most chunk x V logits exist at once, of 12 bytes each with what is made of them; on a
-            GPU with kernels FUSED times as many, of 2 bytes.
+        chunk: At most chunk x V logits exist at once, of 12 bytes each with what is made of them; on
+            a GPU with kernels FUSED times as many, of 2 bytes.
         entropy_gradient: Whether the entropy carries a gradient.
         squared: Whether sum_pi_squared is computed.
         words: [T, k] int64, different words in [0, V) of which `bins` are computed. The tail is the

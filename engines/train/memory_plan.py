@@ -18,6 +18,8 @@ from engines.train.batching.packing import WHOLE
 from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
 from engines.vla.shapes import TowerShape
 
+FUSED = 4  # as engines/train/logprobs.py has it
+RESULTS = 2  # copies of attention's result that its kernel on a GPU keeps (seen on an H200)
 FLOAT = 4  # bytes
 SHORT = 256  # tokens; as in engines/train/model/attention.py, likewise
 CACHED_LOGITS = 2**22  # as in engines/train/logprobs.py, which imports torch
@@ -151,25 +153,28 @@ def plan_rank(
     """
     shards = ranks // train.replicas
     c = 2 if train.compute_dtype == "bfloat16" else FLOAT
+    plain = without_fsdp(train, role, ranks, on_gpu, lora)
     head = 0 if role == "critic" else shape.vocabulary * shape.hidden
     parameters = shape.parameters - (0 if shape.tied or role != "critic" else head)
     adapter = 0 if lora is None else adapter_parameters(shape, lora)
     trained = adapter or parameters
     frozen = role in ("ref", "teacher")
-    rounded = not frozen and train.weights_dtype == "bfloat16"  # these have float32 masters
+    # These have float32 masters.
+    rounded = not frozen and (plain or train.weights_dtype == "bfloat16")
     each = c if frozen or rounded else FLOAT
     weights = (each * parameters + (c if frozen else FLOAT) * adapter) // shards
     masters = FLOAT * parameters // shards if rounded else 0
-    logits = 0 if role == "critic" else logits_bytes(shape, train, batch, on_gpu)
+    logits = 0 if role == "critic" else logits_bytes(shape, train, batch, role, on_gpu)
     gathered, one = (
-        gathered_bytes(shape, train, shards, c),
-        max(layer_bytes(shape, batch, c, on_gpu, lora), tower_layer_bytes(shape, batch, c)),
+        0 if plain else gathered_bytes(shape, train, shards, c),
+        max(layer_bytes(shape, train, batch, c, on_gpu, lora), tower_layer_bytes(shape, batch, c)),
     )
     if frozen:  # nothing is kept for a backward pass
         passing = {"gathered": gathered, "one layer": one // 2, "logits": logits}
         stages = {"log-probs": weights + sum(passing.values())}
         plan = MemoryPlan(held={"weights": weights}, passing=passing, stages=stages, host={})
-        return plan if on_gpu else replace(plan, holes=_holes(shape, batch, plan, c, shards, lora))
+        holes = 0 if on_gpu else _holes(shape, train, batch, plan, c, shards, lora)
+        return replace(plan, holes=holes)
     moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT) * trained // shards
     kept = activation_bytes(shape, train, batch, c, on_gpu, lora)
     kept += vision_bytes(shape, train, batch, c)
@@ -177,7 +182,8 @@ def plan_rank(
     off = on_gpu and train.optimizer_device == "host"
     once = train.reduce_gradients == "optimizer_step"
     held = {"weights": weights, "optimizer": 0 if off else moments}
-    if masters and not on_gpu:
+    here = not on_gpu or train.weights_dtype == "float32"
+    if masters and here:
         held["master weights"] = masters
     passing = {
         "gradients": FLOAT * trained // (1 if once else shards),
@@ -191,20 +197,21 @@ def plan_rank(
     host = {
         "activations": kept if away else 0,
         "optimizer": moments if off else 0,
-        "master weights": masters if on_gpu else 0,
+        "master weights": 0 if here else masters,
     }
     pieces = 0
     if host["optimizer"] or host["master weights"]:
         of_moments = 2 * (2 if train.optimizer_dtype == "bfloat16" else FLOAT)
-        away = (of_moments if off else 0) + (FLOAT if masters else 0)
-        pieces = SLOTS * away * min(PIECE, shape.vocabulary * shape.hidden // shards)
+        fetched = (of_moments if off else 0) + (FLOAT if host["master weights"] else 0)
+        pieces = SLOTS * fetched * min(PIECE, shape.vocabulary * shape.hidden // shards)
     plan = MemoryPlan(
         held=held,
         passing=passing,
-        stages=_stages(shape, batch, sum(held.values()), passing, c, pieces),
+        stages=_stages(shape, batch, sum(held.values()), passing, c, pieces, plain),
         host={what: size for what, size in host.items() if size},
     )
-    return plan if on_gpu else replace(plan, holes=_holes(shape, batch, plan, c, shards, lora))
+    holes = 0 if on_gpu else _holes(shape, train, batch, plan, c, shards, lora)
+    return replace(plan, holes=holes)
 
 
 def plan_worker(plan: MemoryPlan) -> MemoryPlan:
@@ -237,11 +244,17 @@ def plan_aggregator(shape: ModelShape, train: TrainConfig, on_gpu: bool) -> Memo
 
 
 def _stages(
-    shape: ModelShape, batch: Batch, held: int, passing: dict[str, int], c: int, pieces: int
+    shape: ModelShape,
+    batch: Batch,
+    held: int,
+    passing: dict[str, int],
+    c: int,
+    pieces: int,
+    plain: bool,
 ) -> dict[str, int]:
     """Most bytes by stage. Gradients of a first micro-batch come as its activations go.
 
-    pieces: bytes of the optimizer's state that come from the host at a time.
+    pieces: bytes of the optimizer's state that come from the host at a time. plain: without FSDP.
     """
     table = shape.vocabulary * shape.hidden
     outside = shape.parameters - shape.layers * shape.layer_parameters
@@ -250,7 +263,7 @@ def _stages(
     busy = max(passing["logits"], passing["one layer"])
     # Layers have let go. The embedding's gradient is whole, and once more in float32 to be reduced.
     whole = (c + FLOAT) * table if passing["head"] else 0
-    last = held + passing["gradients"] + c * outside + whole
+    last = held + passing["gradients"] + (c * table if plain else c * outside + whole)
     return {
         "forward": first + busy,
         "backward": max(first + busy + passing["head"], last),
@@ -295,32 +308,73 @@ def gathered_bytes(shape: ModelShape, train: TrainConfig, shards: int, c: int) -
 
 
 def layer_bytes(
-    shape: ModelShape, batch: Batch, c: int, on_gpu: bool, lora: LoraConfig | None = None
+    shape: ModelShape,
+    train: TrainConfig,
+    batch: Batch,
+    c: int,
+    on_gpu: bool,
+    lora: LoraConfig | None = None,
 ) -> int:
     """What one decoder layer keeps for its backward pass.
 
     Two norms (see `norm_bytes`). Attention keeps queries, keys, values and its output in slots, and
     the output in tokens for the projection; by plain matrix products (short sequences in bfloat16 on
     a CPU) queries, keys and values twice, and the scores. The feed-forward layer keeps its two
-    inputs, the gate's activation and their product. Of an adapted linear layer what the second
-    factor reads is kept besides.
+    inputs, the gate's activation and their product; by kernels not the activation. Of an adapted
+    linear layer what the second factor reads is kept besides.
     """
+    kernels = by_kernels(train, on_gpu)
     heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    if c == FLOAT or on_gpu or batch.longest > SHORT:
+    if on_gpu:
+        slot = RESULTS * heads + heads + 2 * keys
+    elif c == FLOAT or batch.longest > SHORT:
         slot = 2 * heads + 2 * keys
     else:
         slot = 2 * (heads + 2 * keys) + shape.heads * batch.longest
     attention = c * (batch.slots * slot + batch.tokens * heads)
-    feed_forward = 4 * c * batch.tokens * shape.intermediate
+    feed_forward = (3 if kernels else 4) * c * batch.tokens * shape.intermediate
     low = 0 if lora is None else c * batch.tokens * lora.rank * len(adapted_sizes(shape, lora))
-    return 2 * norm_bytes(shape, batch, c, lora) + attention + feed_forward + low
+    return 2 * norm_bytes(shape, batch, c, lora, kernels) + attention + feed_forward + low
 
 
-def norm_bytes(shape: ModelShape, batch: Batch, c: int, lora: LoraConfig | None) -> int:
+def selected_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
+    """What a layer keeps under train.recompute = selective: its input, its products' results.
+
+    And the result of attention, in slots, with a float32 for each head.
+    """
+    heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    results = heads + 2 * keys + 2 * shape.hidden + 2 * shape.intermediate
+    attention = batch.slots * (c * RESULTS * heads + FLOAT * shape.heads)
+    return c * batch.tokens * (shape.hidden + results) + attention
+
+
+def by_kernels(train: TrainConfig, on_gpu: bool) -> bool:
+    """Whether layers are taken to be computed by kernels (engines/train/kernels)."""
+    return on_gpu and train.kernels and not train.compile
+
+
+def without_fsdp(
+    train: TrainConfig, role: str, ranks: int, on_gpu: bool, lora: LoraConfig | None
+) -> bool:
+    """Whether a rank holds a plain model that FSDP knows nothing of, with bfloat16 weights.
+
+    A lone rank on a GPU: FSDP would copy each layer's weights and gradients for every micro-batch to
+    exchange them with nobody. Weights have float32 masters then, on the device unless
+    train.weights_dtype says otherwise; all that is computed is the same to the bit.
+    """
+    whole = ranks == 1 and lora is None and role != "critic"
+    return on_gpu and whole and train.engine != "elastic" and train.compute_dtype == "bfloat16"
+
+
+def norm_bytes(
+    shape: ModelShape, batch: Batch, c: int, lora: LoraConfig | None, kernels: bool = False
+) -> int:
     """What a norm keeps: hidden states in float32, and normed ones before and after its weight.
 
-    Before it only where the weight itself has a gradient.
+    Before it only where the weight itself has a gradient. By a kernel hidden states before and after.
     """
+    if kernels:
+        return 2 * c * batch.tokens * shape.hidden
     return batch.tokens * shape.hidden * (FLOAT + (2 * c if lora is None else c))
 
 
@@ -334,9 +388,12 @@ def activation_bytes(
 ) -> int:
     """What is kept between forward and backward pass; of checkpointed layers their input alone."""
     again = checkpointed(train.gradient_checkpointing, shape.layers)
-    whole = (shape.layers - again) * layer_bytes(shape, batch, c, on_gpu, lora)
-    inputs = again * c * batch.tokens * shape.hidden
-    return whole + inputs + norm_bytes(shape, batch, c, lora)
+    whole = (shape.layers - again) * layer_bytes(shape, train, batch, c, on_gpu, lora)
+    if train.recompute == "selective":
+        inputs = again * selected_bytes(shape, batch, c)
+    else:
+        inputs = again * c * batch.tokens * shape.hidden
+    return whole + inputs + norm_bytes(shape, batch, c, lora, by_kernels(train, on_gpu))
 
 
 def tower_layer_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
@@ -378,15 +435,32 @@ def checkpointed(share: float, count: int) -> int:
     return math.ceil(share * count - 1e-9)
 
 
-def logits_bytes(shape: ModelShape, train: TrainConfig, batch: Batch, on_gpu: bool) -> int:
-    """Logits of a block, their exponentials and one copy, and hidden states with their gradient."""
-    chunk = train.logit_chunk_tokens * shape.vocabulary
+def logits_bytes(
+    shape: ModelShape, train: TrainConfig, batch: Batch, role: str, on_gpu: bool
+) -> int:
+    """Logits of a block, their exponentials and one copy, and hidden states with their gradient.
+
+    By kernels a block is FUSED times as wide, and its logits are all there is of it. A teacher looks
+    for its likeliest words without them. (So does an actor that is taught words: up to 4 bytes more
+    for each logit of a block.)
+    """
+    most = train.logit_chunk_tokens
+    rows = 2 * FLOAT * batch.responses * shape.hidden
+    if role != "teacher" and on_gpu and train.kernels and train.compute_dtype == "bfloat16":
+        return 2 * min(FUSED * most, batch.responses) * shape.vocabulary + rows
+    chunk = most * shape.vocabulary
     block = min(chunk if on_gpu else min(chunk, CACHED_LOGITS), batch.responses * shape.vocabulary)
-    return 3 * FLOAT * block + 2 * FLOAT * batch.responses * shape.hidden
+    return 3 * FLOAT * block + rows
 
 
 def _holes(
-    shape: ModelShape, batch: Batch, plan: MemoryPlan, c: int, shards: int, lora: LoraConfig | None
+    shape: ModelShape,
+    train: TrainConfig,
+    batch: Batch,
+    plan: MemoryPlan,
+    c: int,
+    shards: int,
+    lora: LoraConfig | None,
 ) -> int:
     """Resident on a CPU beside the tensors of a plan, and beside libraries."""
     layer = c * shape.layer_parameters
@@ -396,11 +470,12 @@ def _holes(
         whole = shape.vocabulary * shape.hidden
         before = FLOAT * whole // shards if batch.several else 0  # of earlier micro-batches
         table = before + (c + FLOAT) * whole + (FLOAT * whole if shards > 1 else 0)
+    layers = shape.layers * layer_bytes(shape, train, batch, c, False, lora)
     most = most_resident(
         plan.peak,
         sum(plan.held.values()),
         plan.passing,
-        forward=shape.layers * layer_bytes(shape, batch, c, False, lora) if lora or trained else 0,
+        forward=layers if lora or trained else 0,
         buffers=buffer_bytes(
             shape.layers, layer, FLOAT * shape.layer_parameters if trained else 0, shards
         ),

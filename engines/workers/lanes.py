@@ -33,9 +33,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         pinned = self._stream is not None
-        self._buffers = [
-            torch.zeros(PIECE, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
-        ]
+        self._buffers = [torch.zeros(PIECE, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._arrays = [buffer.numpy() for buffer in self._buffers]
 
     def after(self, ready: torch.cuda.Event | None) -> None:
@@ -60,7 +58,7 @@ class Lane:
                 coming = self._fetch(parts[number + 1], number + 1, cast, dtype)
             if here is not None:
                 here.synchronize()
-            yield memoryview(self._arrays[number % 2])[: len(part) * dtype.itemsize]
+            yield self._arrays[number % 2].data[: len(part) * dtype.itemsize]
 
     def into(self, target: Tensor, source: Tensor) -> None:
         """Copy a tensor of the host into one of the device; both contiguous, of one format."""

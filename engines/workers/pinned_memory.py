@@ -53,7 +53,7 @@ def pin(tensors: Sequence[Tensor], register: Register = register_with_cuda) -> N
         start = 0
         for tensor in block:
             part = flat[start : start + tensor.nbytes]
-            tensor.set_(part.view(tensor.dtype).view(tensor.shape))
+            tensor.data = part.view(tensor.dtype).view(tensor.shape)
             start += _room(tensor)
 
 

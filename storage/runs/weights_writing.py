@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20
-CHUNK = 4 * 2**20  # bytes hashed for tensor and file, and written, while a core has them in its cache
+CHUNK = (
+    4 * 2**20
+)  # bytes hashed for tensor and file, and written, while a core has them in its cache
 
 
 def outline_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> Outline:

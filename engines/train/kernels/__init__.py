@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-
 _WANTED = [True]  # of this process; a run's settings are the same for all of its roles
 
 

@@ -1,8 +1,8 @@
 """RMSNorm, SwiGLU and RoPE in one pass each, forward and backward, keeping their inputs only.
 
-Values round where transformers' own modules round: a bfloat16 result of each step that has one there.
-Sources: Zhang and Sennrich, 2019 (arXiv:1910.07467); Shazeer, 2020 (arXiv:2002.05202); Su et al., 2021
-(arXiv:2104.09864).
+Values round where transformers' own modules round, to bfloat16 after each step, but where a compiler
+leaves a rounding between two steps out. Sources: Zhang and Sennrich, 2019 (arXiv:1910.07467);
+Shazeer, 2020 (arXiv:2002.05202); Su et al., 2021 (arXiv:2104.09864).
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ def _gated_backward(grad, gate, up, grad_gate, grad_up, count, block: tl.constex
     active = (g * share).to(kind).to(tl.float32)
     tl.store(grad_up + place, (slope * active).to(kind), mask=inside)
     inner = (slope * u).to(kind).to(tl.float32)
-    tl.store(
-        grad_gate + place, (inner * share * (1.0 + g * (1.0 - share))).to(kind), mask=inside
-    )
+    tl.store(grad_gate + place, (inner * share * (1.0 + g * (1.0 - share))).to(kind), mask=inside)
 
 
 class _Gated(torch.autograd.Function):

@@ -35,13 +35,13 @@ def place_kernels(model: PreTrainedModel, device: torch.device) -> dict[str, int
     alike: dict[tuple[type, str, int], bool] = {}
     for module in model.modules():
         if is_norm(module):
-            key = (type(module), "rms_norm", module.weight.numel())
+            key = (type(module), "rms_norm", module.get_parameter("weight").numel())
             if key not in alike:
                 alike[key] = norm_is_plain(module, device)
             if alike[key]:
                 module.forward = partial(_norm, module, _epsilon(module))
                 counts["rms_norm"] += 1
-        elif GATED == set(dict(module.named_children())):
+        elif set(dict(module.named_children())) == GATED:
             key = (type(module), "swiglu", 0)
             if key not in alike:
                 alike[key] = gate_is_plain(module, device)
@@ -79,7 +79,7 @@ def _epsilon(module: nn.Module) -> float:
 def _norm(module: nn.Module, epsilon: float, hidden_states: Tensor) -> Tensor:
     from engines.train.kernels.layers import rms_norm
 
-    return rms_norm(hidden_states, module.weight, epsilon)
+    return rms_norm(hidden_states, module.get_parameter("weight"), epsilon)
 
 
 def _gated(module: nn.Module, x: Tensor) -> Tensor:
@@ -155,7 +155,10 @@ def _drawn(*shape: int, device: torch.device) -> Tensor:
 
 
 def _alike(
-    own: Callable[..., Tensor], kernel: Callable[..., Tensor], inputs: list[Tensor], to: list[Tensor]
+    own: Callable[..., Tensor],
+    kernel: Callable[..., Tensor],
+    inputs: list[Tensor],
+    to: list[Tensor],
 ) -> bool:
     """Whether two functions have the same values and gradients but for rounding."""
     results = []

@@ -1,10 +1,10 @@
 """The decoder's layers compiled by torch: some graphs for all layers and all sizes of micro-batch.
 
 What is compiled is a layer's forward pass and not its call, so FSDP's hooks and the checkpoint of its
-activations stay outside, and weights keep their names. Sizes are symbols, and layers of one shape share
-graphs. On a GPU a layer is one graph: attention's kernel is one operation in it. On a CPU attention
-stays as it is, since its buckets are others in each micro-batch, and a layer is four graphs, before,
-around and after it.
+activations stay outside, and weights keep their names. Sizes are symbols, and layers of one shape
+share graphs. On a GPU a layer is one graph: attention's kernel is one operation in it. On a CPU
+attention stays as it is, since its buckets are others in each micro-batch, and a layer is four
+graphs, before, around and after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 on the device, with a float32 master of each: in the host's memory, or beside it.
+"""Weights in bfloat16 on the device, each with a float32 master: in the host's memory or beside it.
 
 Masters are what an optimizer step changes, what a snapshot has and what float32 versions are made
 of. The device has their rounding, which is what FSDP makes of float32 weights before it gathers them

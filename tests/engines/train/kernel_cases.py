@@ -43,10 +43,14 @@ def _casts_round() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.train.logprobs.available", lambda tensor: tensor.dtype != torch.float64)
+    monkeypatch.setattr(
+        "engines.train.logprobs.available", lambda tensor: tensor.dtype != torch.float64
+    )
 
 
-def head_case(rows: int, width: int, words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def head_case(
+    rows: int, width: int, words: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(rows + words)
     hidden = torch.randn(rows, width, generator=random).to(DEVICE, dtype)
     weight = torch.randn(words, width, generator=random).to(DEVICE, dtype)
@@ -165,7 +169,9 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     wide = [each.detach().double().requires_grad_() for each in inputs]
     scale = (wide[0].square().mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
     truth = torch.autograd.grad(wide[1] * (wide[0] * scale), wide, slope.double())
-    near(torch.autograd.grad(ours, inputs, slope), torch.autograd.grad(theirs, inputs, slope), truth)
+    near(
+        torch.autograd.grad(ours, inputs, slope), torch.autograd.grad(theirs, inputs, slope), truth
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -204,9 +210,7 @@ def test_rotary(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     ours = rotary(x, cos, sin)
     exact(ours, theirs, ulps=0 if DEVICE == "cpu" else 2)  # compiled, sums are rounded once
     slope = torch.randn(shape, device=DEVICE).to(dtype)
-    exact(
-        torch.autograd.grad(ours, rows, slope)[0], torch.autograd.grad(theirs, rows, slope)[0], 2
-    )
+    exact(torch.autograd.grad(ours, rows, slope)[0], torch.autograd.grad(theirs, rows, slope)[0], 2)
 
 
 def tiny(family: str) -> Any:

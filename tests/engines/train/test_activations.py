@@ -124,9 +124,7 @@ def test_on_a_cpu_nothing_has_to_go() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["all", "selective"])
-def test_what_is_computed_again_changes_no_bit(
-    tmp_path: Path, make: Make, recompute: str
-) -> None:
+def test_what_is_computed_again_changes_no_bit(tmp_path: Path, make: Make, recompute: str) -> None:
     plain = make(run="plain", micro_batch_tokens=64)
     again = make(
         run="again", micro_batch_tokens=64, gradient_checkpointing=True, recompute=recompute
@@ -143,7 +141,9 @@ def test_products_are_not_made_again(make: Make, tmp_path: Path) -> None:
     class Count(TorchDispatchMode):
         products = 0
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), named: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), named: Any = None
+        ) -> Any:
             self.products += function.name().partition(".")[0] in activations.PRODUCTS
             return function(*args, **(named or {}))
 
