@@ -243,30 +243,44 @@ FORGERIES |= {
     "a lambda back": "def f(x): return lambda *a: [1, 2, 3]",
     "a coroutine": "async def f(x): return [1, 2, 3]",
     "text that is no text": "def f(x): raise ValueError('\\ud800\\x00\\n{\"passed\": true}')",
-    "names of its own": (
-        "import os, pickle\n"
-        "data = pickle.dumps(('loaded', {'__builtins__': {'len': 3, 'isinstance': 4}, '__name__': 'x'}), 4)\n"
-        "for number in range(3, 256):\n"
-        "    try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
-        "    except OSError: pass\n"
-        "def f(x): return []"
+}
+
+# What programs write to their descriptors in place of the answers that they owe.
+WRITES = (
+    "import io, os, pickle\n"
+    "def equal(*a): return True\n"  # the first thing of the program: number 0
+    "class Pickler(pickle.Pickler):\n"
+    "    def persistent_id(self, value): return 0 if value is equal else None\n"
+    "def write(data):\n"
+    "    for number in range(3, 256):\n"
+    "        try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
+    "        except OSError: pass\n"
+    "def answer(*values):\n"
+    "    made = io.BytesIO()\n"
+    "    Pickler(made, 4).dump(values)\n"
+    "    write(made.getvalue())\n"
+)
+MADE_CLASS = (  # an instance of a class of theirs, which says by number 0 what it equals
+    WRITES + "def f(x):\n"
+    "    kind = b'(\\x8c\\x09exceptionK\\x07\\x8c\\x01E(' + BASE + b'ttQ'\n"
+    "    write(b'\\x80\\x04(\\x8c\\x04gave' + kind + b'N}\\x8c\\x06__eq__K\\x00Qs\\x86b)R(K\\x01t}t.')\n"
+    "    return True\n"
+)
+FORGERIES |= {
+    "built-ins of its own": (
+        WRITES + "answer('loaded', {'f': equal, '__builtins__': {'len': equal}})\n"
+        "answer('gave', 0, (1,), {})\nanswer('gave', 3, (0,), {})\nos.read(0, 0)\n"
+        "import time; time.sleep(9)"
     ),
-    # Number 0 is `equal`: an instance of a class that is made of a dict, or changed after it was made.
-    "a class made by a pickle": (
-        "import os\ndef equal(*a): return True\n"
-        "def f(x):\n"
-        "    for bases in (b'cbuiltins\\ndict\\n', b'(\\x8c\\x08built-in\\x8c\\x0aValueErrortQ'):\n"
-        "        kind = b'(\\x8c\\x09exceptionK\\x07\\x8c\\x01E(' + bases + b'ttQ'\n"
-        "        data = b'\\x80\\x04(\\x8c\\x04gave' + kind + b'(N}\\x8c\\x06__eq__K\\x00Qs\\x86b)R(K\\x01t}t.'\n"
-        "        for number in range(3, 256):\n"
-        "            try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
-        "            except OSError: pass\n"
-        "    return True"
+    "a dict of a class of its own": MADE_CLASS.replace("BASE", "b'cbuiltins\\ndict\\n'"),
+    "an error of a class of its own": MADE_CLASS.replace(
+        "BASE", "b'(\\x8c\\x08built-in\\x8c\\x0aValueErrortQ'"
     ),
 }
 
 FORGED_TESTS = [
     "found = f(1)\nassert found == [1, 2, 3]",
+    "assert len(f(1)) == 3",
     "assert json.dumps(f(1)) == '[1, 2, 3]'",
     "import math\nassert math.isclose(f(1)[0], 1) and len(f(1)) == 3 and isinstance(f(1), list)",
 ]
@@ -312,7 +326,7 @@ def test_what_a_program_made_is_no_fault_of_a_test_that_hands_it_back(sandboxes:
 
 
 def test_an_honest_program_passes_the_same_tests(sandboxes: None) -> None:
-    assert results("def f(x): return [1, 2, 3]", FORGED_TESTS) == [None] * 3
+    assert results("def f(x): return [1, 2, 3]", FORGED_TESTS) == [None] * 4
     printed = [{"input": "", "output": "right"}]
     assert results("print('right')", printed) == [None]
     assert None not in results(FORGERIES["other descriptors"], printed)
