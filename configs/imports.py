@@ -25,9 +25,9 @@ def imported(path: str) -> Any:
     """The object at an import path; ValueError, in one sentence, if there is none.
 
     A file is loaded by its location, once in a process, under a name that no other module has, and
-    that processes which this one starts can import. Its folder is put at the end of sys.path: what it imports by the name of a loaded module is that
-    module, here Refrain's own `configs` and the like. A reward process lets the folder come first
-    (engines/rewards/child.py).
+    that processes which this one starts can import. Its folder is put at the end of sys.path: what it
+    imports by the name of a loaded module is that module, here Refrain's own `configs` and the like.
+    A reward process lets the folder come first (engines/rewards/child.py).
     """
     place, _, name = path.rpartition(":")
     if not place or not name:

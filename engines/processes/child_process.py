@@ -289,9 +289,7 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-def _spawn(
-    program: Program, title: str, dump: int
-) -> tuple[subprocess.Popen[bytes], Connection]:
+def _spawn(program: Program, title: str, dump: int) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(

@@ -25,7 +25,6 @@ from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
 from engines.sandboxes.opening import prove
 from storage.prompts.source import PromptSource
 
-
 logger = logging.getLogger(__name__)
 
 TESTED_ROWS = 256  # first rows whose tests are looked at
@@ -102,8 +101,8 @@ def check_tests(reward: UnitTestsReward, source: PromptSource) -> None:
         except ValueError as error:
             raise ValueError(
                 f"Row {number} of {source.name} cannot be scored by the reward {reward.label}: "
-                f"{str(error).rstrip('.')}. Leave the row out, or mend the column {reward.tests_column} "
-                "(docs/code.md has the forms of tests)."
+                f"{str(error).rstrip('.')}. Leave the row out, or mend the column "
+                f"{reward.tests_column} (docs/code.md has the forms of tests)."
             ) from None
 
 

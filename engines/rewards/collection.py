@@ -18,11 +18,32 @@ _CHECKS = re.compile(r"_*asserts?(_|[A-Z]|$)|fail(_|[A-Z]|$)|(raises|expect)$")
 _NEVER_RUN = ("skip", "xfail", "expectedFailure")  # decorators
 # What the stand-in of pytest has (engines/rewards/testing_cases.py).
 PYTEST = frozenset(
-    {"approx", "fail", "fixture", "importorskip", "main", "mark", "param", "raises", "skip", "xfail"}
+    {
+        "approx",
+        "fail",
+        "fixture",
+        "importorskip",
+        "main",
+        "mark",
+        "param",
+        "raises",
+        "skip",
+        "xfail",
+    }
 )
 # What pytest gives a test by itself, and the stand-in does not.
 _FIXTURES = frozenset(
-    {"caplog", "capfd", "capsys", "mocker", "monkeypatch", "recwarn", "request", "tmp_path", "tmpdir"}
+    {
+        "caplog",
+        "capfd",
+        "capsys",
+        "mocker",
+        "monkeypatch",
+        "recwarn",
+        "request",
+        "tmp_path",
+        "tmpdir",
+    }
 )
 # Another process's output, input and names cannot be replaced by a test.
 _OUT_OF_REACH = frozenset({"redirect_stdout", "redirect_stderr"})
@@ -127,7 +148,9 @@ class _Collection:
             )
         ]
 
-    def _methods(self, group: ast.ClassDef, below: frozenset[str] = frozenset()) -> dict[str, _Function]:
+    def _methods(
+        self, group: ast.ClassDef, below: frozenset[str] = frozenset()
+    ) -> dict[str, _Function]:
         """Of a class and those of its bases that the text has."""
         found: dict[str, _Function] = {}
         if group.name not in below:
@@ -328,7 +351,11 @@ def _body_of(node: _Definition) -> list[ast.stmt]:
     """What runs where a function is called, or a class is used."""
     if isinstance(node, _Function):
         return node.body
-    return [line for part in node.body for line in (part.body if isinstance(part, _Function) else [part])]
+    return [
+        line
+        for part in node.body
+        for line in (part.body if isinstance(part, _Function) else [part])
+    ]
 
 
 def _exits(node: ast.AST) -> bool:
@@ -345,7 +372,9 @@ def _required(function: _Function, method: bool = False) -> list[str]:
     """Arguments that it cannot be called without."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
-    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
+    static = any(
+        isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list
+    )
     first = 1 if method and not static else 0
     names = [one.arg for one in positional[first : len(positional) - len(arguments.defaults)]]
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)

@@ -7,7 +7,6 @@ this stands in its place all the same.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
 import itertools
@@ -15,7 +14,6 @@ import math
 import re
 import sys
 import types
-import unittest
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -139,7 +137,9 @@ class _Approx:
     __array_ufunc__ = None  # an array of numpy leaves the comparison to this
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, expected: Any, rel: Any = None, abs: Any = None, nan_ok: bool = False) -> None:
+    def __init__(
+        self, expected: Any, rel: Any = None, abs: Any = None, nan_ok: bool = False
+    ) -> None:
         self._expected, self._rel, self._abs, self._nan = expected, rel, abs, nan_ok
 
     def __eq__(self, other: Any) -> bool:
@@ -204,9 +204,13 @@ def run(names: dict[str, Any], test: Mapping[str, Any], candidate: Callable[[], 
         candidate: gives the function that a test is called with.
     """
     group = names[test["group"]] if test["group"] else None
-    if group is not None and issubclass(group, unittest.TestCase):
-        _by_unittest(group, test["function"])
-        return
+    # Importing it takes as long as a program does; so does asyncio.
+    if group is not None and "unittest" in sys.modules:
+        import unittest
+
+        if issubclass(group, unittest.TestCase):
+            _by_unittest(unittest, group, test["function"])
+            return
     owner = group or types.SimpleNamespace(**{test["function"]: names[test["function"]]})
     function = inspect.getattr_static(owner, test["function"])
     function = getattr(function, "__func__", function)
@@ -299,7 +303,7 @@ class _Case:
         return None
 
 
-_loop: list[asyncio.AbstractEventLoop] = []  # one for all that is awaited
+_loop: list[Any] = []  # one for all that is awaited
 
 
 def _finished(result: Any) -> Any:
@@ -307,6 +311,8 @@ def _finished(result: Any) -> Any:
     if not inspect.iscoroutine(result):
         return result
     if not _loop:
+        import asyncio
+
         _loop.append(asyncio.new_event_loop())
     return _loop[0].run_until_complete(result)
 
@@ -321,32 +327,29 @@ async def _anext(generator: Any) -> Any:
     return await anext(generator, None)
 
 
-class _Result(unittest.TestResult):
-    """Keeps the first error as it was raised."""
+def _by_unittest(unittest: Any, group: Any, method: str) -> None:
+    first: list[BaseException] = []  # the errors, as they were raised
 
-    first: BaseException | None = None
+    class Result(unittest.TestResult):
+        def addError(self, test: Any, err: Any) -> None:
+            first.append(err[1])
 
-    def addError(self, test: Any, err: Any) -> None:
-        self.first = self.first or err[1]
+        addFailure = addError
 
-    def addFailure(self, test: Any, err: Any) -> None:
-        self.first = self.first or err[1]
+        def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+            if err is not None:
+                first.append(err[1])
 
-    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
-        self.first = self.first or (err and err[1])
-
-
-def _by_unittest(group: Any, method: str) -> None:
     case = group(method)
     function = getattr(case, method)
     if inspect.iscoroutinefunction(function) and not isinstance(
         case, unittest.IsolatedAsyncioTestCase
     ):
         vars(case)[method] = lambda: _finished(function())  # unittest would not await it
-    result = _Result()
+    result = Result()
     unittest.TestSuite([case]).run(result)
-    if result.first is not None:
-        raise result.first
+    if first:
+        raise first[0]
     passed = result.testsRun == 1 and not result.skipped
     if not passed or result.expectedFailures or result.unexpectedSuccesses:
         raise Outcome("it did not run to its end")

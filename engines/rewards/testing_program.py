@@ -68,7 +68,18 @@ PACKAGE = "package_of_tests"  # for `from .solution import add`
 PROGRAMS = frozenset({"__main__", "answer", "candidate", "main", "program", "solution"})
 # What is missing under these names is a library, and under others the program.
 LIBRARIES = frozenset(
-    {"attr", "bs4", "cv2", "freezegun", "hypothesis", "jax", "matplotlib", "mock", "networkx", "nose"}
+    {
+        "attr",
+        "bs4",
+        "cv2",
+        "freezegun",
+        "hypothesis",
+        "jax",
+        "matplotlib",
+        "mock",
+        "networkx",
+        "nose",
+    }
     | {"nltk", "numpy", "pandas", "parameterized", "PIL", "pydantic", "pytz", "requests", "scipy"}
     | {"seaborn", "sklearn", "sortedcontainers", "sympy", "tensorflow", "torch", "yaml"}
 )
@@ -171,9 +182,11 @@ class Program:
     def exception(self, number: int, name: str, bases: tuple[Any, ...]) -> type[BaseException]:
         """A class of this process that stands for one of the program's exceptions."""
         if number not in self._exceptions:
-            if not bases or not all(isinstance(b, type) and issubclass(b, BaseException) for b in bases):
+            if not bases or not all(
+                isinstance(b, type) and issubclass(b, BaseException) for b in bases
+            ):
                 raise pickle.UnpicklingError(name)
-            self._exceptions[number] = _Sealed(name, bases, {})
+            self._exceptions[number] = _Sealed(name, bases, {})  # type: ignore[assignment]
         return self._exceptions[number]
 
     def _loss(self, why: str) -> ProgramFailed:
@@ -297,7 +310,9 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if kind.__name__ not in PLAIN.get(kind.__module__, ()):
             if failure or kind in (Thing, types.CoroutineType) or _is_method(value):
-                raise _OfProgram(f"a test got a {kind.__name__} of the program's, and hands it back")
+                raise _OfProgram(
+                    f"a test got a {kind.__name__} of the program's, and hands it back"
+                )
             raise pickle.PicklingError(f"a test hands the program a {kind.__name__}")
         return NotImplemented
 

@@ -18,7 +18,6 @@ from storage.objects.digests import canonical
 from storage.objects.json_values import Row
 from storage.prompts.source import PromptSource, check_rows, plain_row
 
-
 MOST_ROWS = 2**22  # that are kept in memory; a function that gives more is taken for endless
 _SECOND = 1.0  # beyond the deadline, for one that looks at it between two rows
 

@@ -12,9 +12,9 @@ from configs.data import DataConfig, FileSource
 from configs.rewards import RewardsConfig, UnitTestsReward
 from configs.sandbox import ContainerSandbox, ProcessSandbox
 from engines.rewards.checks import check_rewards
+from engines.rewards.row_tests import tests_of as all_tests_of
 from engines.rewards.runner import RewardRunner, deadline
 from engines.rewards.unit_tests import UnitTestScorer, program_of
-from engines.rewards.row_tests import tests_of as all_tests_of
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import WORK, Executed, SandboxFailed
 from storage.prompts.datasets import open_source
@@ -280,7 +280,6 @@ FORGERIES |= {
 
 FORGED_TESTS = [
     "found = f(1)\nassert found == [1, 2, 3]",
-    "assert len(f(1)) == 3",
     "assert json.dumps(f(1)) == '[1, 2, 3]'",
     "import math\nassert math.isclose(f(1)[0], 1) and len(f(1)) == 3 and isinstance(f(1), list)",
 ]
@@ -305,9 +304,19 @@ def test_no_program_makes_up_its_results(name: str, sandboxes: None) -> None:
     assert None not in results(FORGERIES[name], FORGED_FORMS, reward)
 
 
+def test_built_ins_that_a_program_sends_are_not_a_tests(sandboxes: None) -> None:
+    length = ["assert len(f(1)) == 3"]
+    assert results(FORGERIES["built-ins of its own"], length) != [None]
+    assert results("def f(x): return [x] * 3", length) == [None]
+
+
 def test_a_test_that_catches_the_loss_of_its_program_has_not_passed(sandboxes: None) -> None:
-    catches = ["try:\n    found = f(1)\nexcept Exception:\n    found = 1\nexcept BaseException: found = 1\nassert found == 1"]
-    raises = ["import pytest\ndef test_a():\n    assert g() == 1\n    with pytest.raises(Exception):\n        f(1)\n"]
+    catches = [
+        "try:\n    found = f(1)\nexcept Exception:\n    found = 1\nexcept BaseException: found = 1\nassert found == 1"
+    ]
+    raises = [
+        "import pytest\ndef test_a():\n    assert g() == 1\n    with pytest.raises(Exception):\n        f(1)\n"
+    ]
     lost = "import os\ndef f(x): os._exit(0)\ndef g(): return 1"
     hangs = "def f(x):\n    while True: pass\ndef g(): return 1"
     for program in (lost, hangs):
@@ -326,7 +335,7 @@ def test_what_a_program_made_is_no_fault_of_a_test_that_hands_it_back(sandboxes:
 
 
 def test_an_honest_program_passes_the_same_tests(sandboxes: None) -> None:
-    assert results("def f(x): return [1, 2, 3]", FORGED_TESTS) == [None] * 4
+    assert results("def f(x): return [1, 2, 3]", FORGED_TESTS) == [None] * 3
     printed = [{"input": "", "output": "right"}]
     assert results("print('right')", printed) == [None]
     assert None not in results(FORGERIES["other descriptors"], printed)
