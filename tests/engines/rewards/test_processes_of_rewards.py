@@ -58,11 +58,14 @@ class Game:
 # A name that is no identifier, one of Python's own modules, and one of ours.
 @pytest.mark.parametrize("base", ["starts.py", "my-starts.v2.py", "types.py", "engines.py"])
 @pytest.mark.parametrize("start", ["spawn", "forkserver", "fork", "executor", "joblib"])
-def test_a_reward_may_start_processes(tmp_path: Path, base: str, start: str) -> None:
+def test_a_reward_may_start_processes(
+    tmp_path: Path, base: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if base != "starts.py" and start not in ("spawn", "joblib"):
         return
     if start == "joblib" and (find_spec("joblib") is None or base == "types.py"):
         return  # joblib's processes import types from the first folder that has it
+    monkeypatch.setenv("JOBLIB_TEMP_FOLDER", str(tmp_path))  # a reward's process is killed
     file = tmp_path / base
     file.write_text(STARTS)
     rewards = RewardsConfig(functions=(FunctionReward(path=f"{file}:{start}"),), timeout=30)
