@@ -73,6 +73,9 @@ class FunctionSource(Settings):
     params: dict[str, int | float | bool | str] = Field(
         default_factory=dict, description="Keyword arguments of the call."
     )
+    timeout: float = Field(
+        120.0, gt=0, description="Deadline of the call, until its last row, in seconds."
+    )
 
 
 Source = Annotated[

@@ -10,7 +10,10 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
+import stat
 import sys
+import tempfile
 import traceback
 from collections.abc import Collection
 from operator import attrgetter
@@ -21,10 +24,10 @@ from typing import Any
 def imported(path: str) -> Any:
     """The object at an import path; ValueError, in one sentence, if there is none.
 
-    A file is loaded by its location, once in a process, under a name that no other module has. Its
-    folder is put at the end of sys.path: what it imports by the name of a loaded module is that
-    module, here Refrain's own `configs` and the like. A reward process lets the folder come first
-    (engines/rewards/child.py).
+    A file is loaded by its location, once in a process, under a name that no other module has, and
+    that processes which this one starts can import. Its folder is put at the end of sys.path: what it
+    imports by the name of a loaded module is that module, here Refrain's own `configs` and the like.
+    A reward process lets the folder come first (engines/rewards/child.py).
     """
     place, _, name = path.rpartition(":")
     if not place or not name:
@@ -69,11 +72,13 @@ def _file_module(file: str) -> ModuleType:
     """The module that a file holds, loaded at the first call."""
     file = os.path.abspath(file)
     folder, base = os.path.split(file)
-    name = f"file_{hashlib.sha256(file.encode()).hexdigest()[:8]}_{base.removesuffix('.py')}"
+    stem = re.sub(r"\W", "_", base.removesuffix(".py"))
+    name = f"file_{hashlib.sha256(file.encode()).hexdigest()[:8]}_{stem}"
     if name in sys.modules:
         return sys.modules[name]
-    if folder not in sys.path:
-        sys.path.append(folder)
+    for place in (folder, _offered(name, file)):
+        if place not in sys.path:
+            sys.path.append(place)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -83,6 +88,30 @@ def _file_module(file: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _offered(name: str, file: str) -> str:
+    """A folder in which the name of a file's module leads to the file.
+
+    Processes that this one starts afresh, as multiprocessing does by `spawn`, get its sys.path, and
+    functions by the name of their module.
+    """
+    folder = os.path.join(tempfile.gettempdir(), f"refrain-files-{os.getuid()}")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    status = os.lstat(folder)
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o22:
+        folder = tempfile.mkdtemp(prefix="refrain-files-")  # that one is somebody else's
+    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as made:
+        made.write(_OFFER.format(file=file))
+    os.replace(made.name, os.path.join(folder, f"{name}.py"))
+    return folder
+
+
+_OFFER = """import importlib.util, sys
+spec = importlib.util.spec_from_file_location(__name__, {file!r})
+module = sys.modules[__name__] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+"""
 
 
 def described(error: BaseException, most: int = 500, ours: Collection[str] = (__file__,)) -> str:

@@ -18,6 +18,7 @@ from engines.processes.bounded import bounded
 from engines.processes.certificates import Certificates, certificates_for
 from engines.processes.node import NodePlan, WorkerPlan
 from engines.processes.node_process import NodeProcess
+from engines.processes.process_setup import check_shared_memory
 from engines.workers.cluster import ASK_TIMEOUT, Cluster, RemoteWorkers
 from engines.workers.host import HOST, EngineHost
 from engines.workers.membership import TellsOfWorkers, allowed_failures
@@ -102,6 +103,7 @@ def check_cluster(config: ClusterConfig) -> str:
         for pool, pools in config.pools.items()
     )
     if config.kind == "local":
+        check_shared_memory()
         place_local(config.pools)
         here = this_node()
         wanted += f" on this machine's {here.cores} cores and {len(here.gpus)} GPUs"
@@ -118,6 +120,7 @@ def _start_local(
     preload: Sequence[str],
 ) -> Started:
     """Start scheduler and workers on this machine."""
+    check_shared_memory()
     plan = NodePlan(
         no_workers_timeout=config.no_workers_timeout,
         workers=tuple(

@@ -16,9 +16,9 @@ import inspect
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from configs.imports import described
@@ -35,6 +35,7 @@ from engines.environments.contract import Given, Loaded, NotAllowed, digest_of
 from engines.environments.protocol import Ready, Start, Tokens, ToolCall
 from engines.processes.user_code import shortened
 
+BLOCKED_SECONDS = 5.0  # in which the event loop of agents takes up another, or is blocked
 _STACK = 2**21  # bytes of the stack of a thread, of which each episode has two
 
 
@@ -65,7 +66,7 @@ class _End:
     """The agent's function has returned or raised."""
 
     result: Any
-    error: Exception | None
+    error: BaseException | None
 
 
 @dataclass(slots=True)
@@ -202,7 +203,7 @@ class AgentAdapter:
         try:
             result = self._agent(**arguments)
             if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
+                result = _loop.run(result)
             self._session.events.put(_End(result, None))
         except BaseException as error:  # of a user's code: any, sys.exit too
             if not isinstance(error, Exception):
@@ -241,7 +242,58 @@ def _plain_number(result: Any) -> Any:
     return float(result) if isinstance(result, bool) else result
 
 
-async def _awaited(result: Any) -> Any:
+class _Loop:
+    """The event loop of all agents of this process, so that a client which they share stays usable.
+
+    An agent may block it, with a client that is not asynchronous. It waits for its turn then, which
+    would never come: other agents would wait for the loop. From the first time on each has its own.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked = False
+        self._lock = threading.Lock()
+
+    def run(self, result: Awaitable[Any]) -> Any:
+        """What it comes to; raises what it raises. Called in the agent's own thread."""
+        if self._blocked:
+            return asyncio.run(_awaited(result))
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+                thread.start()
+        begun = threading.Lock()  # held by the thread that goes on with it
+        ended: SimpleQueue[_End | None] = SimpleQueue()
+
+        async def outcome() -> None:
+            if not begun.acquire(blocking=False):
+                return
+            ended.put(None)
+            try:
+                ended.put(_End(await result, None))
+            except BaseException as error:  # sys.exit would end the loop
+                ended.put(_End(None, error))
+
+        asyncio.run_coroutine_threadsafe(outcome(), self._loop)
+        try:
+            ended.get(timeout=BLOCKED_SECONDS)
+        except Empty:
+            if begun.acquire(blocking=False):
+                self._blocked = True
+                return asyncio.run(_awaited(result))
+            ended.get()
+        end = ended.get()
+        assert end is not None
+        if end.error is not None:
+            raise end.error
+        return end.result
+
+
+_loop = _Loop()
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 

@@ -67,7 +67,7 @@ def main(socket: int, owner: int, dump: int) -> None:
 
     `dump`: file descriptor that gets the stacks at a crash in native code, and at SIGUSR1.
     """
-    begin(owner, dump)
+    begin(owner, dump, "refrain environment")
     with Connection(socket) as connection:
         start = unpacked(connection.recv())
         assert isinstance(start, Start)

@@ -8,6 +8,7 @@ torch nor the caller's main module, and dies with its owner.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -25,6 +26,8 @@ from typing import Any, Generic, TypeVar
 
 from engines.failures import InfrastructureError
 from engines.processes.child_messages import Broken, Packed, packed
+
+logger = logging.getLogger(__name__)
 
 DUMP_SECONDS = 0.05  # between looks at the stacks that a process writes before it is killed
 LONGEST_DUMP = 2.0  # seconds until it has begun to: it may wait for a processor, or be stopped
@@ -69,8 +72,11 @@ class Program:
     python: str | None = None
     environ: Mapping[str, str] = field(default_factory=dict)  # environment variables besides ours
 
-    def command(self, arguments: str) -> list[str]:
-        """Of a fresh interpreter that calls `main` with these arguments, in Python."""
+    def command(self, arguments: str, title: str) -> list[str]:
+        """Of a fresh interpreter that calls `main` with these arguments, in Python.
+
+        title: what `ps` shows of it first.
+        """
         module, _, name = self.main.rpartition(":")
         load = f"from {module} import {name}"
         if self.python is None:
@@ -79,7 +85,7 @@ class Program:
             # Only while ours is loaded: the folder may be the packages of this interpreter, which
             # must not stand in for what the other one lacks.
             load = f"sys.path.insert(0, {ROOT!r}); {load}; sys.path.remove({ROOT!r})"
-        program = f"import sys; {load}; {name}({arguments})"
+        program = f"{title!r}; import sys; {load}; {name}({arguments})"
         python = self.python or sys.executable
         return [python, "-W", "ignore::SyntaxWarning", "-c", program]
 
@@ -115,6 +121,7 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         self._unpack = unpack
         self._start_seconds = start_seconds
         self._closed = False
+        self.losses = 0  # how often its process ended by itself, and was started anew
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -143,6 +150,7 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
             except (EOFError, OSError):
                 end = self._end(grace=1.0)
                 self.check_open()  # then it is the owner who ended it
+                self._lost(end)
                 raise ProcessDied(f"its process {end}", self._stacks()) from None
 
     def check_open(self) -> None:
@@ -171,13 +179,14 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
     def _ensure_started(self) -> ReadyT:
         self.check_open()
         if self._connection is not None and self._connection.poll(0):
-            self._end()  # nothing is due to arrive: the other end has closed
+            # Nothing is due to arrive: the other end has closed.
+            self._lost(f"{self._end(grace=1.0)} between two calls")
         if self._ready is not None:
             return self._ready
         try:
             return self._start()
-        except ProcessDied:  # killed from outside, perhaps: one more try tells
-            pass
+        except ProcessDied as error:  # killed from outside, perhaps: one more try tells
+            self._lost(str(error).removeprefix("its process "))
         try:
             return self._start()
         except ProcessDied as error:
@@ -185,8 +194,17 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
                 f"While the {self._called} was loaded, {error}.\n{error.stacks}".rstrip()
             ) from None
 
+    def _lost(self, end: str) -> None:
+        """Leave a trace of a process that ended by itself: what follows is tried again."""
+        self.losses += 1
+        logger.warning(
+            "The process of the %s %s; it is started anew (%d so far).",
+            *(self._called, end, self.losses),
+        )
+
     def _start(self) -> ReadyT:
-        spawned = _starter.submit(_spawn, self._program, self._dump.fileno())
+        title = f"refrain: {self._called}"
+        spawned = _starter.submit(_spawn, self._program, title, self._dump.fileno())
         self._process, self._connection = spawned.result()
         try:
             answer = self._exchange(self._first, self._start_seconds)
@@ -271,11 +289,11 @@ class ChildProcess(Generic[ReadyT, CallT, ReplyT]):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-def _spawn(program: Program, dump: int) -> tuple[subprocess.Popen[bytes], Connection]:
+def _spawn(program: Program, title: str, dump: int) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            program.command(f"{theirs.fileno()}, {os.getpid()}, {dump}"),
+            program.command(f"{theirs.fileno()}, {os.getpid()}, {dump}", title),
             pass_fds=[theirs.fileno(), dump],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

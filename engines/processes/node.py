@@ -38,7 +38,7 @@ from pydantic import BaseModel, ConfigDict
 from engines.processes import dask_settings
 from engines.processes.certificates import Certificates
 from engines.processes.parent_death import adopt_orphans, wake_at_parents_death
-from engines.processes.process_setup import keep_temporary_files_in
+from engines.processes.process_setup import keep_temporary_files_in, name_in_ps
 from engines.processes.process_tree import descendants, kill_all
 
 LOOPBACK = "127.0.0.1"
@@ -224,6 +224,7 @@ def main() -> None:
     """Serve until the flow process ends. The argument, if any, is the cluster's scratch folder."""
     scratch = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="refrain-")
     keep_temporary_files_in(scratch)
+    name_in_ps("refrain node")
     adopt_orphans()
     wake_at_parents_death()  # to see it, and end
     # Not inherited, unlike standard output, which is everybody's from here on, for people to read.

@@ -34,6 +34,7 @@ C_LIBRARIES = {  # environment variables that glibc and libgomp read when a proc
     "GOMP_SPINCOUNT": "1000",
 }
 
+LEAST_SHARED = 1  # MiB that have to be free in /dev/shm
 COLLECT_EVERY = 20_000  # new objects between looks for reference cycles in a flow process
 LONGEST = 64  # characters of the folder; the path of a socket, vLLM's too, has room for 107
 LASTING = "REFRAIN_LASTING"  # environment variable: where temporary files would be otherwise
@@ -74,6 +75,30 @@ def keep_temporary_files_in(folder: str) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{lasting}/torchinductor_{os.getuid()}")
     if len(folder) <= LONGEST:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
+def check_shared_memory(folder: str = "/dev/shm") -> None:
+    """ValueError, one sentence, where processes could share no memory and no locks.
+
+    Python's and torch's lie in files there, and a process that cannot make them ends at its start.
+    """
+    try:
+        status = os.statvfs(folder)
+    except FileNotFoundError:  # another system than Linux
+        return
+    free, all = (count * status.f_frsize / 2**20 for count in (status.f_bavail, status.f_blocks))
+    if all and free < LEAST_SHARED:
+        raise ValueError(
+            f"Shared memory on {os.uname().nodename} is full: {folder} has {free:.3g} MiB free of "
+            f"{all:.3g}, and worker processes need {LEAST_SHARED} to start. Remove the files in it "
+            "that nobody uses, or make it larger (docker run --shm-size, mount -o remount,size=…)."
+        )
+
+
+def name_in_ps(name: str) -> None:
+    """Have `ps` and `top` show a name for this process, 15 bytes of it (Linux)."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "wb") as file:
+        file.write(name.encode()[:15])
 
 
 def lasting_folder() -> Path:

@@ -21,18 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from engines.processes.parent_death import die_with_parent
+from engines.processes.process_setup import name_in_ps
 
 OURS = ("configs", "engines")  # packages that are loaded when a user's file comes
 _TRACE_CHARACTERS = 8000  # of a traceback; its end tells most
 
 
-def begin(owner: int, dump: int) -> None:
+def begin(owner: int, dump: int, name: str = "refrain code") -> None:
     """Prepare this process for a user's code.
 
     Args:
         owner: pid of the process that started it, with which it dies.
         dump: file descriptor that gets the stacks at a crash in native code, and at SIGUSR1.
+        name: that `ps` and `top` show.
     """
+    name_in_ps(name)
     die_with_parent(owner)
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump)

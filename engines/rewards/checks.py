@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 
 from configs.data import DataConfig, ReasoningGymSource
@@ -18,9 +19,16 @@ from configs.rewards import (
 )
 from engines.rewards.judge import check_judge
 from engines.rewards.judge_rubric import read_rubric
+from engines.rewards.row_tests import tests_of
 from engines.rewards.runner import RewardRunner
+from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
 from engines.sandboxes.opening import prove
 from storage.prompts.source import PromptSource
+
+logger = logging.getLogger(__name__)
+
+TESTED_ROWS = 256  # first rows whose tests are looked at
+RUN_ROWS = 4  # of them, those whose tests are run
 
 
 def check_rewards(
@@ -54,6 +62,7 @@ def check_rewards(
     for position, reward in enumerate(rewards.functions):
         if isinstance(reward, UnitTestsReward):
             prove(reward.sandbox, f"rewards.functions.{position}.sandbox")
+            check_tests(reward, source)
     here = (
         MathReward,
         ChoiceReward,
@@ -72,6 +81,29 @@ def check_rewards(
     for reward in judges:  # last: a request costs something
         if isinstance(reward, JudgeReward):
             check_judge(reward)
+
+
+def check_tests(reward: UnitTestsReward, source: PromptSource) -> None:
+    """Whether the first rows have unit tests, and the first of all, run, judge a program.
+
+    ValueError, one sentence, for the first row that has none.
+    """
+    scorer = UnitTestScorer(reward)
+    for number, row in enumerate(source.rows(range(min(TESTED_ROWS, len(source))))):
+        try:
+            if number >= RUN_ROWS:
+                tests_of(reward, row)
+            elif not scorer.judges(row):
+                logger.warning(
+                    "Row %d of %s: %s. No sample of it will have a reward of %s.",
+                    *(number, source.name, NO_JUDGE, reward.label),
+                )
+        except ValueError as error:
+            raise ValueError(
+                f"Row {number} of {source.name} cannot be scored by the reward {reward.label}: "
+                f"{str(error).rstrip('.')}. Leave the row out, or mend the column "
+                f"{reward.tests_column} (docs/code.md has the forms of tests)."
+            ) from None
 
 
 def _check_functions(

@@ -14,6 +14,27 @@ import types
 from typing import IO, Any, NoReturn
 
 
+def array_id(value: Any) -> tuple[Any, ...] | None:
+    """An array or a number of numpy as plain values; None for what is neither."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return None
+    if type(value).__module__ != "numpy" or value.dtype.kind not in "biufc":
+        return None
+    shape = value.shape if isinstance(value, numpy.ndarray) else None
+    return ("array", value.dtype.str, shape, value.tobytes())
+
+
+def array_of(dtype: str, shape: tuple[int, ...] | None, data: bytes) -> Any:
+    """What `array_id` was made of; ValueError where it is no array of numbers."""
+    import numpy
+
+    if len(dtype) < 3 or dtype[1] not in "biufc":
+        raise ValueError(dtype)
+    flat = numpy.frombuffer(data, dtype).copy()
+    return flat[0] if shape is None else flat.reshape(shape)
+
+
 class Pickler(pickle.Pickler):
     """Writes plain data, and numbers for everything else."""
 
@@ -21,13 +42,29 @@ class Pickler(pickle.Pickler):
         super().__init__(file, 4)
         self._plain, self._things = plain, things
 
-    def persistent_id(self, value: Any) -> int | None:
-        """The number of what stays in this process."""
+    def persistent_id(self, value: Any) -> int | tuple[Any, ...] | None:
+        """The number of what stays in this process, with what the other side makes of it.
+
+        A coroutine is one there too, and a class of exceptions has one that stands for it.
+        """
         kind = value if type(value) is type else type(value)
         if value is None or kind in (bool, int, float, complex, str, bytes):
             return None
         if kind.__name__ in self._plain.get(kind.__module__, ()):
             return None
+        if isinstance(value, type) and issubclass(value, BaseException):
+            if value.__module__ == "builtins":
+                return ("built-in", value.__name__)
+            bases = tuple(b for b in value.__bases__ if issubclass(b, BaseException))
+            return ("exception", self._number(value), value.__name__, bases)
+        if type(value) is types.CoroutineType:
+            return ("coroutine", self._number(value))
+        return array_id(value) or self._number(value)
+
+    def _number(self, value: Any) -> int:
+        for number, thing in enumerate(self._things if isinstance(value, type) else ()):
+            if thing is value:
+                return number
         self._things.append(value)
         return len(self._things) - 1
 
@@ -40,7 +77,9 @@ class Unpickler(pickle.Unpickler):
         self._things = things
 
     def persistent_load(self, number: Any) -> Any:
-        """What stayed in this process."""
+        """What stayed in this process, or an array."""
+        if isinstance(number, tuple):
+            return array_of(*number[1:])
         return self._things[number]
 
 
@@ -58,8 +97,7 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
         answers.flush()
 
     def told(error: BaseException) -> None:
-        kind = next(k for k in type(error).__mro__ if k.__module__ == "builtins")
-        answer("raised", kind.__name__, str(error)[:300])
+        answer("raised", type(error), str(error)[:300])
 
     module = sys.modules["program"] = types.ModuleType("program")
     try:
@@ -69,6 +107,7 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
     except BaseException as error:
         told(error)
         os._exit(1)
+    loop: Any = None  # one for all that is awaited
     while True:
         what, thing, name, arguments, named = Unpickler(orders, things).load()
         try:
@@ -81,6 +120,13 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
                     answer("gave", list(thing), (), {})
                 case "item":
                     answer("gave", thing[arguments[0]], (), {})
+                case "next":
+                    answer("gave", next(thing), (), {})
+                case "await":
+                    import asyncio
+
+                    loop = loop or asyncio.new_event_loop()
+                    answer("gave", loop.run_until_complete(thing), (), {})
                 case "length":
                     answer("gave", len(thing), (), {})
         except BaseException as error:

@@ -21,6 +21,7 @@ import distributed.worker  # noqa: E402
 
 import engines.workers.on_worker  # noqa: E402, F401
 from engines.processes.parent_death import die_with_parent  # noqa: E402
+from engines.processes.process_setup import name_in_ps  # noqa: E402
 
 die_with_parent()
 
@@ -32,6 +33,7 @@ def dask_setup(worker: distributed.worker.Worker) -> None:
     """
     gc.freeze()
     gc.enable()
+    name_in_ps(f"refrain {worker.name}")
     if "torch" not in sys.modules:  # then it reads them itself
         return
     import torch

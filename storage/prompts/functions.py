@@ -7,13 +7,25 @@ So it has to return the same rows in the same order each time; their digest says
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 
 from configs.data import FunctionSource
 from configs.imports import described, imported
 from storage.objects.digests import canonical
 from storage.objects.json_values import Row
 from storage.prompts.source import PromptSource, check_rows, plain_row
+
+MOST_ROWS = 2**22  # that are kept in memory; a function that gives more is taken for endless
+_SECOND = 1.0  # beyond the deadline, for one that looks at it between two rows
+
+
+class _Endless(Exception):
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.rows = rows
 
 
 class FunctionRows(PromptSource):
@@ -56,12 +68,43 @@ class FunctionRows(PromptSource):
             function = imported(config.path)
         except ValueError as error:
             raise ValueError(f"data.source.path: {error}.") from error
+        outcome: Future[list[object]] = Future()
+        give_up = time.monotonic() + config.timeout
+
+        def call() -> None:
+            rows: list[object] = []
+            try:
+                for row in function(**config.params):
+                    rows.append(row)
+                    if len(rows) > MOST_ROWS or time.monotonic() > give_up:
+                        return
+                outcome.set_result(rows)
+            except BaseException as error:  # raised in the caller's thread
+                outcome.set_exception(error)
+            finally:
+                if not outcome.done():
+                    outcome.set_exception(_Endless(len(rows)))
+
+        threading.Thread(target=call, name="rows", daemon=True).start()
         try:
-            return list(function(**config.params))
-        except Exception as error:  # the user's own lines ran: any error may come out
+            return outcome.result(config.timeout + _SECOND)
+        except (_Endless, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and outcome.done():
+                raise self._gave_none(config, error) from error  # its own
+            rows = f" {error.rows} rows and" if isinstance(error, _Endless) else ""
             raise ValueError(
-                f"data.source.path is {config.path}, which gave no rows: {described(error)}"
-            ) from error
+                f"data.source.path is {config.path}, which gave{rows} no end of them within "
+                f"{config.timeout:g} s and {MOST_ROWS} rows. Let it end, or set data.source.timeout "
+                "higher."
+            ) from None
+        except Exception as error:  # the user's own lines ran: any error may come out
+            raise self._gave_none(config, error) from error
+
+    @staticmethod
+    def _gave_none(config: FunctionSource, error: Exception) -> ValueError:
+        return ValueError(
+            f"data.source.path is {config.path}, which gave no rows: {described(error)}"
+        )
 
     def _row(self, index: int, row: object) -> Row:
         if not isinstance(row, Mapping):

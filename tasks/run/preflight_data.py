@@ -20,7 +20,7 @@ from engines.encoders.encoder import check_images
 from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
-from engines.rewards.checks import check_rewards
+from engines.rewards.checks import check_rewards, check_tests
 from engines.rewards.judge import check_local_judge
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
@@ -179,6 +179,7 @@ def _check_rewards_of_run(config: GRPOConfig, suite: Suite, source: PromptSource
             source.check_columns(read_rubric(reward.rubric).columns)
         elif isinstance(reward, UnitTestsReward):
             source.check_columns(reward.columns)
+            check_tests(reward, source)
         elif isinstance(reward, ReasoningGymReward):
             same = isinstance(held_out, ReasoningGymSource) and (
                 isinstance(trained, ReasoningGymSource) and held_out.task == trained.task

@@ -49,6 +49,26 @@ async def waits(base_url, api_key, **row):
     return answer.json()["choices"][0]["message"]["content"] == "yes"
 
 
+SHARED = []
+
+
+async def shares(base_url, api_key, **row):
+    if not SHARED:
+        SHARED.append(httpx.AsyncClient())
+    headers = {"Authorization": f"Bearer {api_key}"}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    url = f"{base_url}/chat/completions"
+    answer = await SHARED[0].post(url, json=body, headers=headers, timeout=30)
+    said = answer.json()["choices"][0]["message"]["content"]
+    if said == "leave":
+        raise SystemExit(3)
+    return float(said)
+
+
+async def blocks(base_url, api_key, **row):
+    return float(ask(base_url, api_key, [{"role": "user", "content": "hi"}])["content"])
+
+
 def uses_tools(base_url, api_key, **row):
     chat = [{"role": "user", "content": "2 and 3?"}]
     while True:
@@ -186,6 +206,25 @@ def test_an_agent_may_be_async(play: Playing) -> None:
     environments = play("waits")
     episode = begin(environments)
     assert episode.act(environments, "yes", ()) == Outcome(reward=1.0, done=True)
+
+
+def test_async_agents_share_a_client_and_its_event_loop(play: Playing) -> None:
+    environments = play("shares")
+    for number in range(4):
+        episode = begin(environments, str(number))
+        assert episode.act(environments, str(number), ()).reward == number
+    first, second = begin(environments, "first"), begin(environments, "second")
+    left = first.act(environments, "leave", ())
+    assert left.failed is not None and "left by SystemExit" in left.failed
+    assert second.act(environments, "5", ()).reward == 5.0
+    assert begin(environments, "last").act(environments, "6", ()).reward == 6.0
+
+
+def test_an_async_agent_that_blocks_its_loop_keeps_nobody_waiting(play: Playing) -> None:
+    environments = play("blocks")
+    episodes = [begin(environments, str(number)) for number in range(3)]
+    for number in (2, 0, 1):
+        assert episodes[number].act(environments, str(number), ()).reward == number
 
 
 def test_tools_are_called(play: Playing) -> None:

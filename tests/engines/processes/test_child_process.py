@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from engines.processes.child_messages import Packed, by_name, packed, unpacked
-from engines.processes.child_process import CallTimedOut, ChildProcess, Program
+from engines.processes.child_process import CallTimedOut, ChildProcess, ProcessDied, Program
 from engines.processes.user_code import begin
 
 
@@ -55,3 +55,25 @@ def test_stacks_of_a_call_that_hangs(busy: float) -> None:
     assert "where_it_hangs" in found.value.stacks
     assert not child.is_running()
     process.close()
+
+
+def test_a_process_that_somebody_kills_leaves_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    process: ChildProcess[Message, Message, Message] = ChildProcess(
+        "code 'a'\"b", Program(main=f"{__name__}:main"), None, unpack
+    )
+    child = psutil.Process(process.start().pid)
+    assert child.name() == "refrain code"
+    assert any("refrain: code" in word for word in child.cmdline())
+    child.kill()
+    while child.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    again = process.start().pid  # between two calls
+    assert again != child.pid and process.losses == 1
+    Timer(0.5, psutil.Process(again).kill).start()
+    with pytest.raises(ProcessDied):  # in the middle of one
+        process.call(Message(), 30.0)
+    process.stop()  # by its owner
+    process.close()
+    first, second = [record.message for record in caplog.records]
+    assert "was killed by SIGKILL between two calls; it is started anew (1 so far)" in first
+    assert "was killed by SIGKILL; it is started anew (2 so far)" in second

@@ -12,9 +12,9 @@ from configs.data import DataConfig, FileSource
 from configs.rewards import RewardsConfig, UnitTestsReward
 from configs.sandbox import ContainerSandbox, ProcessSandbox
 from engines.rewards.checks import check_rewards
+from engines.rewards.row_tests import tests_of as all_tests_of
 from engines.rewards.runner import RewardRunner, deadline
 from engines.rewards.unit_tests import UnitTestScorer, program_of
-from engines.rewards.unit_tests import tests_of as all_tests_of
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import WORK, Executed, SandboxFailed
 from storage.prompts.datasets import open_source
@@ -209,6 +209,75 @@ FORGERIES = {
 }
 
 
+FORGERIES |= {
+    "a skip": "import unittest\ndef f(x): raise unittest.SkipTest('x')\n",
+    "a skip of pytest": "class Skipped(BaseException): pass\nSkipped.__module__ = 'builtins'\ndef f(x): raise Skipped\n",
+    "the end of what is iterated": "def f(x): raise StopIteration",
+    "asserts of unittest": (
+        "import unittest\nfor name in dir(unittest.TestCase):\n"
+        "    if name.startswith('assert'): setattr(unittest.TestCase, name, lambda *a, **k: None)\n"
+        "unittest.main = lambda *a, **k: None\ndef f(x): return []"
+    ),
+    "a module of tests": (
+        "import sys, types\nsys.modules['pytest'] = sys.modules['unittest'] = types.ModuleType('x')\n"
+        "class unittest:\n    class TestCase: pass\nclass pytest: pass\ndef f(x): return []"
+    ),
+    "an end at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
+    "an end in a thread": "import os, threading\nthreading.Timer(0.01, os._exit, (0,)).start()\ndef f(x):\n    while True: pass",
+    "closed descriptors": "import os\nos.closerange(3, 256)\ndef f(x): return [1, 2, 3]",
+    "its process stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\ndef f(x): return [1, 2, 3]",
+    "its caller stopped": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\ndef f(x): return [1, 2, 3]",
+    "all processes ended": "import os\nos.kill(-1, 9)",
+    "all memory": "kept = []\nwhile True: kept.append(b'x' * 2**24)",
+    "all of the disk": (
+        "import os\nfor name in range(9):\n"
+        "    try: open(f'/tmp/{name}', 'wb').write(b'x' * 2**24)\n"
+        "    except OSError: pass\n"
+    ),
+    "all processes": (
+        "import os, time\n"
+        "while True:\n"
+        "    try:\n        if os.fork() == 0: os.setsid(); time.sleep(60)\n"
+        "    except OSError: break\n"
+    ),
+    "a lambda back": "def f(x): return lambda *a: [1, 2, 3]",
+    "a coroutine": "async def f(x): return [1, 2, 3]",
+    "text that is no text": "def f(x): raise ValueError('\\ud800\\x00\\n{\"passed\": true}')",
+}
+
+# What programs write to their descriptors in place of the answers that they owe.
+WRITES = (
+    "import io, os, pickle\n"
+    "def equal(*a): return True\n"  # the first thing of the program: number 0
+    "class Pickler(pickle.Pickler):\n"
+    "    def persistent_id(self, value): return 0 if value is equal else None\n"
+    "def write(data):\n"
+    "    for number in range(3, 256):\n"
+    "        try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
+    "        except OSError: pass\n"
+    "def answer(*values):\n"
+    "    made = io.BytesIO()\n"
+    "    Pickler(made, 4).dump(values)\n"
+    "    write(made.getvalue())\n"
+)
+MADE_CLASS = (  # an instance of a class of theirs, which says by number 0 what it equals
+    WRITES + "def f(x):\n"
+    "    kind = b'(\\x8c\\x09exceptionK\\x07\\x8c\\x01E(' + BASE + b'ttQ'\n"
+    "    write(b'\\x80\\x04(\\x8c\\x04gave' + kind + b'N}\\x8c\\x06__eq__K\\x00Qs\\x86b)R(K\\x01t}t.')\n"
+    "    return True\n"
+)
+FORGERIES |= {
+    "built-ins of its own": (
+        WRITES + "answer('loaded', {'f': equal, '__builtins__': {'len': equal}})\n"
+        "answer('gave', 0, (1,), {})\nanswer('gave', 3, (0,), {})\nos.read(0, 0)\n"
+        "import time; time.sleep(9)"
+    ),
+    "a dict of a class of its own": MADE_CLASS.replace("BASE", "b'cbuiltins\\ndict\\n'"),
+    "an error of a class of its own": MADE_CLASS.replace(
+        "BASE", "b'(\\x8c\\x08built-in\\x8c\\x0aValueErrortQ'"
+    ),
+}
+
 FORGED_TESTS = [
     "found = f(1)\nassert found == [1, 2, 3]",
     "assert json.dumps(f(1)) == '[1, 2, 3]'",
@@ -216,9 +285,53 @@ FORGED_TESTS = [
 ]
 
 
+FORGED_FORMS = [
+    "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), [1, 2, 3])\n",
+    "import pytest\nfrom solution import *\n@pytest.mark.parametrize('x', [1])\n"
+    "def test_b(x):\n    for found in map(f, [x]): assert len(found) == 3 and sorted(found) == [1, 2, 3]\n"
+    "    assert list(map(f, [x])) == [[1, 2, 3]]\n",
+    "class TestC:\n    def test_c(self):\n        try: found = f(1)\n        except Exception: found = None\n"
+    "        assert found == [1, 2, 3]\n",
+    "async def test_d():\n    assert f(1) == [1, 2, 3]\n",
+]
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_program_makes_up_its_results(name: str, sandboxes: None) -> None:
-    assert None not in results(FORGERIES[name], FORGED_TESTS)
+    brief = SANDBOX.model_copy(update={"timeout": 8.0})  # for those that stop what tests them
+    reward = SHARE.model_copy(update={"sandbox": brief})
+    assert None not in results(FORGERIES[name], FORGED_TESTS, reward)
+    assert None not in results(FORGERIES[name], FORGED_FORMS, reward)
+
+
+def test_built_ins_that_a_program_sends_are_not_a_tests(sandboxes: None) -> None:
+    length = ["assert len(f(1)) == 3"]
+    assert results(FORGERIES["built-ins of its own"], length) != [None]
+    assert results("def f(x): return [x] * 3", length) == [None]
+
+
+def test_a_test_that_catches_the_loss_of_its_program_has_not_passed(sandboxes: None) -> None:
+    catches = [
+        "try:\n    found = f(1)\nexcept Exception:\n    found = 1\nexcept BaseException: found = 1\nassert found == 1"
+    ]
+    raises = [
+        "import pytest\ndef test_a():\n    assert g() == 1\n    with pytest.raises(Exception):\n        f(1)\n"
+    ]
+    lost = "import os\ndef f(x): os._exit(0)\ndef g(): return 1"
+    hangs = "def f(x):\n    while True: pass\ndef g(): return 1"
+    for program in (lost, hangs):
+        assert results(f"x = 1\n{program}", raises) != [None]
+        assert results(program, ["found = g()", *catches, "assert g() == 1"])[0] is not None
+
+
+def test_what_a_program_made_is_no_fault_of_a_test_that_hands_it_back(sandboxes: None) -> None:
+    back = [
+        "assert g(type(f(1))) == 1", "assert g(f(1).append) == 1", "assert g(f(1)) == 1 and g(iter) == 1",
+        "try: f(1)\nexcept Exception as error: assert g(error) == 1\nelse: assert g(1) == 2",
+    ]  # fmt: skip
+    for made in ("object()", "[]", "f", "g(2)"):
+        program = f"def g(x): raise ValueError\ndef f(x): return {made}"
+        assert None not in results(program, back)
 
 
 def test_an_honest_program_passes_the_same_tests(sandboxes: None) -> None:

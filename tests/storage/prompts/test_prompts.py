@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from configs.data import DataConfig, FileSource, FunctionSource, HubSource, ReasoningGymSource
 from storage.objects.json_values import pack, unpack
+from storage.prompts import functions
 from storage.prompts.cursor import Cursor, Exhausted, draw, epoch_order
 from storage.prompts.datasets import ReasoningGymRows, arrow_digest, open_source
 from storage.prompts.functions import FunctionRows
@@ -484,3 +486,41 @@ def test_what_is_no_source_is_one_sentence(rows_file: str, name: str, said: str)
     with pytest.raises(ValueError, match=said) as refusal:
         open_source(FunctionSource(path=f"{rows_file}:{name}"))
     assert "\n" not in str(refusal.value)
+
+
+ENDLESS = """
+import itertools, time
+def counts(): return ({"question": str(n)} for n in itertools.count())
+def waits():
+    yield {"question": "1"}
+    time.sleep(600)
+def sleeps(): time.sleep(600)
+def slow():
+    while True: yield {"question": "1"}; time.sleep(0.05)
+def times_out(): raise TimeoutError("mine")
+def ends(): return [{"question": "1"}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("counts", "no end of them within 0.5 s and 1000 rows. Let it end, or set"),
+        ("waits", "no end of them within 0.5 s"),
+        ("sleeps", "no end of them within 0.5 s"),
+        ("slow", "no end of them within 0.5 s"),
+        ("times_out", "which gave no rows: TimeoutError: mine"),
+    ],
+)
+def test_a_function_without_end_is_one_sentence(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functions, "MOST_ROWS", 1000)
+    monkeypatch.setattr(functions, "_SECOND", 0.1)
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    source = FunctionSource(path=f"{tmp_path}/endless.py:{name}", timeout=0.5)
+    began = time.monotonic()
+    with pytest.raises(ValueError) as error:
+        FunctionRows(source)
+    assert said in str(error.value) and time.monotonic() - began < 10
+    assert len(FunctionRows(FunctionSource(path=f"{tmp_path}/endless.py:ends"))) == 1

@@ -1,0 +1,157 @@
+"""The tests of a row of the data set, in whichever form its column holds them.
+
+Whether a row has tests is decided here, before any program is looked at: a row without tests judges
+no program, and its samples have no reward.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from configs.rewards import UnitTestsReward
+from engines.rewards.collection import Collected, collected, has_statements, parsed
+from storage.objects.json_values import Row
+
+_LITERAL = ("[", "{", "(", '"', "'")  # how JSON, or Python's text of a value, begins
+
+
+def tests_of(reward: UnitTestsReward, row: Row) -> list[dict[str, Any]]:
+    """A row's tests, as engines/rewards/testing_program.py takes them; ValueError if it has none.
+
+    Five forms, as text of JSON or of Python or as they are:
+
+        "def test_one(): …", a class Test… or TestCase, or asserts      a test for each function
+        "def check(candidate): …"                                      the function
+        ["assert add(1, 2) == 3", …]                                   those of each text
+        {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}                standard input and output
+        [{"input": "1 2\\n", "output": "3\\n"}, …]                       the same
+
+    With "fn_name" beside inputs and outputs, a test calls that function with the values of an input.
+    """
+    column = _value(row.get(reward.tests_column))
+    setup = row.get(reward.setup_column) if reward.setup_column is not None else None
+    before = "\n".join(map(str, setup)) if isinstance(setup, list) else str(setup or "")
+    function = row.get(reward.function_column)
+    name = function if isinstance(function, str) and function.strip() else None
+    tests: list[dict[str, Any]] = []
+    if isinstance(column, str):
+        tests = _of_texts([column], before, name)
+    elif isinstance(column, Mapping):
+        tests = _of_pairs(column)
+    elif isinstance(column, list):
+        tests = _of_list(column, before, name)
+    # A program that prints nothing passes a test that expects nothing.
+    if not any(test["kind"] == "calls" or test["output"] for test in tests):
+        raise ValueError(
+            f"the row's column {reward.tests_column!r} holds no tests: no check of it would run, "
+            "whatever the program"
+        )
+    return tests[: reward.max_tests]
+
+
+def _value(value: object) -> object:
+    """What a text of JSON, or of Python's literals, holds; other values and texts as they are."""
+    while isinstance(value, str) and value.lstrip().startswith(_LITERAL):
+        text = value
+        try:
+            value = json.loads(text)
+        except ValueError:
+            try:
+                value = ast.literal_eval(text.strip())
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                return text
+        if isinstance(value, tuple):
+            value = list(value)
+        if not isinstance(value, (str, list, dict)):
+            return text
+    return value
+
+
+def _of_list(entries: list[Any], before: str, function: str | None) -> list[dict[str, Any]]:
+    entries = [entry for entry in map(_value, entries) if entry is not None]
+    if all(isinstance(entry, str) for entry in entries):
+        return _of_texts(entries, before, function)
+    tests: list[dict[str, Any]] = []
+    for entry in entries:
+        if not isinstance(entry, Mapping) or not {"input", "output"} <= entry.keys():
+            raise ValueError(
+                f"a row's test is neither a text nor has it input and output: {entry!r:.100}"
+            )
+        if entry.get("testtype", "stdin") != "stdin":
+            raise ValueError(f"tests of the kind {entry['testtype']!r} are not known: stdin is")
+        tests.append(_printing(entry["input"], entry["output"]))
+    return tests
+
+
+def _of_texts(texts: list[str], before: str, function: str | None) -> list[dict[str, Any]]:
+    """The tests of each text. One without tests, such as imports, comes before those that follow."""
+    tests: list[dict[str, Any]] = []
+    for text in texts:
+        tree = parsed(text, "tests")
+        found = collected(tree, parsed(before, "setup statements"), function is not None)
+        if not found and has_statements(tree):
+            before = f"{before}\n{text}"
+        tests += [_calling(text, before, one, function) for one in found]
+    return tests
+
+
+def _calling(code: str, setup: str, one: Collected, function: str | None) -> dict[str, Any]:
+    return {
+        "kind": "calls",
+        "code": code,
+        "setup": setup,
+        "function": one.function,
+        "group": one.group,
+        "case": one.case,
+        "argument": function if one.takes_candidate else "",
+    }
+
+
+def _of_pairs(column: Mapping[str, Any]) -> list[dict[str, Any]]:
+    for names in (("inputs", "outputs"), ("input", "output")):
+        if column.keys() >= set(names):
+            inputs, outputs = (_value(column[name]) for name in names)
+            break
+    else:
+        raise ValueError(
+            f"a row's tests are a dict with {', '.join(map(str, column)) or 'nothing'}, and not with "
+            "inputs and outputs"
+        )
+    if names[0] == "input" and not isinstance(inputs, list) and not isinstance(outputs, list):
+        inputs, outputs = [inputs], [outputs]
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError("inputs and outputs of a row's tests are no lists")
+    if len(inputs) != len(outputs):
+        more = "inputs than outputs" if len(inputs) > len(outputs) else "outputs than inputs"
+        raise ValueError(f"a row's tests have more {more}: one list is shorter than the other")
+    name = column.get("fn_name")
+    if not name:
+        return [_printing(*pair) for pair in zip(inputs, outputs, strict=True)]
+    # APPS and TACO wrap each returned value in a list of one, and other sets do not. Where every
+    # output is such a list, either may be meant.
+    wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+    return [_call(name, *pair, wrapped) for pair in zip(inputs, outputs, strict=True)]
+
+
+def _call(name: object, given: object, expected: object, wrapped: bool) -> dict[str, Any]:
+    if not isinstance(name, str) or not name.isidentifier() or not isinstance(given, list):
+        raise ValueError(f"tests of the function {name!r} do not give it a list of arguments")
+    either = " or _found == _expected[0]" if wrapped else ""
+    code = (
+        "def _listed(value):\n"
+        "    return [*map(_listed, value)] if type(value) in (list, tuple) else value\n"
+        "def check(candidate):\n"
+        "    inf, nan = float('inf'), float('nan')\n"  # as JSON has them
+        f"    _given, _expected = {given!r}, {expected!r}\n"
+        "    _found = _listed(candidate(*_given))\n"
+        f"    assert _found == _expected{either}\n"
+    )
+    return _calling(code, "", Collected(function="check", takes_candidate=True), name)
+
+
+def _printing(given: object, expected: object) -> dict[str, Any]:
+    lines = ["\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected)]
+    return {"kind": "output", "input": lines[0], "output": lines[1].strip() and lines[1]}
