@@ -67,4 +67,3 @@ def changes(before: Mapping[str, int], now: Mapping[str, int]) -> list[MeaningCh
         for name, version in now.items()
         if before.get(name, 1) != version
     ]
-

@@ -35,7 +35,7 @@ _IS = r"(?:\s+(?:is|was|(?:should|must|would|will|has\s+to)\s+be)\b\s*:?|\s*[*_`
 _OPTION = r"(?:(?:option|choice|letter)\b\s*)?"
 # A capital is a letter, though not I of "I think"; a small one in brackets or at the end of a line.
 _STATED = (
-    rf"{_OPENING}(?:([A-HJ-Z])\b|(I)\b(?!['’]|\s+[a-z])|(?<=[(*{{])([a-z])(?=[)*}}])"
+    rf"{_OPENING}(?:([A-HJ-Z])\b|(I)\b(?!['\u2019]|\s+[a-z])|(?<=[(*{{])([a-z])(?=[)*}}])"
     rf"|([a-z])(?={_END}(?:\n|$)))"
 )
 # What else tells the letter, the most explicit first.

@@ -18,7 +18,21 @@ from typing import TypeAlias
 from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import parse, verify
-from sympy import Basic, Float, Ge, Gt, I, Integer, Interval, Le, Lt, MatrixBase, Symbol, Tuple, evaluate
+from sympy import (
+    Basic,
+    Float,
+    Ge,
+    Gt,
+    I,
+    Integer,
+    Interval,
+    Le,
+    Lt,
+    MatrixBase,
+    Symbol,
+    Tuple,
+    evaluate,
+)
 from sympy import FiniteSet as SymPyFiniteSet
 
 from engines.rewards.boxes import boxes_of
@@ -46,9 +60,7 @@ _BETWEEN_VALUES = re.compile(
     r"[\s$.\\)(]*(?:[,;]|,?\s*(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)[\s$\\)(]*(?:[A-Za-z]\s*=\s*)?"
 )
 _TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
-_SPACING = re.compile(
-    r"(?<!\\)\\[!,;: ()\[\]]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]"
-)
+_SPACING = re.compile(r"(?<!\\)\\[!,;: ()\[\]]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp"
@@ -56,12 +68,30 @@ _MATHS_WORD = re.compile(rf"and|inf|infinity|{_FUNCTIONS}")
 _ONLY_WORDS = re.compile(r"\(?[^\W\d_][^\d_\\{}$=<>+*/^]*")
 _ANSWER_IS = re.compile(r"answer(?:\s+is)?\s*:?[\s*]*", re.IGNORECASE)
 _NUMERAL = re.compile(r"([-+]?[A-F]*\d[0-9A-F]*)_\{?\(?(\d+)\)?\}?", re.ASCII)
-_BASES = dict(zip("two three four five six seven eight nine ten".split(), range(2, 11), strict=True))
+_BASES = dict(
+    zip(
+        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"],
+        range(2, 11),
+        strict=True,
+    )
+)
 
 # Other ways to write what math-verify reads only in LaTeX.
 _SIGNS = str.maketrans(
-    {"°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "−": "-"}
-    | {"×": r"\times ", "·": r"\cdot ", "∪": r"\cup ", "±": r"\pm ", "∈": r"\in ", "≠": r"\ne "}
+    {
+        "\N{DEGREE SIGN}": r"^\circ ",
+        "\N{GREEK SMALL LETTER PI}": r"\pi ",
+        "\N{INFINITY}": r"\infty ",
+        "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+        "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+        "\N{NOT EQUAL TO}": r"\ne ",
+        "\N{MINUS SIGN}": "-",
+        "\N{PLUS-MINUS SIGN}": r"\pm ",
+        "\N{MULTIPLICATION SIGN}": r"\times ",
+        "\N{MIDDLE DOT}": r"\cdot ",
+        "\N{UNION}": r"\cup ",
+        "\N{ELEMENT OF}": r"\in ",
+    }
 )
 _SPELLINGS = (
     (re.compile(r"\\langle(?![a-z])"), "("),
@@ -184,9 +214,7 @@ def _with_delimiters(text: str) -> str:
 
 def _is_prose(text: str) -> bool:
     """Whether a text without LaTeX has words, and so perhaps a number among them."""
-    return "\\" not in text and any(
-        not _MATHS_WORD.fullmatch(word) for word in _WORD.findall(text)
-    )
+    return "\\" not in text and any(not _MATHS_WORD.fullmatch(word) for word in _WORD.findall(text))
 
 
 def _read(text: str) -> MathValue:
@@ -252,18 +280,11 @@ def _same_value(gold: MathValue, answer: MathValue) -> bool:
         return False
     if bool(_CLOSED_INFINITY.search(gold.text)) != bool(_CLOSED_INFINITY.search(answer.text)):
         return False
+    if not _brackets_agree(gold, answer):
+        return False
     given = answer.value
-    brackets = _bracket(gold.text), _bracket(answer.text)
     if isinstance(gold.value, Tuple | Interval) and isinstance(given, FiniteSet):
-        if brackets[1]:
-            return False
         given = Tuple(*listed(given))  # 3, 4 for the point (3, 4), and in its order
-    elif isinstance(gold.value, SymPyFiniteSet) and isinstance(given, Tuple | Interval):
-        if brackets[0] == "}":
-            return False
-    elif isinstance(gold.value, Tuple) and isinstance(given, Tuple) and all(brackets):
-        if brackets[0] != brackets[1]:
-            return False
     return bool(
         verify(
             gold.value,
@@ -273,6 +294,22 @@ def _same_value(gold: MathValue, answer: MathValue) -> bool:
             timeout_seconds=None,
         )
     )
+
+
+def _brackets_agree(gold: MathValue, answer: MathValue) -> bool:
+    """Whether tuples and sets have the same brackets, which an answer may leave out.
+
+    Those of two intervals are compared as part of them.
+    """
+    wanted, given = _bracket(gold.text), _bracket(answer.text)
+    ordered = Tuple | Interval
+    if isinstance(gold.value, ordered) and isinstance(answer.value, FiniteSet):
+        return not given
+    if isinstance(gold.value, SymPyFiniteSet) and isinstance(answer.value, ordered):
+        return wanted != "}"
+    if isinstance(gold.value, Tuple) and isinstance(answer.value, Tuple):
+        return wanted == given or not (wanted and given)
+    return True
 
 
 def _bracket(text: str) -> str:

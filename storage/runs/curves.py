@@ -52,7 +52,8 @@ def shown(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {
         name: value
         for name, value in metrics.items()
-        if value is not None and (name in SHOWN or name.startswith((STAGE_SECONDS, MEANING_CHANGED)))
+        if value is not None
+        and (name in SHOWN or name.startswith((STAGE_SECONDS, MEANING_CHANGED)))
     }
 
 

@@ -153,7 +153,10 @@ def check_suites(config: GRPOConfig) -> str:
 
 def odd_references(config: GRPOConfig) -> list[str]:
     """Sentences on references that do not score themselves: of the run's data, and of its suites."""
-    return [*unread_references(config.rewards, open_source(config.data.source)), *odd_suites(config)]
+    return [
+        *unread_references(config.rewards, open_source(config.data.source)),
+        *odd_suites(config),
+    ]
 
 
 def odd_suites(config: GRPOConfig) -> list[str]:

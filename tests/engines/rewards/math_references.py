@@ -32,7 +32,13 @@ EQUIVALENTS: dict[str, tuple[str, ...]] = {
     "3/4": (r"\frac34", "0.75", r"\frac{3}{4}", "75/100"),
     r"\frac43": (r"\frac{4}{3}", "4/3", r"1\frac13"),
     r"\frac 59": (r"\frac{5}{9}", "5/9", r"\dfrac{5}{9}"),
-    r"-\frac{35}{9}": (r"\frac{-35}{9}", "-35/9", r"\frac{35}{-9}", r"-\dfrac{35}{9}", r"-3\frac{8}{9}"),
+    r"-\frac{35}{9}": (
+        r"\frac{-35}{9}",
+        "-35/9",
+        r"\frac{35}{-9}",
+        r"-\dfrac{35}{9}",
+        r"-3\frac{8}{9}",
+    ),
     r"1\frac{4}{5}": (r"\frac{9}{5}", "1.8", r"1 \frac 45", "9/5"),
     # Roots, pi, powers
     r"3\sqrt{13}": (
@@ -43,7 +49,12 @@ EQUIVALENTS: dict[str, tuple[str, ...]] = {
         r"3(13)^{1/2}",
     ),
     r"11\sqrt2": (r"11\sqrt{2}", r"\sqrt{242}", r"\frac{22}{\sqrt{2}}"),
-    r"\frac{\sqrt{3}}{3}": (r"\frac{1}{\sqrt{3}}", r"\sqrt{3}/3", r"\dfrac{\sqrt 3}{3}", r"\sqrt{\frac{1}{3}}"),
+    r"\frac{\sqrt{3}}{3}": (
+        r"\frac{1}{\sqrt{3}}",
+        r"\sqrt{3}/3",
+        r"\dfrac{\sqrt 3}{3}",
+        r"\sqrt{\frac{1}{3}}",
+    ),
     r"1+2\sqrt{3}": (r"2\sqrt{3}+1", r"1 + \sqrt{12}", r"2\sqrt{3} + 1"),
     r"18+2\pi": (r"2\pi + 18", r"2(\pi + 9)", r"18 + 2 \cdot \pi"),
     r"-\frac{\pi}{6}": (r"-\pi/6", r"\frac{-\pi}{6}", r"-\frac{1}{6}\pi", r"-\dfrac{\pi}{6}"),
@@ -62,9 +73,19 @@ EQUIVALENTS: dict[str, tuple[str, ...]] = {
     # Expressions
     "2k+2": ("2k + 2", "2(k+1)", "2 + 2k", r"2\left(k+1\right)"),
     "p - q": ("-q + p", "p-q", "-(q - p)"),
-    "(a+5)(b+2)": ("ab + 2a + 5b + 10", "(b+2)(a+5)", r"(5+a)\cdot(2+b)", r"\left(a+5\right)\left(b+2\right)"),
+    "(a+5)(b+2)": (
+        "ab + 2a + 5b + 10",
+        "(b+2)(a+5)",
+        r"(5+a)\cdot(2+b)",
+        r"\left(a+5\right)\left(b+2\right)",
+    ),
     "x^3+3x-6": ("3x - 6 + x^3", r"x^{3} + 3x - 6", "-6 + 3x + x^3", "x(x^2+3) - 6"),
-    r"\frac{11+9a}{20}": (r"\frac{9a+11}{20}", r"\frac{11}{20} + \frac{9a}{20}", "(9a + 11)/20", "0.55 + 0.45a"),
+    r"\frac{11+9a}{20}": (
+        r"\frac{9a+11}{20}",
+        r"\frac{11}{20} + \frac{9a}{20}",
+        "(9a + 11)/20",
+        "0.55 + 0.45a",
+    ),
     "6r^2-4r-24": ("2(3r^2 - 2r - 12)", "-24 - 4r + 6r^2"),
     "3R^2": (r"3 R^2", r"3 \cdot R^2", r"3R^{2}"),
     r"\cot x": (r"\cot(x)", r"\frac{\cos x}{\sin x}", r"\frac{1}{\tan x}", r"\cot{x}"),
@@ -96,12 +117,23 @@ EQUIVALENTS: dict[str, tuple[str, ...]] = {
         r"[\pi^2/8, 5\pi^2/4]",
     ),
     # Points and tuples
-    r"\left( 3, \frac{\pi}{2} \right)": (r"(3, \frac{\pi}{2})", r"(3,\pi/2)", r"\left(3,\dfrac{\pi}{2}\right)"),
+    r"\left( 3, \frac{\pi}{2} \right)": (
+        r"(3, \frac{\pi}{2})",
+        r"(3,\pi/2)",
+        r"\left(3,\dfrac{\pi}{2}\right)",
+    ),
     "(6,31,-1)": ("(6, 31, -1)", r"\left(6,31,-1\right)", "(6.0,31,-1)"),
     "(-2,1)": ("(-2, 1)", r"\left(-2,1\right)", "(-2.0, 1.0)"),
     r"\left( \frac{3}{2}, -13 \right)": ("(1.5, -13)", r"(\frac32,-13)", "(3/2, -13)"),
     # Sets and lists
-    "1,-2": ("-2, 1", "1, -2", r"\{-2, 1\}", r"1 \text{ and } -2", r"-2 \text{ or } 1", "x = 1, x = -2"),
+    "1,-2": (
+        "-2, 1",
+        "1, -2",
+        r"\{-2, 1\}",
+        r"1 \text{ and } -2",
+        r"-2 \text{ or } 1",
+        "x = 1, x = -2",
+    ),
     "3, 5, 7": ("7, 5, 3", "3,5,7", r"\{3,5,7\}", r"3, 5, \text{ and } 7"),
     r"1 \pm \sqrt{19}": (
         r"1 \mp \sqrt{19}",
@@ -129,13 +161,23 @@ EQUIVALENTS: dict[str, tuple[str, ...]] = {
     ),
     # With a unit, a degree, a base
     r"90^\circ": (r"90^{\circ}", "90", r"90 \text{ degrees}", r"90^\circ\text{}", "90°"),
-    r"\frac{270}7\text{ degrees}": (r"\frac{270}{7}", r"\frac{270}{7}^\circ", r"\dfrac{270}{7}\text{ degrees}"),
+    r"\frac{270}7\text{ degrees}": (
+        r"\frac{270}{7}",
+        r"\frac{270}{7}^\circ",
+        r"\dfrac{270}{7}\text{ degrees}",
+    ),
     r"864 \mbox{ inches}^2": ("864", r"864 \text{ in}^2", r"864\text{ square inches}"),
     r"5.4 \text{ cents}": ("5.4", r"5.4\text{ cents}", r"5.40 \text{ cents}"),
     "52_8": ("52_{8}", r"52_{\text{8}}", r"52_{(8)}"),
     "4210_{5}": ("4210_5", r"4210_{\text{five}}"),
     # Words and choices
-    r"\text{Evelyn}": ("Evelyn", r"\textbf{Evelyn}", r"\mathrm{Evelyn}", r"\text{evelyn}", r"\text{ Evelyn }"),
+    r"\text{Evelyn}": (
+        "Evelyn",
+        r"\textbf{Evelyn}",
+        r"\mathrm{Evelyn}",
+        r"\text{evelyn}",
+        r"\text{ Evelyn }",
+    ),
     r"\text{east}": ("east", "East", r"\text{East}"),
     r"\text{(C)}": ("C", "(C)", r"\text{C}", r"\textbf{(C)}", r"\mathrm{C}"),
     "Monday": (r"\text{Monday}", "monday", r"\textit{Monday}"),

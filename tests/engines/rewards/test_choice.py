@@ -76,7 +76,8 @@ def test_the_score_is_none_where_the_reference_is_no_letter() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["answer:" + " " * 50_000, "answer is " + "*" * 50_000, "(* " * 20_000, "A is " * 20_000]
+    "said",
+    ["answer:" + " " * 50_000, "answer is " + "*" * 50_000, "(* " * 20_000, "A is " * 20_000],
 )
 def test_long_nonsense_takes_no_time(said: str) -> None:
     started = time.perf_counter()

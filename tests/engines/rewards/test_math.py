@@ -42,7 +42,9 @@ def test_other_ways_to_write_a_reference(score: Scorer) -> None:
 
 def neighbours(reference: str) -> Iterator[str]:
     """Wrong answers that look like a reference: a number of it, another sign, bracket or digit."""
-    without_unit = re.sub(r"\\(?:text|mbox)\{.*|\^\\circ|[\\$%]|[xy] ?= ?|(?<=\d) [a-z]+$", "", reference)
+    without_unit = re.sub(
+        r"\\(?:text|mbox)\{.*|\^\\circ|[\\$%]|[xy] ?= ?|(?<=\d) [a-z]+$", "", reference
+    )
     numbers = list(re.finditer(r"\d+(?:\.\d+)?", reference))
     if numbers and numbers[0][0] != without_unit.strip():
         yield numbers[0][0]

@@ -32,7 +32,11 @@ def commit(step: int, meanings: dict[str, int] | None = None) -> Commit:
         for n in (step - 1, step)
     ]
     return Commit(
-        step=step, parent=step - 1, version_in=weights[0], version_out=weights[1], meanings=meanings or {}
+        step=step,
+        parent=step - 1,
+        version_in=weights[0],
+        version_out=weights[1],
+        meanings=meanings or {},
     )
 
 
