@@ -13,6 +13,7 @@ from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
 from engines.data.results import RowHistoryResult
+from engines.meanings import VERSIONS
 from engines.rewards.runner import code_digest
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -43,6 +44,7 @@ from tasks.results import (
 )
 from tasks.reward import samples_of
 from tasks.run.flow_options import result_of
+from tasks.run.meaning_changes import marked, meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
@@ -118,6 +120,7 @@ def commit(
     metrics |= {} if rows is None else quarantine_metrics(run, prompts, rows)
     guards = guards_on(run, step, metrics)
     metrics |= bound_after(run, guards)
+    metrics |= meaning_metrics(run.last, run.config)
     refs = {
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
@@ -148,6 +151,7 @@ def commit(
         readmissions=prompts.readmissions,
         dropped_rows=prompts.dropped,
         reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
+        meanings=dict(VERSIONS),
         update=update_settings(run, updated),
         metrics=metrics,
         guards=guards,
@@ -247,6 +251,8 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
     """Tell people of a committed step, in MLflow and on the dashboard; remove what is not kept."""
     metrics = metrics_of(record)
     run.tracker.step(record, metrics)
+    if marks := marked(metrics):
+        run.tracker.tag(f"refrain.meaning_changed.{record.step}", marks)
     if run.snapshot_due(record.step, Cursor.from_json(record.cursor), len(record.carried)):
         run.tracker.register(record)
     try:

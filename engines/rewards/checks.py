@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 
 from configs.data import DataConfig, ReasoningGymSource
@@ -17,18 +16,27 @@ from configs.rewards import (
     RewardsConfig,
     UnitTestsReward,
 )
+from engines.rewards.failing_samples import score_column
 from engines.rewards.judge import check_judge
 from engines.rewards.judge_rubric import read_rubric
+from engines.rewards.process import RewardProcess
+from engines.rewards.protocol import RewardCall, Start
 from engines.rewards.row_tests import tests_of
 from engines.rewards.runner import RewardRunner
 from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
 from engines.sandboxes.opening import prove
+from storage.objects.json_values import Row
 from storage.prompts.source import PromptSource
-
-logger = logging.getLogger(__name__)
 
 TESTED_ROWS = 256  # first rows whose tests are looked at
 RUN_ROWS = 4  # of them, those whose tests are run
+REFERENCES = 256  # first rows of the data whose references are looked at; of a suite, all of them
+REFERENCE_SECONDS = 5.0  # longest time for one
+NAMED = 5  # of those that are not read, so many are shown
+_UNREAD = {
+    "math": "There only the same text is worth 1; where the column is empty, samples get no score.",
+    "choice": "Samples of these rows get no score, since the reference is no letter.",
+}
 
 
 def check_rewards(
@@ -93,17 +101,88 @@ def check_tests(reward: UnitTestsReward, source: PromptSource) -> None:
         try:
             if number >= RUN_ROWS:
                 tests_of(reward, row)
-            elif not scorer.judges(row):
-                logger.warning(
-                    "Row %d of %s: %s. No sample of it will have a reward of %s.",
-                    *(number, source.name, NO_JUDGE, reward.label),
-                )
+            else:
+                scorer.judges(row)
         except ValueError as error:
             raise ValueError(
                 f"Row {number} of {source.name} cannot be scored by the reward {reward.label}: "
                 f"{str(error).rstrip('.')}. Leave the row out, or mend the column "
                 f"{reward.tests_column} (docs/code.md has the forms of tests)."
             ) from None
+
+
+def rows_without_verdict(rewards: RewardsConfig, source: PromptSource) -> list[str]:
+    """Sentences on the first rows whose tests any program passes, an empty one too."""
+    rows = source.rows(range(min(RUN_ROWS, len(source))))
+    sentences = []
+    for reward in rewards.functions:
+        if not isinstance(reward, UnitTestsReward):
+            continue
+        scorer = UnitTestScorer(reward)
+        for number, row in enumerate(rows):
+            try:
+                reason = None if scorer.judges(row) else NO_JUDGE
+            except ValueError as error:  # where a run goes on, such a row is no reason to stop
+                reason = str(error).rstrip(".")
+            if reason:
+                sentences.append(
+                    f"Row {number} of {source.name}: {reason}. No sample of it will have a reward "
+                    f"of {reward.label}."
+                )
+    return sentences
+
+
+def unread_references(
+    rewards: RewardsConfig, source: PromptSource, asked: int = REFERENCES
+) -> list[str]:
+    """Have the references of the first rows score themselves: a sentence where some do not.
+
+    They do so in a process of its own, as samples do. One odd row is no reason to refuse the others.
+    """
+    rows = source.rows(range(min(asked, len(source))))
+    found = [
+        (reward, _unread(reward, rows))
+        for reward in rewards.functions
+        if isinstance(reward, MathReward | ChoiceReward)
+    ]
+    return [
+        f"{reward.label}: {len(odd)} of {len(rows)} references of {source.name} (column "
+        f"{reward.answer_column}) do not score themselves. {_UNREAD[reward.kind]} "
+        + "; ".join(f"Row {n}: {_shortened(rows[n], reward)}" for n in odd[:NAMED])
+        + (f"; and {len(odd) - NAMED} more." if len(odd) > NAMED else ".")
+        for reward, odd in found
+        if odd
+    ]
+
+
+def _unread(reward: MathReward | ChoiceReward, rows: Sequence[Row]) -> list[int]:
+    """Numbers of the rows whose reference is not what the reward takes for one."""
+    process = RewardProcess(
+        Start(
+            name=f"{reward.label}, references",
+            path="engines.rewards.builtin:reference_reader",
+            built_in=True,
+            params={"reward": reward},
+            sample_seconds=REFERENCE_SECONDS,
+            at_once=None,
+            packages=(),
+        )
+    )
+    texts = [""] * len(rows)
+    batch = RewardCall(
+        prompts=texts, completions=texts, completion_ids=[()] * len(rows), rows=rows,
+        global_step=0, max_steps=0, epoch=0.0,
+    )  # fmt: skip
+    try:
+        column = score_column(process, batch, REFERENCE_SECONDS * (1 + len(rows) / 10))
+    finally:
+        process.close()
+    return [number for number in range(len(rows)) if column.values[number] != 1]
+
+
+def _shortened(row: Row, reward: MathReward | ChoiceReward) -> str:
+    text = repr(str(row[reward.answer_column]))
+    return text if len(text) <= 60 else f"{text[:28]}…{text[-28:]}"
 
 
 def _check_functions(

@@ -32,6 +32,7 @@ from configs.rewards import (
     RewardsConfig,
     UnitTestsReward,
 )
+from engines.meanings import meaning_of
 from engines.rewards.failing_samples import Column, LoggedMetric, pooled, score_column
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.process import RewardProcess
@@ -83,7 +84,8 @@ class RewardCode:
     """A reward function as it was loaded: enough to tell whether another is the same."""
 
     name: str
-    settings: dict[str, Any]  # of the recipe: kind, import path, weight, params
+    # Of the recipe: kind, import path, weight, params; and `meaning`, its version from the second on.
+    settings: dict[str, Any]
     source: str  # sha256 of the function's own lines; empty where they cannot be read
     module: str  # sha256 of its file
     packages: dict[str, str]  # versions, of its own package and of libraries that judge
@@ -259,7 +261,9 @@ class RewardRunner:
 def _definition(reward: Reward) -> dict[str, Any]:
     """The settings that a score depends on."""
     left_out = set(HOW_ASKED) if isinstance(reward, JudgeReward) else set()
-    return reward.model_dump(mode="json", exclude=left_out)
+    settings = reward.model_dump(mode="json", exclude=left_out)
+    meaning = meaning_of(reward)
+    return settings if meaning == 1 else settings | {"meaning": meaning}
 
 
 def deadline(reward: Reward, timeout: float, samples: int) -> float:

@@ -124,6 +124,9 @@ class Outline(Record):
     readmissions: int = Field(default=0, ge=0)
     # What scored the samples, by the digest in their column reward_code: a record per function.
     reward_code: dict[str, list[dict[str, JsonValue]]] = Field(default_factory=dict)
+    # Versions of what scorers, and greedy evaluation, meant (engines/meanings.py); {} of an older
+    # Refrain's, which are all the first.
+    meanings: dict[str, int] = Field(default_factory=dict)
     # What the update was made with besides the algorithm: settings, seed, ranks.
     update: dict[str, JsonValue] = Field(default_factory=dict)
     metrics: dict[str, float | None] = Field(default_factory=dict)  # None: not a finite number

@@ -16,13 +16,13 @@ from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.runs.commit_log import read_commit_digest, read_outline
 from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
-from storage.tracking.plots import KL, REWARD_MEAN, REWARD_STD, STAGE_SECONDS
+from storage.tracking.plots import KL, MEANING_CHANGED, REWARD_MEAN, REWARD_STD, STAGE_SECONDS
 
 log = logging.getLogger(__name__)
 
 FORMAT = "refrain.curves/1"
 EVERY = 10  # steps between two writes in the first 2,000; then a hundredth of the steps so far
-SHOWN = (REWARD_MEAN, REWARD_STD, KL, "retries")  # besides the seconds of each stage
+SHOWN = (REWARD_MEAN, REWARD_STD, KL, "retries")  # besides the seconds of stages, and marks
 
 History = list[tuple[int, dict[str, float]]]  # step, its metrics by name; ascending
 
@@ -52,7 +52,8 @@ def shown(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {
         name: value
         for name, value in metrics.items()
-        if value is not None and (name in SHOWN or name.startswith(STAGE_SECONDS))
+        if value is not None
+        and (name in SHOWN or name.startswith((STAGE_SECONDS, MEANING_CHANGED)))
     }
 
 

@@ -13,6 +13,8 @@ REWARD_MEAN = "reward/mean"
 REWARD_STD = "reward/std"
 KL = "train/kl_ref"
 STAGE_SECONDS = "time/"  # prefix; the stage's name follows
+# Prefix, in the first step under another meaning of a scorer, whose name follows: its version.
+MEANING_CHANGED = "meaning_changed/"
 WHOLE_STEP = "time/step"  # the stages together
 
 _DENSE = 150  # steps from which points and bars would only blur
@@ -75,9 +77,24 @@ def _draw_reward(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str
         axes.fill_between(
             x, low, high, color=_REWARD, alpha=0.13, linewidth=0, label="± 1 standard deviation"
         )
+    _mark_meanings(axes, steps, metrics)
     axes.plot(at, mean, color=_REWARD, marker=_marker(at), linewidth=1.6, label="mean")
     if at:
         axes.legend(frameon=False, fontsize=8, loc="upper left", labelcolor=MUTED)
+
+
+def _mark_meanings(
+    axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]
+) -> None:
+    """A line before each step from which a scorer means something else: rewards do not compare."""
+    for step, record in zip(steps, metrics, strict=True):
+        names = [name for name in record if name.startswith(MEANING_CHANGED)]
+        if names:
+            scorers = ", ".join(name.removeprefix(MEANING_CHANGED) for name in sorted(names))
+            axes.axvline(
+                step - 0.5, color=MUTED, linestyle="--", linewidth=1,
+                label=f"another meaning from step {step}: {scorers}",
+            )  # fmt: skip
 
 
 def _draw_kl(axes: Axes, steps: Sequence[int], metrics: Sequence[Mapping[str, float]]) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from engines.meanings import MeaningChange, changes, meanings_of
 from storage.audit.audit import Audit, audit
+from storage.runs.commit_log import read_outline
+from storage.runs.origins import start_of
+from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
+from tasks.run.recorded_flow import stored_settings
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,7 +23,23 @@ def answer(request: Request) -> Answer:
     """Audit the run that was named."""
     found = audit(request.files)
     orphans = bool(found.orphans) and request.arguments.strict
-    return Answer(record=_record(found), shown=_shown(found), good=found.good and not orphans)
+    shown = _shown(found)
+    older = _older_meanings(request.files) if found.good and found.steps else []
+    if older:
+        shown.append(
+            text(
+                f"Since its first steps the meaning of {' and '.join(map(str, older))} has changed. "
+                "Their rewards stand as they were given; refrain rescore says what they would be now."
+            )
+        )
+    record = _record(found) | {"older_meanings": [asdict(one) for one in older]}
+    return Answer(record=record, shown=shown, good=found.good and not orphans)
+
+
+def _older_meanings(files: RunStore) -> list[MeaningChange]:
+    """What scored the run's own first step, and means something else in this Refrain."""
+    first = read_outline(files, start_of(files) + 1)
+    return changes(first.meanings, meanings_of(stored_settings(files)))
 
 
 def _record(found: Audit) -> dict[str, object]:

@@ -42,7 +42,7 @@ from tasks.run.handles import ENGINE_MODULES, environments_of, rollouts_of
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.packages import check_packages
 from tasks.run.preflight import check_lengths
-from tasks.run.preflight_data import check_suites
+from tasks.run.preflight_data import check_suites, odd_suites
 from tasks.run.recorded_flow import settings_of
 from tasks.run.suite import Suite
 
@@ -221,6 +221,8 @@ def _one_run(
 ) -> dict[tuple[str, int], EvaluationResult]:
     cancelled = threading.Event()
     caller = BackFill(subject, terminal, cancelled)
+    for sentence in odd_suites(subject.config):
+        terminal.say(sentence, style="yellow")
 
     def last_words() -> None:
         terminal.say(f"Stopped. {say_again}".strip(), style="yellow")

@@ -156,6 +156,7 @@ class Questioning:
             code_digest(asked.code),
             models,
             *self.suite.played(self.opponent),
+            *([meanings] if (meanings := self.suite.meanings) else []),
         )
 
 

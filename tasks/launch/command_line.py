@@ -81,6 +81,9 @@ def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
             print(f"{finding.check:10} {finding.found}")
         print(f"{config.name}: the settings are good, and a run would start.")
         return 0
+    for finding in findings:
+        if finding.warning:
+            print(finding.found, file=sys.stderr)
     from tasks.run.recorded_flow import load_flow
 
     call = load_flow(flow)

@@ -22,8 +22,9 @@ from tasks.reporting.progress import Terminal
 from tasks.results import RunSummary
 from tasks.run.flow_options import one_client
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
+from tasks.run.meaning_changes import meaning_sentence
 from tasks.run.metrics import cost_at_end
-from tasks.run.opening import OpenedRun, begin, take_over
+from tasks.run.opening import OpenedRun, Position, begin, take_over
 from tasks.run.run import Run
 
 ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seconds
@@ -49,6 +50,9 @@ def started(
         failed.callback(lease.release)
         begin(opened, position)
         run = Run(opened, lease, position, terminal)
+        owner = _before(opened, position)
+        if said := meaning_sentence(opened.files, opened.config, position.last, owner):
+            terminal.say(said, style="yellow")
         failed.pop_all()
     failure: BaseException | None = None
     with signals_end(run.cancelled, last_words):
@@ -61,6 +65,13 @@ def started(
             raise
         finally:
             close(run, failure)
+
+
+def _before(opened: OpenedRun, position: Position) -> str | None:
+    """The run that made the steps so far, which a fork's parent did; None where a run is new."""
+    if position.last is not None and position.head == opened.start and opened.origin is not None:
+        return opened.origin.run
+    return opened.name if opened.resumed else None
 
 
 def close(run: Run, error: BaseException | None) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from configs.environment import user
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
+from engines.meanings import VERSIONS
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.prompts.datasets import open_source
@@ -35,6 +36,7 @@ from storage.runs.working_tree import working_tree
 from tasks.results import Carried
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
+from tasks.run.meaning_changes import FIELD as MEANINGS
 from tasks.run.opponent import frozen_version
 from tasks.run.packages import installed
 from tasks.run.resuming import check_resumable, going_on_as
@@ -206,6 +208,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
         "config": opened.config.model_dump(mode="json"),
         "code": installed("refrain-rl") or "a checkout that is not installed",
         "flow": opened.flow,
+        MEANINGS: dict(VERSIONS),
     }
     tree = working_tree(Path.cwd())
     if tree is not None:

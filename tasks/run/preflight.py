@@ -41,6 +41,7 @@ class Finding:
 
     check: str  # one word
     found: str  # for people
+    warning: bool = False  # nothing that stops the run, and still to be read before it
 
 
 def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
@@ -73,11 +74,12 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
-    from tasks.run.preflight_data import check_data, check_progress
+    from tasks.run.preflight_data import check_data, check_progress, odd_references
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config)
+        odd = odd_references(config)
         taught = _check_teachers(config)
         if isinstance(config, SRPOConfig):
             taught = [*taught, Finding(check="encoder", found=check_progress(config))]
@@ -93,6 +95,7 @@ def check_world(config: GRPOConfig) -> list[Finding]:
     return [
         Finding(check="data", found=data),
         Finding(check="rewards", found=rewards),
+        *(Finding(check="references", found=sentence, warning=True) for sentence in odd),
         *taught,
         Finding(check="placement", found=cluster),
         Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),

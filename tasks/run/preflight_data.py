@@ -20,7 +20,12 @@ from engines.encoders.encoder import check_images
 from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
 from engines.model_facts import token_counts
-from engines.rewards.checks import check_rewards, check_tests
+from engines.rewards.checks import (
+    check_rewards,
+    check_tests,
+    rows_without_verdict,
+    unread_references,
+)
 from engines.rewards.judge import check_local_judge
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
@@ -149,6 +154,27 @@ def check_suites(config: GRPOConfig) -> str:
         except ValueError as error:
             raise ValueError(f"evaluation.suites.{name}: {error}") from error
     return "; ".join(found)
+
+
+def odd_references(config: GRPOConfig) -> list[str]:
+    """Sentences on references, and tests, that say nothing: of the run's data, and of its suites."""
+    source = open_source(config.data.source)
+    return [
+        *unread_references(config.rewards, source),
+        *rows_without_verdict(config.rewards, source),
+        *odd_suites(config),
+    ]
+
+
+def odd_suites(config: GRPOConfig) -> list[str]:
+    """The same of the suites alone, all of whose rows are asked."""
+    settings = {} if config.evaluation is None else config.evaluation.suites
+    suites = [Suite.of(config, name, one) for name, one in settings.items()]
+    return [
+        f"evaluation.suites.{suite.name}, {sentence}"
+        for suite in suites
+        for sentence in unread_references(suite.config.rewards, suite.source, len(suite.rows))
+    ]
 
 
 def check_suite(config: GRPOConfig, suite: Suite) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from configs.evaluation import SuiteConfig
 from configs.grpo import GRPOConfig
+from engines.meanings import suite_meanings
 from engines.rollout.contract import Sampling
 from storage.batches.columns import TOKENS
 from storage.objects.digests import key_of
@@ -103,7 +104,13 @@ class Suite:
             self.config.rewards.model_dump(mode="json"),
             self.config.data.model_dump(mode="json", exclude=ORDER),
             *self.played(opponent),
+            *([meanings] if (meanings := self.meanings) else []),
         )
+
+    @property
+    def meanings(self) -> dict[str, int]:
+        """What its evaluations mean, but for what means what it always did."""
+        return suite_meanings(self.config.rewards, self.settings.greedy)
 
     @property
     def summing(self) -> str:

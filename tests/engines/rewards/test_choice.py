@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from configs.rewards import ChoiceReward
@@ -21,6 +23,40 @@ from engines.rewards.builtin import choice_scorer, letter_of
         ("I think\n(A)\n", "A"),
         ("C.", "C"),
         (r"The answer is A, I mean \boxed{B}", "B"),
+        # What is said of other options after the answer.
+        ("Answer: C\n\nOption A is wrong, since it is too large.", "C"),
+        ("Answer: B. Choice A overlooks friction; option C has the wrong sign.", "B"),
+        ("The correct answer is option D, since choice B is too small.", "D"),
+        ("The answer is A. No, wait: the answer is D.", "D"),
+        ("A. One\nB. Two\nC. Three\nAnswer: B", "B"),
+        ("Options A and B are wrong. Therefore C is correct.", "C"),
+        ("Option A is incorrect. Option D is correct.", "D"),
+        ("So it is option B.", "B"),
+        ("The answer should be (D)", "D"),
+        ("Correct answer: \\textbf{(E)}", "E"),
+        # A letter by itself, however it is set.
+        (r"\mathrm{C}", "C"),
+        (r"\(C\)", "C"),
+        (r"\[C\]", "C"),
+        ("$C$", "C"),
+        ("`C`", "C"),
+        ("b", "B"),
+        (r"\boxed{b}", "B"),
+        (r"\boxed{\mathrm{C}}", "C"),
+        (r"\boxed{\(C\)}", "C"),
+        (r"\boxed{\text{C. Paris}}", "C"),
+        ("<answer>c</answer>", "C"),
+        ("<answer>(B) Paris</answer>", "B"),
+        (r"The final answer is $\mathrm{C}$.", "C"),
+        ("**Answer:** (b)", "B"),
+        ("Answer: b", "B"),
+        ("The answer is **b**, because it is so.", "B"),
+        ("B) Paris", "B"),
+        # No letters.
+        ("The answer is a number.", None),
+        ("Answer: I think so", None),
+        ("The answer is not A.", None),
+        (r"\boxed{42}", None),
         ("A good question.", None),
         ("The answer is nothing", None),
         ("", None),
@@ -36,3 +72,14 @@ def test_the_score_is_none_where_the_reference_is_no_letter() -> None:
     assert score(r"\boxed{B}", {"answer": "(b)"}) == 1.0
     assert score("no idea", {"answer": "B"}) == 0.0
     assert score(r"\boxed{B}", {"answer": "42"}) is None
+    assert score("b", {"answer": r"\text{(B)}"}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["answer:" + " " * 50_000, "answer is " + "*" * 50_000, "(* " * 20_000, "A is " * 20_000],
+)
+def test_long_nonsense_takes_no_time(said: str) -> None:
+    started = time.perf_counter()
+    assert letter_of(said) is None
+    assert time.perf_counter() - started < 2

@@ -1,0 +1,326 @@
+r"""What `math` compares: the reference answer of a row, and the answer that a completion gives.
+
+A reference is bare LaTeX as a rule (MATH: `3\sqrt{13}`), or a number (GSM8K). math-verify looks for
+numbers in text without delimiters and would take the 3 of that one, so what brings no delimiter is
+handed to it in a box. Of a completion the last box counts. Words are compared as text, and so is
+what math-verify 0.9 drops on its way: the base of a number, and the brackets of a tuple or set.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.sets import FiniteSet
+from math_verify import parse, verify
+from sympy import (
+    Basic,
+    Float,
+    Ge,
+    Gt,
+    I,
+    Integer,
+    Interval,
+    Le,
+    Lt,
+    MatrixBase,
+    Symbol,
+    Tuple,
+    evaluate,
+)
+from sympy import FiniteSet as SymPyFiniteSet
+
+from engines.rewards.boxes import boxes_of
+
+# They warn that their own time limits are off: the reward process limits each sample's time.
+for _module in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_module).setLevel(logging.ERROR)
+
+Value: TypeAlias = "Basic | MatrixBase"
+
+# What SymPy raises where an expression means nothing, such as an order of complex numbers.
+_SYMPY_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_ORDERS = (Lt, Le, Gt, Ge)
+_PLACES = 6  # decimal places in which decimals have to agree; of smaller numbers, digits
+_REFERENCES = 1024  # whose values are kept: a group has one for all its samples
+
+_DELIMITER = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed|\\fbox")
+# A number that needs no LaTeX: 1,200 or -0.5 or 3/4, perhaps of money, per cent or with a unit.
+_NUMBER = re.compile(
+    r"[-+]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:/\d+)?\s*%?"
+    r"(?:\s+[A-Za-z]{1,3}(?:\^?\d)?/[A-Za-z]{1,3}(?:\^?\d)?|\s*(?:[mck]?m|ft|in)\^?\d)?",
+    re.ASCII,
+)
+_BETWEEN_VALUES = re.compile(
+    r"[\s$.\\)(]*(?:[,;]|,?\s*(?:\\text\s*\{)?\s*(?:and|or)\b\s*\}?)[\s$\\)(]*(?:[A-Za-z]\s*=\s*)?"
+)
+_TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"(?<!\\)\\[!,;: ()\[\]]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]")
+_FRACTION = re.compile(r"\\[dtc]frac(?![a-z])")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp"
+_MATHS_WORD = re.compile(rf"and|inf|infinity|{_FUNCTIONS}")
+_ONLY_WORDS = re.compile(r"\(?[^\W\d_][^\d_\\{}$=<>+*/^]*")
+_ANSWER_IS = re.compile(r"answer(?:\s+is)?\s*:?[\s*]*", re.IGNORECASE)
+_NUMERAL = re.compile(r"([-+]?[A-F]*\d[0-9A-F]*)_\{?\(?(\d+)\)?\}?", re.ASCII)
+_BASES = dict(
+    zip(
+        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"],
+        range(2, 11),
+        strict=True,
+    )
+)
+
+# Other ways to write what math-verify reads only in LaTeX.
+_SIGNS = str.maketrans(
+    {
+        "\N{DEGREE SIGN}": r"^\circ ",
+        "\N{GREEK SMALL LETTER PI}": r"\pi ",
+        "\N{INFINITY}": r"\infty ",
+        "\N{LESS-THAN OR EQUAL TO}": r"\le ",
+        "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
+        "\N{NOT EQUAL TO}": r"\ne ",
+        "\N{MINUS SIGN}": "-",
+        "\N{PLUS-MINUS SIGN}": r"\pm ",
+        "\N{MULTIPLICATION SIGN}": r"\times ",
+        "\N{MIDDLE DOT}": r"\cdot ",
+        "\N{UNION}": r"\cup ",
+        "\N{ELEMENT OF}": r"\in ",
+    }
+)
+_SPELLINGS = (
+    (re.compile(r"\\langle(?![a-z])"), "("),
+    (re.compile(r"\\rangle(?![a-z])"), ")"),
+    (re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})"), ""),
+    (re.compile(rf"(?<![\\A-Za-z])(?<!name\{{)(?<!text\{{)({_FUNCTIONS}|pi)(?![A-Za-z])"), r"\\\1"),
+)
+_BASE_IN_WORDS = re.compile(r"_\{?\s*\\text\{\s*(\w+)\s*\}\s*\}?")
+_UNIT_POWER = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*[a-z][^{}]*\}\s*\^\{?(\d)\}?[}$\s.]*$")
+_CLOSED_INFINITY = re.compile(r"\\infty\s*\]|\[\s*-?\s*\\infty")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MathValue:
+    r"""Text as math-verify reads it: `\dfrac{6}{4}` is 3/2."""
+
+    value: Value | None  # None where it reads no mathematics
+    text: str  # that it was read from, normalized
+    unit_power: str | None  # 2 of 15 cm^2; None where it says none
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    r"""The reference answer of a row: `3\sqrt{13}`, or `\text{east}`."""
+
+    text: str  # as the row has it
+    words: str | None  # what it says where that is only words: east
+    read: MathValue
+
+    @property
+    def readable(self) -> bool:
+        """Whether it is more than text: words, or mathematics that is equal to itself."""
+        return self.words is not None or (
+            self.read.value is not None and _same_value(self.read, self.read)
+        )
+
+
+@lru_cache(maxsize=_REFERENCES)
+def reference_of(text: str) -> Reference | None:
+    """What a reference says; None where it is empty."""
+    text = text.strip()
+    if not text:
+        return None
+    only_words = _is_prose(text) or re.search(r"[^\W\d_]|\\", _TEXT.sub("", text)) is None
+    words = _words_of(text) if only_words else None
+    return Reference(text=text, words=words, read=_read(_with_delimiters(text)))
+
+
+def answers(completion: str, reference: Reference) -> bool:
+    r"""Whether a completion gives the reference as its answer.
+
+    That is what its last box holds; where the reference is several values, a list of boxes too, as
+    \boxed{1} and \boxed{2}. Without a box it is what math-verify takes for the answer, or the text
+    that is all of the completion or follows the word answer.
+    """
+    boxes = _last_boxes(completion)
+    if boxes:
+        texts, read = boxes[-1:], [_boxed(boxes[-1])]
+        if len(boxes) > 1 and isinstance(reference.read.value, SymPyFiniteSet | Tuple):
+            read.append(_boxed(",".join(boxes)))
+    else:
+        last_line = _ANSWER_IS.split(completion)[-1].lstrip().split("\n", 1)[0]
+        texts, read = [completion, last_line], [completion]
+    if any(_same_text(text, reference) for text in texts):
+        return True
+    if boxes and reference.words is not None:
+        return False
+    return any(_same_value(reference.read, _read(text)) for text in read)
+
+
+def _same_text(text: str, reference: Reference) -> bool:
+    if reference.words is not None:
+        return _words_of(text) == reference.words
+    return _plain(text) == _plain(reference.text)
+
+
+def _plain(text: str) -> str:
+    """Without what a reader does not see: spacing, delimiters, the size of a fraction."""
+    text = _TEXT.sub(r"\1", _FRACTION.sub(r"\\frac", text))
+    return _SPACING.sub("", text).rstrip(".")
+
+
+def _words_of(text: str) -> str | None:
+    """What a text says where that is only words, in small letters: evelyn, or c of (C)."""
+    said = _TEXT.sub(r" \1 ", text).strip(" \n$.")
+    if not _ONLY_WORDS.fullmatch(said):
+        return None
+    return " ".join(said.strip("()").lower().split())
+
+
+def _last_boxes(completion: str) -> list[str]:
+    """What the last box holds, after what those boxes hold whose list it ends."""
+    contents: list[str] = []
+    start = len(completion)
+    for box in reversed(boxes_of(completion)):
+        if box.end > start:  # it has that box within it
+            continue
+        if contents and not _BETWEEN_VALUES.fullmatch(completion[box.end : start]):
+            break
+        contents.insert(0, box.content)
+        start = box.start
+    return contents
+
+
+def _boxed(text: str) -> str:
+    return f"\\boxed{{{text}}}"
+
+
+def _with_delimiters(text: str) -> str:
+    """A reference as it is handed to math-verify.
+
+    A number needs no delimiter, nor does prose with one, such as 18 dollars; the last box is alone
+    where there are boxes.
+    """
+    if _DELIMITER.search(text):
+        boxes = _last_boxes(text)
+        return _boxed(boxes[-1]) if boxes else text
+    return text if _NUMBER.fullmatch(text) or _is_prose(text) else _boxed(text)
+
+
+def _is_prose(text: str) -> bool:
+    """Whether a text without LaTeX has words, and so perhaps a number among them."""
+    return "\\" not in text and any(not _MATHS_WORD.fullmatch(word) for word in _WORD.findall(text))
+
+
+def _read(text: str) -> MathValue:
+    """What math-verify reads in a text with delimiters, or in prose."""
+    text = text.translate(_SIGNS)
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    text = _BASE_IN_WORDS.sub(lambda match: f"_{{{_BASES.get(match[1], match[1])}}}", text)
+    parts = parse(text, parsing_timeout=None)
+    said = next((part for part in parts if isinstance(part, str)), "")
+    value = next((part for part in parts if isinstance(part, Basic | MatrixBase)), None)
+    if numeral := _NUMERAL.fullmatch(said):  # of which math-verify drops the base
+        digits, base = numeral.groups()
+        decimal = base == "10" and digits.lstrip("+-").isdecimal()
+        value = Integer(digits) if decimal else Symbol(f"{digits}_{base}")
+    power = _UNIT_POWER.search(text)
+    return MathValue(
+        value=None if value is None else _canonical(value, said),
+        text=said,
+        unit_power=None if power is None else power[1],
+    )
+
+
+def _canonical(value: Value, text: str) -> Value:
+    """The same for all ways to write it: a chain of inequalities in one direction, i as a number.
+
+    math-verify takes i as a number, and symbols as complex, where the text around says so.
+    """
+    symbols = {
+        one: I if one.name == "i" else Symbol(one.name, real=True)
+        for one in value.free_symbols
+        if isinstance(one, Symbol)
+    }
+    changed = {old: new for old, new in symbols.items() if old != new}
+    try:
+        with evaluate(False):  # x \in [0, 1] is kept as an equation, which is false by itself
+            if isinstance(value, And) and all(isinstance(one, _ORDERS) for one in listed(value)):
+                parts = [one.reversed if isinstance(one, Gt | Ge) else one for one in listed(value)]
+                return And(*sorted((one.xreplace(changed) for one in parts), key=str))
+            if isinstance(value, FiniteSet) and not _braced(text):
+                parts = [one.xreplace(changed) for one in listed(value)]
+                repeated = len(parts) != len(value)  # 5, 5 are two values
+                return Tuple(*sorted(parts, key=str)) if repeated else FiniteSet(*parts)
+            return value.xreplace(changed)
+    except _SYMPY_ERRORS:  # such as an interval that ends with i
+        return value
+
+
+def listed(value: And | FiniteSet) -> list[Basic]:
+    """The parts in the order in which they are written, which math-verify's own classes keep."""
+    return list(value._unsorted_args)
+
+
+def _braced(text: str) -> bool:
+    return text.startswith(r"\{") and text.endswith(r"\}")
+
+
+def _same_value(gold: MathValue, answer: MathValue) -> bool:
+    """Whether an answer is equal to the reference as mathematics."""
+    if gold.value is None or answer.value is None:
+        return gold.value is answer.value and gold.text == answer.text != ""
+    if gold.unit_power and answer.unit_power and gold.unit_power != answer.unit_power:
+        return False
+    if bool(_CLOSED_INFINITY.search(gold.text)) != bool(_CLOSED_INFINITY.search(answer.text)):
+        return False
+    if not _brackets_agree(gold, answer):
+        return False
+    given = answer.value
+    if isinstance(gold.value, Tuple | Interval) and isinstance(given, FiniteSet):
+        given = Tuple(*listed(given))  # 3, 4 for the point (3, 4), and in its order
+    return bool(
+        verify(
+            gold.value,
+            given,
+            float_rounding=_places(gold.value),
+            allow_set_relation_comp=True,
+            timeout_seconds=None,
+        )
+    )
+
+
+def _brackets_agree(gold: MathValue, answer: MathValue) -> bool:
+    """Whether tuples and sets have the same brackets, which an answer may leave out.
+
+    Those of two intervals are compared as part of them.
+    """
+    wanted, given = _bracket(gold.text), _bracket(answer.text)
+    ordered = Tuple | Interval
+    if isinstance(gold.value, ordered) and isinstance(answer.value, FiniteSet):
+        return not given
+    if isinstance(gold.value, SymPyFiniteSet) and isinstance(answer.value, ordered):
+        return wanted != "}"
+    if isinstance(gold.value, Tuple) and isinstance(answer.value, Tuple):
+        return wanted == given or not (wanted and given)
+    return True
+
+
+def _bracket(text: str) -> str:
+    """The bracket that closes a tuple or set; "" where it has none."""
+    if _braced(text):
+        return "}"
+    return text[-1] if text.endswith((")", "]")) else ""
+
+
+def _places(value: Value) -> int:
+    """Decimal places in which an answer has to agree: more where the reference is small."""
+    sizes = [abs(float(one)) for one in value.atoms(Float)]
+    smallest = min((size for size in sizes if 0 < size < math.inf), default=1.0)
+    return max(_PLACES, _PLACES - 1 - math.floor(math.log10(smallest)))

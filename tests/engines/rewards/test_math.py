@@ -1,0 +1,153 @@
+r"""References of mathematics: read as they are meant, equal to what is equal, and to nothing else."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from configs.rewards import MathReward
+from engines.rewards.builtin import Scorer, math_scorer
+from engines.rewards.math_answers import reference_of
+from tests.engines.rewards.math_references import EQUIVALENTS, PAIRS
+
+
+@pytest.fixture(scope="module")
+def score() -> Scorer:
+    return math_scorer(MathReward(answer_after=None))
+
+
+def test_references_of_every_kind_score_themselves(score: Scorer) -> None:
+    for reference in EQUIVALENTS:
+        row = {"answer": reference}
+        bare = reference.strip("$")
+        assert score(f"The answer is $\\boxed{{{bare}}}$.", row) == 1.0, reference
+        assert score(reference, row) == 1.0, reference
+        read = reference_of(reference)
+        assert read is not None
+        assert read.readable, reference
+
+
+def test_other_ways_to_write_a_reference(score: Scorer) -> None:
+    assert len(PAIRS) >= 200
+    missed = [
+        (reference, other)
+        for reference, other in PAIRS
+        if score(f"So it is $\\boxed{{{other}}}$.", {"answer": reference}) != 1.0
+    ]
+    assert missed == []
+
+
+def neighbours(reference: str) -> Iterator[str]:
+    """Wrong answers that look like a reference: a number of it, another sign, bracket or digit."""
+    without_unit = re.sub(
+        r"\\(?:text|mbox)\{.*|\^\\circ|[\\$%]|[xy] ?= ?|(?<=\d) [a-z]+$", "", reference
+    )
+    numbers = list(re.finditer(r"\d+(?:\.\d+)?", reference))
+    if numbers and numbers[0][0] != without_unit.strip():
+        yield numbers[0][0]
+    for number in numbers[:1] + numbers[-1:]:
+        digit = number.end() - 1
+        yield reference[:digit] + str((int(reference[digit]) + 1) % 10) + reference[digit + 1 :]
+    if numbers and float(numbers[0][0]):
+        yield reference.removeprefix("-") if reference.startswith("-") else f"-{reference}"
+    for sign in re.finditer(r"(?<=[\w})]) ?[+-] ?(?=[\w\\(])", reference):
+        other = "-" if "+" in sign[0] else "+"
+        yield reference[: sign.start()] + other + reference[sign.end() :]
+    yield from {
+        reference.replace(old, new)
+        for old, new in (
+            (r"\pm", "+"), ("<", ">"), (r"\ge ", r"\le "), (r"\le ", r"< "), (r"\{", "("),
+        )
+        if old in reference
+    }  # fmt: skip
+    if re.search(r"[(\[].*,.*[)\]]", reference) and "{(" not in reference:
+        yield re.sub(r"\((?=.*,)", "[", reference, count=1)
+        yield re.sub(r"\)$", "]", reference)
+        yield re.sub(r"\]$", ")", reference)
+        yield re.sub(r"^(?:\\left)?\((.*?)(?:\\right)?\)$", r"\\{\1\\}", reference)
+
+
+def test_neighbours_of_a_reference_are_worth_nothing(score: Scorer) -> None:
+    tried, worth = 0, []
+    for reference in EQUIVALENTS:
+        if reference.startswith(("$", r"\(", r"\boxed")):
+            continue
+        for wrong in set(neighbours(reference)) - {reference}:
+            tried += 1
+            if score(f"So it is $\\boxed{{{wrong}}}$.", {"answer": reference}):
+                worth.append((reference, wrong))
+    assert tried > 200
+    assert worth == []
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "worth"),
+    [
+        (r"\boxed{1}. No: \boxed{2}", "2", 1),
+        (r"\boxed{1}. No: \boxed{2}", "1", 0),
+        (r"\boxed{1}. No: \boxed{2}", "1, 2", 0),
+        (r"\boxed{1}\boxed{2}", "2", 1),
+        (r"$\boxed{1}$, no, wait: $\boxed{2}$", "2", 1),
+        (r"\boxed{x < 3} or rather \boxed{x > 3}", "x > 3", 1),
+        (r"\boxed{2}, and that is all. \boxed{}", "2", 1),
+        (r"\boxed{2}. Now \boxed{3", "2", 1),
+        (r"\boxed{\boxed{2}}", "2", 1),
+        (r"\fbox{2}", "2", 1),
+        (r"\boxed{\left\{ 1, 2 \right\}}", "1,2", 1),
+        (r"\boxed{\{ x : x < 3}. So \boxed{3}", "3", 1),
+        # Values in boxes of their own are a list, where the reference is one.
+        (r"$\boxed{1}$ and $\boxed{-2}$", "1,-2", 1),
+        (r"$x = \boxed{1}$ or $x = \boxed{-2}$", "-2, 1", 1),
+        (r"$\boxed{1}$ and $\boxed{-2}$", "1", 0),
+        (r"\boxed{1, 2}", "2", 0),
+        (r"\boxed{5}", "5, 5", 0),
+        # Without a box.
+        ("The answer is $x < 3$.", "x < 3", 1),
+        ("The answer is x < 3.", "x < 3", 1),
+        ("Answer: Evelyn", r"\text{Evelyn}", 1),
+        ("The answer is (C).", r"\text{(C)}", 1),
+        ("The answer is 72.", "72", 1),
+        ("3", r"3\sqrt{13}", 0),
+        ("The answer is 3.", "x < 3", 0),
+        # The same words, and others.
+        (r"\boxed{\text{Evelyn and Navin}}", r"\text{Evelyn}", 0),
+        (r"\boxed{\text{odd}}", r"\text{even}", 0),
+        (r"\boxed{\text{(D)}}", r"\text{(C)}", 0),
+        # A small decimal counts in its digits.
+        (r"\boxed{.0000673}", ".0000672", 0),
+        (r"\boxed{0.333333}", r"\frac{1}{3}", 1),
+        # Bases, units, infinity.
+        (r"\boxed{52}", "52_8", 0),
+        (r"\boxed{52_7}", "52_8", 0),
+        (r"\boxed{42_{10}}", "42", 1),
+        (r"\boxed{52_8}", "52", 0),
+        (r"\boxed{15\text{ cm}^3}", r"15\mbox{ cm}^2", 0),
+        (r"\boxed{(2, \infty]}", r"(2,\infty)", 0),
+        (r"\boxed{\langle 6, 31, -1 \rangle}", "(6,31,-1)", 1),
+        (r"\boxed{4, 2}", "(2,4)", 0),
+        # What SymPy cannot hold is a wrong answer, no failure.
+        (r"\boxed{(i, 2)}", "(1,2)", 0),
+        (r"\boxed{i < 3}", "x < 3", 0),
+        (r"\boxed{\frac{1}{0}}", "2", 0),
+    ],
+)
+def test_what_a_completion_answers(
+    score: Scorer, completion: str, reference: str, worth: int
+) -> None:
+    assert score(completion, {"answer": reference}) == worth
+
+
+def test_the_marker_of_a_reference() -> None:
+    score = math_scorer(MathReward())
+    assert score(r"\boxed{3}", {"answer": "1 + 2 = 3\n#### 3"}) == 1.0
+    assert score(r"\boxed{x < 3}", {"answer": "so\n#### x < 3"}) == 1.0
+    assert score(r"\boxed{3}", {"answer": "####"}) is None
+
+
+def test_boxes_without_end_take_no_time(score: Scorer) -> None:
+    started = time.perf_counter()
+    assert score("\\boxed{" * 20_000 + "3}", {"answer": "3"}) == 1.0
+    assert time.perf_counter() - started < 5
