@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from configs.new_run import warnings_of
 from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster
 from storage.prompts.datasets import open_source
@@ -50,6 +51,8 @@ def started(
         begin(opened, position)
         run = Run(opened, lease, position, terminal)
         failed.pop_all()
+    for line in warnings_of(opened.config):
+        terminal.say(f"Warning: {line}", style="yellow")
     failure: BaseException | None = None
     with signals_end(run.cancelled, last_words):
         try:
