@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from configs.data import FunctionSource
 from configs.imports import described, imported
-from storage.objects.digests import canonical
+from storage.objects.digests import canonical_row
 from storage.objects.json_values import Row
 from storage.prompts.source import PromptSource, check_rows, plain_row
 
@@ -29,14 +29,8 @@ class FunctionRows(PromptSource):
             raise ValueError(f"data.source.path is {self.name}: it returned no rows.")
         self.columns = tuple(self._rows[0])
         hasher = hashlib.sha256()
-        for index, row in enumerate(self._rows):
-            try:
-                hasher.update(canonical(row) + b"\n")
-            except ValueError:
-                raise ValueError(
-                    f"{self._row_name(index)} of {self.name} holds a number that is not finite, "
-                    "which JSON does not have. Give None instead."
-                ) from None
+        for row in self._rows:
+            hasher.update(canonical_row(row) + b"\n")
         self.digest = f"sha256:{hasher.hexdigest()}"
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from storage.objects.digests import canonical
+from storage.objects.digests import canonical_row
 from storage.objects.json_values import Row, plain
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class PromptSource(ABC):
         found = np.empty(len(rows), np.uint64)
         for start in range(0, len(rows), READ_ROWS):
             for place, row in enumerate(self.rows(rows[start : start + READ_ROWS]), start):
-                found[place] = xxhash.xxh3_64_intdigest(canonical(row))
+                found[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
         return found
 
     def _in_range(self, indices: Sequence[int]) -> None:
