@@ -40,6 +40,9 @@ class FunctionRows(PromptSource):
         self._in_range(indices)
         return [self._rows[index] for index in indices]
 
+    def has_column(self, name: str) -> bool:
+        return any(name in row for row in self._rows)
+
     def check_columns(self, needed: Iterable[str]) -> None:
         rows = ((self._row_name(i), row) for i, row in enumerate(self._rows))
         check_rows(rows, self.name, needed)

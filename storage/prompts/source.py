@@ -39,6 +39,10 @@ class PromptSource(ABC):
     def check_columns(self, needed: Iterable[str]) -> None:
         """ValueError that names the first row without a value in one of these columns."""
 
+    def has_column(self, name: str) -> bool:
+        """Whether any row has it: of a source whose rows may differ, not only the first."""
+        return name in self.columns
+
     def as_recorded(self, digest: str) -> PromptSource:
         """The same rows with a digest of the kind of a recorded one, so that the two compare.
 

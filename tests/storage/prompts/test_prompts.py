@@ -480,3 +480,20 @@ def test_what_is_no_source_is_one_sentence(rows_file: str, name: str, said: str)
     with pytest.raises(ValueError, match=said) as refusal:
         open_source(FunctionSource(path=f"{rows_file}:{name}"))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_column_may_begin_in_a_later_row(tmp_path: Path) -> None:
+    rows = [{"question": "a"}, {"question": "b", "hint": None}, {"question": "c", "level": 2}]
+    path = write_jsonl(tmp_path / "later.jsonl", rows)
+    (tmp_path / "later.py").write_text(f"def rows():\n    return {rows!r}\n")
+    chosen = FileSource(path=path, where={"level": 2})
+    for source in (
+        open_source(FileSource(path=path)),
+        open_source(FunctionSource(path=f"{tmp_path}/later.py:rows")),
+        open_source(chosen),
+    ):
+        assert source.has_column("question") and source.has_column("hint")
+        assert source.has_column("level") and not source.has_column("answer")
+    assert open_source(chosen).rows([0]) == [rows[2]], "rows are chosen by it too"
+    with pytest.raises(ValueError, match="has no column 'nowhere'"):
+        open_source(FileSource(path=path, where={"nowhere": 2}))
