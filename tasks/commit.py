@@ -267,8 +267,6 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
 def tidy(run: Run) -> None:
     """Remove policy versions, batches and snapshots that the settings do not keep."""
     keep = run.config.store
-    opponent = run.config.opponent
-    against = {run.start} if opponent is not None and opponent.version == "start" else set[int]()
     removed = []
     if run.config.train.engine == "elastic":
         removed += remove_gradients(run.files, run.head)
@@ -278,7 +276,7 @@ def tidy(run: Run) -> None:
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
-        tagged={*run.tracker.registered, *against, *run.to_be_evaluated()},
+        tagged={*run.tracker.registered, *run.to_be_evaluated()},
     )
     if removed:
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))
