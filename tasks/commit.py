@@ -42,6 +42,7 @@ from tasks.results import (
     nodes_of,
 )
 from tasks.reward import samples_of
+from tasks.run.decay import decay_steps
 from tasks.run.flow_options import result_of
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
@@ -214,7 +215,7 @@ def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:
         **({} if made is None else {"made_on": asdict(made)}),
         "train": config.train.model_dump(mode="json"),
         "seed": config.seed,
-        "steps": config.steps,  # where a decaying schedule ends
+        "steps": decay_steps(config, run.files),  # where a decaying schedule ends
         # Of an elastic update the number of workers changes nothing.
         "ranks": 1 if config.train.engine == "elastic" else pool.workers,
         "threads": pool.threads,
