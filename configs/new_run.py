@@ -21,16 +21,16 @@ def check_new_run(config: GRPOConfig) -> None:
     """ValueError, one sentence, where no run may begin with these settings."""
     if any(not stop for stop in config.rollout.stop):
         raise ValueError(
-            f"rollout.stop = {list(config.rollout.stop)} has an empty string, which is in every text, "
-            "so each completion would end at its first token. Remove it."
+            f"rollout.stop = {list(config.rollout.stop)} has an empty string, which every text "
+            "has, so each completion would end at its first token. Remove it."
         )
     cut, user = cut_by(config.rollout), _user_of_rollout_logprobs(config.algorithm)
     if cut and user is not None:
         setting, instead = user
         raise ValueError(
-            f"{cut} draws from a part of the policy's distribution, and {setting} compares the log-probs "
-            "of that part with the trainer's, which are of the whole: weights would be wrong for every "
-            f"token. Set {WHOLE}, or {instead}."
+            f"{cut} draws from a part of the policy's distribution, and {setting} compares the "
+            "log-probs of that part with the trainer's, which are of the whole: weights would be "
+            f"wrong for every token. Set {WHOLE}, or {instead}."
         )
 
 
@@ -40,8 +40,8 @@ def warnings_of(config: GRPOConfig) -> list[str]:
     if not cut:
         return []
     return [
-        f"{cut} draws from a part of the policy's distribution, and the policy is trained as if from the "
-        "whole: the gradient is biased, and more so as the part gets smaller. Set "
+        f"{cut} draws from a part of the policy's distribution, and the policy is trained as if from "
+        "the whole: the gradient is biased, and more so as the part gets smaller. Set "
         f"{WHOLE}, unless that is wanted."
     ]
 
@@ -54,7 +54,7 @@ def check_finite(config: GRPOConfig) -> None:
 
 
 def cut_by(rollout: RolloutConfig) -> str:
-    """The settings by which tokens are drawn from a part of the policy's distribution; empty: none."""
+    """The settings by which tokens are drawn from a part of the distribution; empty: none."""
     cuts = [f"rollout.top_p = {rollout.top_p:g}"] if rollout.top_p < 1 else []
     cuts += [f"rollout.top_k = {rollout.top_k}"] if rollout.top_k else []
     return " and ".join(cuts)

@@ -28,8 +28,8 @@ class _Loader(yaml.SafeLoader):
             name, line = self.construct_object(key), key.start_mark.line + 1
             if name in lines:
                 raise KeyTwice(
-                    f"the key {key.value} stands twice in one group, in line {lines[name]} and in line "
-                    f"{line}"
+                    f"the key {key.value} stands twice in one group, in line {lines[name]} and in "
+                    f"line {line}"
                 )
             lines[name] = line
         return node

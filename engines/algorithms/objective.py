@@ -85,9 +85,9 @@ class Objective:
             normaliser: the counts of the whole mini-batch, of all ranks.
 
         Returns:
-            Scalar with gradient; and metrics, of which `loss`, `policy_loss` and `trained_tokens`, those
-            with a part in the loss, add up over the micro-batches and ranks, and means are over the
-            tokens with mask 1.
+            Scalar with gradient; and metrics, of which `loss`, `policy_loss` and `trained_tokens`,
+            those with a part in the loss, add up over the micro-batches and ranks, and means are over
+            the tokens with mask 1.
         """
         batch = self._against(batch)
         batch, metrics = self._corrected(batch)
@@ -115,7 +115,9 @@ class Objective:
 
     def _trained(self, batch: PolicyBatch) -> Tensor:
         """Tokens that have a part in the loss of a corrected batch: bool [T]."""
-        weighs_all = self.kl is not None or self.entropy_coefficient or self.distillation is not None
+        weighs_all = (
+            self.kl is not None or self.entropy_coefficient or self.distillation is not None
+        )
         if weighs_all or batch.weights is None or self.method.own_weights:
             return batch.mask
         return batch.mask & (batch.under_mask(batch.weights) != 0)

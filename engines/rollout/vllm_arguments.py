@@ -78,8 +78,8 @@ def sampling_params(
 ) -> SamplingParams:
     """What one completion is drawn with.
 
-    ends: the model's end-of-sequence tokens. begun: what it has already, in the prompt. With top_k = 1
-    vLLM draws among tokens with the same logit; a temperature of 0 takes the likeliest one.
+    ends: the model's end-of-sequence tokens. begun: what it has already, in the prompt. With
+    top_k = 1 vLLM draws among tokens with the same logit; a temperature of 0 takes the likeliest one.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

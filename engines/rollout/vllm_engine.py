@@ -220,9 +220,7 @@ class VllmEngine(RolloutEngine):
         if request.out_key in self._cut:
             return begun
         n = request.sampling.n
-        rows = self._rows[request.out_key] = [
-            _Row(one, request.sampling.greedy) for one in begun
-        ]
+        rows = self._rows[request.out_key] = [_Row(one, request.sampling.greedy) for one in begun]
         tasks = [
             asyncio.create_task(
                 self._sample_row(

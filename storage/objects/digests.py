@@ -44,8 +44,8 @@ def canonical(value: object) -> bytes:
 def canonical_row(row: object) -> bytes:
     """As `canonical`, of a row of the data, which may hold NaN and infinity.
 
-    They are written as Python and JavaScript do (NaN, Infinity, -Infinity), without quotes: as no text
-    and no other number is. All NaN are one.
+    They are written as Python and JavaScript do (NaN, Infinity, -Infinity), without quotes: as no
+    text and no other number is. All NaN are one.
     """
     return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
 

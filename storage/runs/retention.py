@@ -1,10 +1,11 @@
 """What is removed from a run's store, and what never is.
 
 Kept: the newest policy versions, the one with which the run began, those of kept snapshots, those
-that the last commit names, tagged ones, and the bases of all these; the newest snapshots; the batches of the newest steps
-and of every step after the oldest kept snapshot, which are needed to rebuild the trainer's state;
-what runs that began here share with it, or play against. Every commit stays. Nothing newer than HEAD
-is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
+that the last commit names, tagged ones, and the bases of all these; the newest snapshots; the batches
+of the newest steps and of every step after the oldest kept snapshot, which are needed to rebuild the
+trainer's state; what runs that began here share with it, or play against. Every commit stays. Nothing
+newer than HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or
+nothing.
 
 What is there is known by an index (run_index.py); while that holds, only the folders of what goes are
 listed, whatever the number of steps.

@@ -31,12 +31,12 @@ STAGES = {
 }
 
 
-def untrained(metrics: Mapping[str, float]) -> str:
+def untrained(metrics: Mapping[str, float | None]) -> str:
     """Why a step changed nothing by its samples, for people; empty where some token has trained."""
     if metrics.get("train/optimizer_steps") == 0:
         return "no update: no sample was left to train on"
     if metrics.get("train/trained_tokens") == 0:  # older commits do not say
-        left_out = metrics.get("train/correction_left_out", 0.0) > 0
+        left_out = (metrics.get("train/correction_left_out") or 0.0) > 0
         cause = "algorithm.correction left all of them out"
         return f"no token trained: {cause if left_out else 'none has a part in the loss'}"
     if metrics.get("train/grad_norm") != 0:

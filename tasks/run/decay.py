@@ -31,7 +31,8 @@ def check_decay(config: GRPOConfig, files: RunStore) -> None:
     ends = decay_steps(config, files)
     if config.steps > ends:
         raise ConfigError(
-            f"steps = {config.steps}, but train.schedule = {config.train.schedule} of run {files.run} "
-            f"ends at a learning rate of 0 after step {ends}, so later steps would train nothing. Set "
-            f"steps = {ends}, or go on in a fork (--fork {files.run}), whose schedule ends at its own steps."
+            f"steps = {config.steps}, but train.schedule = {config.train.schedule} of run "
+            f"{files.run} ends at a learning rate of 0 after step {ends}, so later steps would train "
+            f"nothing. Set steps = {ends}, or go on in a fork (--fork {files.run}), whose schedule "
+            "ends at its own steps."
         )

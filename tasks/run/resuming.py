@@ -79,8 +79,8 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
     done = f"Run {files.run} is finished: {committed} of {config.steps} steps are committed"
     if committed >= config.steps and config.train.schedule != "constant":
         raise ConfigError(
-            f"{done}. train.schedule = {config.train.schedule} has ended: to train on, fork it (--fork "
-            f"{files.run}) with more steps."
+            f"{done}. train.schedule = {config.train.schedule} has ended: to train on, fork it "
+            f"(--fork {files.run}) with more steps."
         )
     if committed >= config.steps:
         raise ConfigError(f"{done}. Set steps higher to train on.")

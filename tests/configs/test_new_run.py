@@ -36,7 +36,7 @@ def test_the_recipes_may_begin(name: str) -> None:
         (["rollout.top_k=1", "algorithm.correction=[{kind: veto}]"], "and algorithm.correction compares"),
         (["rollout.top_p=0.5", BYPASS], "algorithm.ratio_against = rollout_logprobs compares"),
         (["rollout.top_p=0.5", "algorithm.loss.kind=decoupled"], "algorithm.loss.kind = decoupled compares"),
-        (["rollout.stop=['']"], "an empty string, which is in every text"),
+        (["rollout.stop=['']"], "an empty string, which every text has"),
         (["rollout.stop=[END, '']"], "an empty string"),
     ],
 )  # fmt: skip

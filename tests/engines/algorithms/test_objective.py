@@ -115,7 +115,8 @@ BAND = {"kind": "band", "lower": 5.0, "upper": 6.0}
         ({"correction": [NEVER], "kl": {"coefficient": 0.1}}, 0.0),
         ({"correction": [BAND]}, 0.0),
         ({"correction": [BAND], "kl": {"coefficient": 0.1}}, 1.0),
-        ({"correction": [BAND], "ratio_against": "rollout_logprobs"}, 1.0),  # no weights are applied
+        # No weights are applied.
+        ({"correction": [BAND], "ratio_against": "rollout_logprobs"}, 1.0),
     ],
 )
 def test_tokens_without_a_part_in_the_loss_are_not_counted_as_trained(recipe, share):
