@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs.cluster.cluster import ClusterConfig
 from configs.settings_help import fields
+from configs.yaml_text import KeyTwice, read_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
 SUITES = "evaluation.suites"
@@ -51,7 +52,9 @@ def _apply(raw: dict[str, Any], word: str) -> None:
             f"{word} is no setting. Write key=value, such as train.learning_rate=1e-6."
         )
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
+    except KeyTwice as error:
+        raise ConfigError(f"{word}: {error}. Remove one.") from None
     except yaml.YAMLError:
         value = text
     if value == text:  # and not in quotes

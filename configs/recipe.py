@@ -12,6 +12,7 @@ from configs.overrides import (
     ConfigError,
     change,
 )
+from configs.yaml_text import KeyTwice, read_yaml
 
 FOLDER = Path(__file__).parent / "recipes"
 DEMO = "smollm2-arithmetic"
@@ -40,7 +41,9 @@ def load_recipe(model: type[Config], recipe: str = DEMO, overrides: Sequence[str
     """
     path = find_recipe(recipe)
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = read_yaml(path.read_text())
+    except KeyTwice as error:
+        raise ConfigError(f"{path}: {error}. Remove one.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from error
     if not isinstance(raw, dict):

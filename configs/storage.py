@@ -27,7 +27,9 @@ class StoreConfig(Settings):
         10, ge=1, description="Steps between snapshots of the trainer's state."
     )
     keep_versions: int = Field(
-        3, ge=1, description="Policy versions kept besides those at snapshots and tagged ones."
+        3,
+        ge=1,
+        description="Policy versions kept besides the first, those at snapshots and tagged ones.",
     )
     whole_every: int = Field(
         1,

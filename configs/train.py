@@ -34,7 +34,9 @@ class TrainConfig(Settings):
     )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Learning rate after warm-up; linear and cosine end at 0."
+        "constant",
+        description="Learning rate after warm-up; linear and cosine end at 0 after the steps with "
+        "which the run began.",
     )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")

@@ -5,8 +5,6 @@ With `episodes` a completion is an episode in which the likeliest token is alway
 
 from __future__ import annotations
 
-import dataclasses
-
 from prefect import task
 from prefect.futures import PrefectFuture
 
@@ -27,9 +25,7 @@ def baseline(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Score
     The rewards are what the samples are compared with; these completions do not train. What the
     functions give to log_extra is in their batch; log_metric counts for the samples only.
     """
-    greedy = dataclasses.replace(run.sampling, n=1, temperature=1.0, top_p=1.0, top_k=1)
-
-    stage = SamplingStage(name="baseline", sampling=greedy)
+    stage = SamplingStage(name="baseline", sampling=run.sampling.as_greedy)
 
     def one(shard: int) -> Sampled:
         rows = prompts.ref.part(shard - 1, shards.of)

@@ -43,6 +43,7 @@ from tasks.results import (
     nodes_of,
 )
 from tasks.reward import samples_of
+from tasks.run.decay import decay_steps
 from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import marked, meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
@@ -218,7 +219,7 @@ def update_settings(run: Run, updated: Updated) -> dict[str, JsonValue]:
         **({} if made is None else {"made_on": asdict(made)}),
         "train": config.train.model_dump(mode="json"),
         "seed": config.seed,
-        "steps": config.steps,  # where a decaying schedule ends
+        "steps": decay_steps(config, run.files),  # where a decaying schedule ends
         # Of an elastic update the number of workers changes nothing.
         "ranks": 1 if config.train.engine == "elastic" else pool.workers,
         "threads": pool.threads,
@@ -273,8 +274,6 @@ def show(run: Run, record: Commit, scored: list[Scored], attempts: list[Attempt]
 def tidy(run: Run) -> None:
     """Remove policy versions, batches and snapshots that the settings do not keep."""
     keep = run.config.store
-    opponent = run.config.opponent
-    against = {run.start} if opponent is not None and opponent.version == "start" else set[int]()
     removed = []
     if run.config.train.engine == "elastic":
         removed += remove_gradients(run.files, run.head)
@@ -284,7 +283,7 @@ def tidy(run: Run) -> None:
         keep_steps=keep.keep_steps,
         keep_snapshots=keep.keep_snapshots,
         rebuilt_from=max(run.start, run.head - run.config.rollback_steps),
-        tagged={*run.tracker.registered, *against, *run.to_be_evaluated()},
+        tagged={*run.tracker.registered, *run.to_be_evaluated()},
     )
     if removed:
         get_run_logger().info("Removed by store.keep_*: %s", ", ".join(removed))

@@ -9,6 +9,7 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
+from configs.data import Source
 from engines.data.results import ModelScores, SampleFailure, ScoreResult
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
@@ -77,6 +78,7 @@ def score(
     samples: BatchRef,
     key: str,
     state: TrainerState,
+    source: Source | None = None,
 ) -> tuple[BatchRef, ScoreResult]:
     """Samples with their scores, and what became of the call; failures are logged.
 
@@ -89,6 +91,7 @@ def score(
         samples: [N].
         key: digest of what is scored, and by what.
         state: where the run stands, as the functions are told.
+        source: of the prompts' rows, where that is not data.source.
     """
     models_key = run.files.stage_key(step, "reward_model", number, key)
     models = model_scores(run, step, number, prompts, samples, models_key)
@@ -102,6 +105,7 @@ def score(
             out_key=run.files.stage_key(step, stage, number, key),
             trainer_state=state,
             models=models,
+            **({} if source is None else {"source": source}),
         )
     for (function, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))

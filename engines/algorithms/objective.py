@@ -85,11 +85,14 @@ class Objective:
             normaliser: the counts of the whole mini-batch, of all ranks.
 
         Returns:
-            Scalar with gradient; and metrics, of which `loss` and `policy_loss` add up over the
-            micro-batches and ranks, and means are over the tokens with mask 1.
+            Scalar with gradient; and metrics, of which `loss`, `policy_loss` and `trained_tokens`,
+            those with a part in the loss, add up over the micro-batches and ranks, and means are over
+            the tokens with mask 1.
         """
         batch = self._against(batch)
         batch, metrics = self._corrected(batch)
+        trained = self._trained(batch).sum().float()
+        metrics += MetricSums(sums={"trained_tokens": trained})
         loss, policy_metrics = self._policy_term(batch, normaliser)
         metrics += policy_metrics
         if self.kl is not None:
@@ -109,6 +112,15 @@ class Objective:
                 low = entropy.clamp(max=self.entropy_floor) if self.entropy_floor else entropy
                 loss = loss - self.entropy_coefficient * self._aggregated(low, batch, normaliser)
         return loss, metrics + MetricSums(sums={"loss": loss.detach() / normaliser.ranks})
+
+    def _trained(self, batch: PolicyBatch) -> Tensor:
+        """Tokens that have a part in the loss of a corrected batch: bool [T]."""
+        weighs_all = (
+            self.kl is not None or self.entropy_coefficient or self.distillation is not None
+        )
+        if weighs_all or batch.weights is None or self.method.own_weights:
+            return batch.mask
+        return batch.mask & (batch.under_mask(batch.weights) != 0)
 
     def _against(self, batch: PolicyBatch) -> PolicyBatch:
         """The batch with the log-probs that stand below the ratio as its old_logprobs."""

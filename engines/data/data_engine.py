@@ -155,12 +155,13 @@ class DataEngine(Engine):
         out_key: str,
         trainer_state: TrainerState,
         models: ModelScores | None = None,
+        source: Source | None = None,
     ) -> ScoreResult:
         """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
 
         What the functions give to log_extra becomes columns extra/<function>/<column>, one JSON
         value per sample; null for a sample of which nothing was logged. models: what the reward
-        models among the functions gave.
+        models among the functions gave. source: of the prompts; None: the data set.
         """
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
         rows = texts.rows
@@ -177,6 +178,7 @@ class DataEngine(Engine):
             texts.completion_ids,
             trainer_state,
             given,
+            lambda: self._source if source is None else open_source(source),
         )
         seconds = time.monotonic() - began
         code = self._rewards.code(() if models is None else models.code)

@@ -20,7 +20,7 @@ from engines.rewards.failing_samples import score_column
 from engines.rewards.judge import check_judge
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.process import RewardProcess
-from engines.rewards.protocol import RewardCall, Start
+from engines.rewards.protocol import TRL_HIDDEN_COLUMNS, RewardCall, Start
 from engines.rewards.row_tests import tests_of
 from engines.rewards.runner import RewardRunner
 from engines.rewards.unit_tests import NO_JUDGE, UnitTestScorer
@@ -192,7 +192,14 @@ def _check_functions(
     with RewardRunner(rewards, data) as runner:
         for reward, columns in zip(rewards.functions, runner.start(), strict=True):
             for column in columns:
-                if column not in (*source.columns, *given):
+                if column in TRL_HIDDEN_COLUMNS:
+                    raise ValueError(
+                        f"The reward {reward.label} takes {column}, which no function is given, "
+                        f"whatever the columns of {source.name}: what was asked comes as prompts, "
+                        "what was written as completions, one for each sample. Rename the "
+                        "parameter, and a column that is meant by it."
+                    )
+                if column not in given and not source.has_column(column):
                     raise ValueError(
                         f"The reward {reward.label} needs a column '{column}'; the columns of "
                         f"{source.name} are: {', '.join(source.columns)}. Add the column, or set "

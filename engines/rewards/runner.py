@@ -8,7 +8,7 @@ engines/rewards/builtin.py; a user's function is called as TRL calls it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from threading import Lock
@@ -39,6 +39,8 @@ from engines.rewards.process import RewardProcess
 from engines.rewards.protocol import Prompt, RewardCall, Start, TrainerState
 from storage.objects.digests import key_of
 from storage.objects.json_values import JsonValue, Row
+from storage.prompts.datasets import open_source
+from storage.prompts.source import PromptSource
 
 _GRACE = 15.0  # seconds after the deadline that a judge keeps by itself, before it is killed
 _SAMPLE_SHARE = 1 / 6  # of a call's deadline: the longest time of one sample in a built-in scorer
@@ -113,7 +115,7 @@ class RewardRunner:
             answers: where judges' answers are kept; None: nowhere.
             sharers: runners of the run that share what a judge's endpoint allows.
         """
-        self._rewards = rewards
+        self._rewards, self._data = rewards, data
         self._called = [one for one in rewards.functions if not isinstance(one, EngineReward)]
         self._processes = [
             RewardProcess(_start_message(reward, rewards, data, answers, sharers))
@@ -165,6 +167,7 @@ class RewardRunner:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
         given: Mapping[str, Column] | None = None,
+        source: Callable[[], PromptSource] | None = None,
     ) -> Scores:
         """Score N samples; each of the lists has one entry per sample.
 
@@ -175,11 +178,14 @@ class RewardRunner:
             completion_ids: tokens of the completions; empty if not given.
             trainer_state: where the run stands; at its beginning if not given.
             given: what the reward models gave, by function.
+            source: opens what the rows are of; the data set if not given. Where a row lacks a column
+                that a function cannot be called without, and another has it, the function gets None.
 
         Failures of samples are part of the result. RuntimeError only when a function's process
         cannot be started, ValueError when a function cannot be loaded.
         """
         state = trainer_state or TrainerState()
+        rows = self._filled(rows, source or (lambda: open_source(self._data.source)))
         batch = RewardCall(
             prompts=prompts,
             completions=completions,
@@ -204,6 +210,17 @@ class RewardRunner:
         ordered = [done[name] for name in self.names]
         columns, seconds = [column for column, _ in ordered], [took for _, took in ordered]
         return self._gather(columns, seconds, len(batch.completions))
+
+    def _filled(self, rows: Sequence[Row], source: Callable[[], PromptSource]) -> Sequence[Row]:
+        """The rows, with None in needed columns that one of them lacks and another of theirs has."""
+        needed = {column for columns in self.start() for column in columns}
+        lacking = sorted(one for one in needed if not all(one in row for row in rows))
+        nothing = {
+            column: None
+            for column in lacking
+            if any(column in row for row in rows) or source().has_column(column)
+        }
+        return [{**nothing, **row} for row in rows] if nothing else rows
 
     def _gather(self, columns: list[Column], seconds: list[float], samples: int) -> Scores:
         names = self.names

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -26,6 +26,9 @@ from storage.batches.refs import BatchRef
 # and values are computed again under the new policy.
 SyncMode = Literal["idle", "keep", "recompute"]
 EngineState = Literal["ready", "paused", "asleep", "no weights", "dead", "closed"]
+# What a greedy completion takes of several tokens with the same logit; results are told apart by it.
+# Those without this word had one drawn among them.
+GREEDY = "lowest id"
 
 
 class EngineDead(InfrastructureError):
@@ -73,7 +76,7 @@ class Sampling:
     segments: int = 0  # so many at most; the last one goes on to the end
     temperature: float = 1.0
     top_p: float = 1.0  # 1 is off
-    top_k: int = 0  # 0 is off
+    top_k: int = 0  # 0 is off; 1 is greedy
     stop: tuple[str, ...] = ()  # end a completion, kept in it; special tokens are no text
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     seed: int | None = None  # None: not reproducible
@@ -94,6 +97,16 @@ class Sampling:
         """The finish reason at a limit of tokens: the end, or that of a segment."""
         inside = self.segment_tokens and tokens < self.max_new_tokens
         return SEGMENT if inside and tokens % self.segment_tokens == 0 else "length"
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest, the lowest id of several: nothing is drawn."""
+        return self.top_k == 1
+
+    @property
+    def as_greedy(self) -> Sampling:
+        """The same with the likeliest tokens, one completion of each prompt."""
+        return replace(self, n=1, temperature=1.0, top_p=1.0, top_k=1)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -122,6 +135,8 @@ def _identity(sampling: Sampling) -> dict[str, object]:
     for name in ("max_turn_tokens", "segment_tokens", "segments"):
         if not found[name]:
             del found[name]
+    if sampling.greedy:
+        found["greedy"] = GREEDY
     return found
 
 

@@ -257,6 +257,10 @@ class Decoding:
             alike.setdefault(row.sampling, []).append(number)
         for sampling, numbers in alike.items():
             own = logits if len(numbers) == len(rows) else logits[numbers]
+            if sampling.greedy:
+                for number, token in zip(numbers, own.argmax(1).tolist(), strict=True):
+                    rows[number].add(token, 0.0, version)  # no other could have been
+                continue
             logprobs = _distribution(own.float(), sampling)
             tokens = _draw(logprobs, [rows[number].noise for number in numbers])
             drawn = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
@@ -289,7 +293,10 @@ def _distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     logits = logits / sampling.temperature
     if sampling.top_k and sampling.top_k < logits.shape[1]:
         least = logits.topk(sampling.top_k, 1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        tied = logits == least
+        room = sampling.top_k - (logits > least).sum(1, keepdim=True)
+        stays = (logits > least) | tied & (tied.cumsum(1) <= room)  # of equal ones the lowest ids
+        logits = logits.masked_fill(~stays, -torch.inf)
     if sampling.top_p < 1:
         ordered, index = logits.sort(1)  # ascending; the likeliest stays whatever its probability
         drop = ordered.softmax(1).cumsum(1) <= 1 - sampling.top_p

@@ -91,21 +91,22 @@ def sampling_params(
 ) -> SamplingParams:
     """What one completion is drawn with.
 
-    ends: the model's end-of-sequence tokens. begun: what it has already, in the prompt.
+    ends: the model's end-of-sequence tokens. begun: what it has already, in the prompt. With
+    top_k = 1 vLLM draws among tokens with the same logit; a temperature of 0 takes the likeliest one.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         max_tokens=sampling.most(len(begun.tokens), begun.turn) - len(begun.tokens),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_p=1.0 if sampling.greedy else sampling.top_p,
+        top_k=0 if sampling.greedy else sampling.top_k,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         stop_token_ids=[] if sampling.ignore_eos else list(ends),
         ignore_eos=sampling.ignore_eos,
-        seed=seed,
+        seed=None if sampling.greedy else seed,
         logprobs=0,
         # Kept as an array (vllm_logprobs.py); a stop string is looked for in what vLLM's dicts have.
         flat_logprobs=not sampling.stop,
@@ -137,8 +138,11 @@ def scoring_params(top_k: int = 0) -> SamplingParams:
     )
 
 
-def completion(output: RequestOutput) -> Completion:
-    """The one completion of a request that has finished, or was aborted: then it is unfinished."""
+def completion(output: RequestOutput, greedy: bool) -> Completion:
+    """The one completion of a request that has finished, or was aborted: then it is unfinished.
+
+    greedy: how it was asked for. vLLM then gives log-probs of what it did not draw from; they are 0.
+    """
     (drawn,) = output.outputs
     read, cached = len(output.prompt_token_ids or ()), output.num_cached_tokens
     if not drawn.token_ids:
@@ -149,7 +153,7 @@ def completion(output: RequestOutput) -> Completion:
     assert reason is not None, "only finished requests are handed on"
     return Completion(
         tokens=tokens,
-        logprobs=_drawn_logprobs(drawn, tokens),
+        logprobs=[0.0] * len(tokens) if greedy else _drawn_logprobs(drawn, tokens),
         spans=[(int(span.version), span.start, span.end) for span in spans],
         finish_reason=UNFINISHED if reason == "abort" else reason,
         read=read,

@@ -53,8 +53,9 @@ _FAILURES = {kind.__name__: kind for kind in (ObjectDamaged, ObjectMissing, Stor
 class _Row:
     """A completion in the making."""
 
-    def __init__(self, begun: Completion) -> None:
+    def __init__(self, begun: Completion, greedy: bool) -> None:
         self.begun = begun
+        self.greedy = greedy
         self.request = ""  # name of its request, while it has one
 
     def so_far(self, states: Mapping[str, RequestState]) -> Completion:
@@ -68,7 +69,7 @@ class _Row:
         # What an abort would give out, without aborting.
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert isinstance(output, RequestOutput)
-        return self.begun.followed_by(vllm_arguments.completion(output))
+        return self.begun.followed_by(vllm_arguments.completion(output, self.greedy))
 
 
 class VllmEngine(RolloutEngine):
@@ -219,7 +220,7 @@ class VllmEngine(RolloutEngine):
         if request.out_key in self._cut:
             return begun
         n = request.sampling.n
-        rows = self._rows[request.out_key] = [_Row(one) for one in begun]
+        rows = self._rows[request.out_key] = [_Row(one, request.sampling.greedy) for one in begun]
         tasks = [
             asyncio.create_task(
                 self._sample_row(
@@ -248,7 +249,8 @@ class VllmEngine(RolloutEngine):
         params = vllm_arguments.sampling_params(sampling, self._ends, seed, begun)
         prompt: TokensPrompt = {"prompt_token_ids": tokens + begun.tokens, "cache_salt": salt}
         row.request = self._new_request()
-        drawn = vllm_arguments.completion(await self._answer(prompt, params, row.request))
+        answer = await self._answer(prompt, params, row.request)
+        drawn = vllm_arguments.completion(answer, row.greedy)
         found = begun.followed_by(drawn)
         if found.finish_reason == "length":
             found = replace(found, finish_reason=sampling.limit(len(found.tokens)))

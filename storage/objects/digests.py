@@ -41,6 +41,15 @@ def canonical(value: object) -> bytes:
     return text.encode()
 
 
+def canonical_row(row: object) -> bytes:
+    """As `canonical`, of a row of the data, which may hold NaN and infinity.
+
+    They are written as Python and JavaScript do (NaN, Infinity, -Infinity), without quotes: as no
+    text and no other number is. All NaN are one.
+    """
+    return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
+
+
 def key_of(*parts: object) -> str:
     """16 hex digits (sha256) that name the JSON-able `parts`: equal parts, equal key.
 

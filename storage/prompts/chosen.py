@@ -24,7 +24,7 @@ class ChosenRows(PromptSource):
         settings = config.model_dump(mode="json", include={"where", "choices"})
         self.digest = f"chosen-{digest_lines([of.digest, settings])}"
         for column in [*config.where, *self._read_columns()]:
-            if column not in of.columns:
+            if not of.has_column(column):
                 raise missing_column("Row 0", of.name, column, of.columns)
         self._numbers = self._chosen(config.where) if config.where else None
         if not len(self):
@@ -56,11 +56,14 @@ class ChosenRows(PromptSource):
         rows = self._of.rows(numbers)
         return rows if self._choices is None else [lettered(row, self._choices) for row in rows]
 
+    def has_column(self, name: str) -> bool:
+        return name in self.columns or self._of.has_column(name)
+
     def check_columns(self, needed: Iterable[str]) -> None:
         filled = tuple(needed)
         made = () if self._choices is None else (self._choices.question, ANSWER)
         for column in filled:
-            if column not in self.columns:
+            if not self.has_column(column):
                 raise missing_column("Row 0", self.name, column, self.columns)
         # Rows that are left out may have no value in them.
         if self._numbers is None:

@@ -8,6 +8,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,15 @@ class JsonLines(PromptSource):
         lines = (line for line in self._lines() if line.strip())
         rows = ((self._row_name(i), self._parse(line, i)) for i, line in enumerate(lines))
         check_rows(rows, self.name, needed)
+
+    def has_column(self, name: str) -> bool:
+        return name in self.columns or name in self._later_columns
+
+    @cached_property
+    def _later_columns(self) -> frozenset[str]:
+        """Of all rows; the whole file is read for it, once."""
+        lines = (line for line in self._lines() if line.strip())
+        return frozenset(name for i, line in enumerate(lines) for name in self._parse(line, i))
 
     def _lines(self) -> Iterator[bytes]:
         with self._filesystem.open(self._path, "rb", block_size=_BLOCK) as stream:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from configs.data import FunctionSource
 from configs.imports import described, imported
-from storage.objects.digests import canonical
+from storage.objects.digests import canonical_row
 from storage.objects.json_values import Row
 from storage.prompts.source import PromptSource, check_rows, plain_row
 
@@ -41,14 +41,8 @@ class FunctionRows(PromptSource):
             raise ValueError(f"data.source.path is {self.name}: it returned no rows.")
         self.columns = tuple(self._rows[0])
         hasher = hashlib.sha256()
-        for index, row in enumerate(self._rows):
-            try:
-                hasher.update(canonical(row) + b"\n")
-            except ValueError:
-                raise ValueError(
-                    f"{self._row_name(index)} of {self.name} holds a number that is not finite, "
-                    "which JSON does not have. Give None instead."
-                ) from None
+        for row in self._rows:
+            hasher.update(canonical_row(row) + b"\n")
         self.digest = f"sha256:{hasher.hexdigest()}"
 
     def __len__(self) -> int:
@@ -57,6 +51,9 @@ class FunctionRows(PromptSource):
     def rows(self, indices: Sequence[int]) -> list[Row]:
         self._in_range(indices)
         return [self._rows[index] for index in indices]
+
+    def has_column(self, name: str) -> bool:
+        return any(name in row for row in self._rows)
 
     def check_columns(self, needed: Iterable[str]) -> None:
         rows = ((self._row_name(i), row) for i, row in enumerate(self._rows))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from storage.objects.digests import canonical
+from storage.objects.digests import canonical_row
 from storage.objects.json_values import Row, plain
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ class PromptSource(ABC):
     def check_columns(self, needed: Iterable[str]) -> None:
         """ValueError that names the first row without a value in one of these columns."""
 
+    def has_column(self, name: str) -> bool:
+        """Whether any row has it: of a source whose rows may differ, not only the first."""
+        return name in self.columns
+
     def as_recorded(self, digest: str) -> PromptSource:
         """The same rows with a digest of the kind of a recorded one, so that the two compare.
 
@@ -64,7 +68,7 @@ class PromptSource(ABC):
         found = np.empty(len(rows), np.uint64)
         for start in range(0, len(rows), READ_ROWS):
             for place, row in enumerate(self.rows(rows[start : start + READ_ROWS]), start):
-                found[place] = xxhash.xxh3_64_intdigest(canonical(row))
+                found[place] = xxhash.xxh3_64_intdigest(canonical_row(row))
         return found
 
     def _in_range(self, indices: Sequence[int]) -> None:

@@ -1,10 +1,11 @@
 """What is removed from a run's store, and what never is.
 
-Kept: the newest policy versions, those of kept snapshots, those that the last commit names, tagged
-ones, an opponent's, and the bases of all these; the newest snapshots; the batches of the newest steps
-and of every step after the oldest kept snapshot, which are needed to rebuild the trainer's state;
-what runs that began here share with it, or play against. Every commit stays. Nothing newer than HEAD
-is touched. Markers go before what they mark, so a reader sees all of a thing or nothing.
+Kept: the newest policy versions, the one with which the run began, those of kept snapshots, those
+that the last commit names, tagged ones, and the bases of all these; the newest snapshots; the batches
+of the newest steps and of every step after the oldest kept snapshot, which are needed to rebuild the
+trainer's state; what runs that began here share with it, or play against. Every commit stays. Nothing
+newer than HEAD is touched. Markers go before what they mark, so a reader sees all of a thing or
+nothing.
 
 What is there is known by an index (run_index.py); while that holds, only the folders of what goes are
 listed, whatever the number of steps.
@@ -61,7 +62,8 @@ def sweep(
     # Where every batch is kept every step can be replayed, those after a fork's beginning too.
     stay |= {start} if first_kept <= start + 1 else set()
     removed = _sweep_snapshots(run, index, kept, stay)
-    named = {step for step in kept if step > 0} | {*tagged, *(pin.step for pin in shared)}
+    # What a run is compared with is the version that it began with.
+    named = {start, *kept, *tagged, *(pin.step for pin in shared)}
     removed += _sweep_versions(run, index, head, keep_versions, named)
     if keep_steps is None:
         index.borrowed, index.borrowed_from = {}, head + 1  # nobody asks

@@ -266,6 +266,7 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
         ref, result = score(
             *(run, STEP_NUMBER, "score", shard, part, sampled.ref, scored_as),
             TrainerState(),  # wherever a run stands, versions are scored alike
+            run.suite.settings.source,
         )
         record = {
             "ref": ref.to_json(),

@@ -34,6 +34,7 @@ from storage.runs.live import read_end
 from storage.tracking.timeline import Work, timeline_png
 from tasks.reporting.cost_note import cost_lines
 from tasks.reporting.guard_notes import continued, guard_table, went_back
+from tasks.reporting.progress import untrained
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, Ledger
@@ -154,6 +155,12 @@ def listed(values: Iterable[str | int]) -> str | int:
     return ", ".join(map(str, found[:4])) + more
 
 
+def nothing_trained(commit: Commit) -> list[str]:
+    """A line for a step that trained no token."""
+    said = untrained(commit.metrics)
+    return ["", f"**{said[0].upper()}{said[1:]}.**"] if said else []
+
+
 def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
     """Markdown: versions, refs, counts, times and retries of a committed step.
 
@@ -178,6 +185,7 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
         "",
         f"Prompts so far: {ledger.drawn} drawn = {ledger.trained} trained + {ledger.filtered} "
         f"filtered + {sum(ledger.dropped.values())} dropped + {ledger.in_flight} in flight.",
+        *nothing_trained(commit),
         *left_out(ledger),
         *sampled_in_rounds(commit),
         *guard_table(commit),

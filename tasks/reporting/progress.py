@@ -31,6 +31,20 @@ STAGES = {
 }
 
 
+def untrained(metrics: Mapping[str, float | None]) -> str:
+    """Why a step changed nothing by its samples, for people; empty where some token has trained."""
+    if metrics.get("train/optimizer_steps") == 0:
+        return "no update: no sample was left to train on"
+    if metrics.get("train/trained_tokens") == 0:  # older commits do not say
+        left_out = (metrics.get("train/correction_left_out") or 0.0) > 0
+        cause = "algorithm.correction left all of them out"
+        return f"no token trained: {cause if left_out else 'none has a part in the loss'}"
+    if metrics.get("train/grad_norm") != 0:
+        return ""
+    equal = metrics.get("groups/without_variance") == 1
+    return f"no token trained: {'the rewards of each group are equal' if equal else 'gradient 0'}"
+
+
 class Progress:
     """Counts shards and tokens of the step under way."""
 
@@ -129,7 +143,8 @@ class Progress:
         parts = [
             f"step {step:>{len(str(self._steps))}}/{self._steps}",
             f"reward {metrics.get('reward/mean', float('nan')):.3f}",
-            f"loss {metrics['train/loss']:+.4f}" if "train/loss" in metrics else "no update",
+            untrained(metrics)
+            or (f"loss {metrics['train/loss']:+.4f}" if "train/loss" in metrics else "no update"),
             f"tokens {metrics.get('response/tokens_mean', float('nan')):.0f}",
         ]
         if metrics.get("sampling/rounds", 1.0) > 1:

@@ -125,8 +125,12 @@ def train_spec(
     role: TrainRole,
     cache_bytes: int = 0,
     teacher: Teacher | None = None,
+    decay_steps: int | None = None,
 ) -> TrainSpec:
-    """From what a run's train engine of a role is built; `teacher`: which one, of that role."""
+    """From what a run's train engine of a role is built; `teacher`: which one, of that role.
+
+    decay_steps: RL step at which a decaying learning rate ends; None: at `steps`.
+    """
     pool, train = config.cluster.roles.pool_of(role), config.train_of(role)
     lora = config.lora if role == "actor" else None
     base = None if lora is None else trained_base(files)
@@ -147,5 +151,5 @@ def train_spec(
         run=files.run,
         threads=config.cluster.pools[pool].threads,
         seed=config.seed,
-        total_steps=config.steps * train.epochs * train.mini_batches,
+        total_steps=(decay_steps or config.steps) * train.epochs * train.mini_batches,
     )

@@ -25,6 +25,7 @@ from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
 from storage.runs.run_store import RunStore
+from tasks.run.decay import decay_steps
 from tasks.run.engine_specs import (
     TrainRole,
     data_spec,
@@ -146,7 +147,8 @@ def trainer_of(
 
     teacher: which one, of that role.
     """
-    spec = train_spec(config, files, role, run.store.cache_bytes, teacher)
+    ends = decay_steps(config, files)
+    spec = train_spec(config, files, role, run.store.cache_bytes, teacher, ends)
     return trainer_on(
         cluster,
         config,

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from configs.new_run import warnings_of
 from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster
 from storage.prompts.datasets import open_source
@@ -54,6 +55,8 @@ def started(
         if said := meaning_sentence(opened.files, opened.config, position.last, owner):
             terminal.say(said, style="yellow")
         failed.pop_all()
+    for line in warnings_of(opened.config):
+        terminal.say(f"Warning: {line}", style="yellow")
     failure: BaseException | None = None
     with signals_end(run.cancelled, last_words):
         try:

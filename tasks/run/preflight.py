@@ -15,6 +15,7 @@ from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.guards import check_rollbacks
 from configs.model import RandomModel
+from configs.new_run import check_finite, check_new_run, warnings_of
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
@@ -59,6 +60,9 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         model = check_lengths(config, resumed)
         memory = check_memory(config)
         check_rollbacks(config, config.guards)
+        check_finite(config)
+        if not resumed:
+            check_new_run(config)
     except ValueError as error:
         raise PreflightError(str(error)) from error
     return [
@@ -66,6 +70,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         Finding(check="model", found=model),
         Finding(check="devices", found=devices),
         *(Finding(check="memory", found=line) for line in memory),
+        *(Finding(check="warning", found=line) for line in warnings_of(config)),
     ]
 
 

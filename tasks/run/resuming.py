@@ -11,6 +11,7 @@ from configs.overrides import ConfigError, validate
 from storage.runs.commit_log import head
 from storage.runs.live import DataOver, read_end
 from storage.runs.run_store import RunStore
+from tasks.run.decay import check_decay
 from tasks.run.recorded_flow import check_same_flow, settings_of
 
 # What may change between the parts of a run without making its past unrepeatable. A name stands
@@ -70,11 +71,17 @@ def check_resumable(files: RunStore, config: GRPOConfig, flow: str) -> None:
             "Give --resume the name of a run of that store, or set store.uri."
         )
     check_unchanged(files, config, flow)
+    check_decay(config, files)
     committed = head(files) or 0
     end = read_end(files)
     if end is None or end.step != committed:
         return
     done = f"Run {files.run} is finished: {committed} of {config.steps} steps are committed"
+    if committed >= config.steps and config.train.schedule != "constant":
+        raise ConfigError(
+            f"{done}. train.schedule = {config.train.schedule} has ended: to train on, fork it "
+            f"(--fork {files.run}) with more steps."
+        )
     if committed >= config.steps:
         raise ConfigError(f"{done}. Set steps higher to train on.")
     if end.data_over == DataOver.of(config.data):

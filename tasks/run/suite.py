@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.evaluation import SuiteConfig
 from configs.grpo import GRPOConfig
@@ -62,8 +61,8 @@ class Suite:
         most = 0 if episodes is None else episodes.max_turn_tokens or 0
         asked = Sampling.of(self.config.rollout, settings.samples, most)
         if settings.greedy:
-            asked = dataclasses.replace(asked, top_k=1, top_p=1.0)
-        return dataclasses.replace(
+            asked = asked.as_greedy
+        return replace(
             asked,
             temperature=settings.temperature or asked.temperature,
             top_p=settings.top_p or asked.top_p,

@@ -1,15 +1,18 @@
 """Recipes load, and a wrong setting is answered by one sentence that says what to do."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
-from configs.recipe import load_recipe, recipe_names
+from configs.recipe import FOLDER, load_recipe, recipe_names
 from configs.settings_help import fields
+from configs.yaml_text import read_yaml
 
 OVERLAP = ("max_staleness=2", "algorithm.correction=[{kind: truncate}]")
 INTERPOLATED = (*OVERLAP, "algorithm.proximal=loglinear", "train.mini_batches=2")
@@ -144,3 +147,39 @@ def test_a_kind_of_cluster_keeps_the_pools_and_has_tls_where_others_listen() -> 
     assert load_recipe(GRPOConfig, "gsm8k-multinode", words).cluster.address is None
     allowed = ["cluster.pools.cpu.env={TOKENIZERS_PARALLELISM: 'false'}"]
     assert load_recipe(GRPOConfig, "tiny", allowed).cluster.pools["cpu"].env
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("steps: 1\nseed: 2\nsteps: 3\n", "the key steps stands twice in one group, in line 1 and in line 3"),
+        ("train:\n  epochs: 1\n# a comment\n  epochs: 2\n", "the key epochs .* in line 2 and in line 4"),
+        ("train: {epochs: 1}\ntrain: {mini_batches: 2}\n", "the key train .* in line 1 and in line 2"),
+        ("rewards:\n  functions:\n  - kind: math\n    weight: 1\n    weight: 2\n", "the key weight .* 4 and in line 5"),
+        ('{"steps": 1, "steps": 2}', "the key steps .* in line 1 and in line 1"),
+        ("data: {1: a, 0x1: b}", "the key 0x1 "),
+    ],
+)  # fmt: skip
+def test_a_key_that_stands_twice_is_named_with_its_lines(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: {said}") as caught:
+        load_recipe(GRPOConfig, str(path))
+    assert str(caught.value).endswith("Remove one.")
+
+
+def test_a_key_that_stands_twice_in_a_word_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"train=.*: the key epochs stands twice"):
+        load_recipe(GRPOConfig, "tiny", ["train={epochs: 1, epochs: 2}"])
+
+
+def test_a_merged_group_may_be_changed(tmp_path: Path) -> None:
+    """The same key in different groups, and beside a merge, is no key that stands twice."""
+    path = tmp_path / "merged.yaml"
+    path.write_text((FOLDER / "tiny.yaml").read_text().replace("train:\n", "train: &train\n", 1))
+    with path.open("a") as recipe:
+        recipe.write("critic_train:\n  <<: *train\n  epochs: 3\n  gradient_clip: 0.5\n")
+    read = read_yaml(path.read_text())
+    assert read["critic_train"] == read["train"] | {"epochs": 3, "gradient_clip": 0.5}

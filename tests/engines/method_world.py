@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class World:
         prompts = self.prompts[step - 1]
         sampling = Sampling.of(self.config.rollout, self.config.group_size)
         if greedy:
-            sampling = replace(sampling, n=1, temperature=1.0, top_k=1)
+            sampling = sampling.as_greedy
         stem = f"{RUN}/{name}/{'greedy' if greedy else 'samples'}-{step}"
         found = self.rollout.generate(
             RolloutRequest(

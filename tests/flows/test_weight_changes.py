@@ -64,7 +64,7 @@ def test_the_same_weights_from_differences(
         for number in less.versions()
         if less.store.exists(f"{less.weights_key(number)}/manifest.json")
     ]
-    assert there == [2, 3, 4]  # the newest two, and what they are based on
+    assert there == [0, 2, 3, 4]  # the first, the newest two, and what they are based on
 
     _, child = made("child", "--fork", f"{less.run}@3", *less_words)
     assert committed(child)[-1].version_out.digest == mine[-1].version_out.digest

@@ -111,6 +111,35 @@ def test_without_a_seed_samples_differ(engine: RolloutEngine, world: World) -> N
     assert len(long) >= 2 and len(set(long)) == len(long)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_a_greedy_completion_takes_the_lowest_id_of_the_likeliest(
+    engine: RolloutEngine, world: World, temperature: float
+) -> None:
+    """The words of this version come in pairs with the same logit, so each token is a tie."""
+    tensors = dict(world.policies[0].state_dict())
+    shared = tensors["model.embed_tokens.weight"]
+    head = shared.clone()
+    head[1::2] = head[:-1:2]
+    engine.sync(publish(world.store, RUN, 40, (tensors | {"lm_head.weight": head}).items(), {}))
+    greedy = Sampling(n=2, max_new_tokens=24, temperature=temperature, top_k=1, ignore_eos=True)
+    first, *others = (
+        engine.generate(world.request(world.prompts(), sampling))
+        for sampling in (greedy, greedy, dataclasses.replace(greedy, seed=5))
+    )
+    answers = world.column(first, "response_ids")
+    assert [world.column(other, "response_ids") for other in others] == [answers, answers]
+    assert {number for row in world.column(first, "rollout_logprobs") for number in row} == {0.0}
+    for prompt, answer in zip(world.column(first, "prompt_ids"), answers, strict=True):
+        assert all(token % 2 == 0 for token in answer)
+        parameters = tensors | {"lm_head.weight": head, "model.embed_tokens.weight": shared}
+        with torch.no_grad():
+            logits = torch.func.functional_call(
+                world.policies[0], parameters, (torch.tensor([prompt + answer]),), tie_weights=False
+            ).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(chosen, logits.max(1).values, atol=1e-3, rtol=0)
+
+
 SAMPLINGS = pytest.mark.parametrize(
     "sampling",
     [

@@ -102,6 +102,31 @@ def test_rejected_tokens_are_left_out_and_still_counted():
     assert share == pytest.approx((outside.sum() / batch.mask.sum()).item())
 
 
+NEVER = {"kind": "reject", "statistic": "token_k1", "lower": 5.0, "upper": 6.0}
+BAND = {"kind": "band", "lower": 5.0, "upper": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"),
+    [
+        ({}, 1.0),
+        ({"correction": [{"kind": "truncate"}]}, 1.0),
+        ({"correction": [NEVER]}, 0.0),
+        ({"correction": [NEVER], "kl": {"coefficient": 0.1}}, 0.0),
+        ({"correction": [BAND]}, 0.0),
+        ({"correction": [BAND], "kl": {"coefficient": 0.1}}, 1.0),
+        # No weights are applied.
+        ({"correction": [BAND], "ratio_against": "rollout_logprobs"}, 1.0),
+    ],
+)
+def test_tokens_without_a_part_in_the_loss_are_not_counted_as_trained(recipe, share):
+    batch = policy_batch(5)
+    loss, metrics = objective(loss={"kind": "clipped"}, **recipe)(batch, counts(batch))
+    assert metrics.values()["trained_tokens"] == share * batch.mask.sum()
+    slope = torch.autograd.grad(loss, batch.logprobs, allow_unused=True)[0]
+    assert (slope is not None and bool(slope.any())) == (share > 0)
+
+
 def test_bypass_puts_the_rollout_policy_below_the_ratio():
     batch = policy_batch(6)
     recipe = {"loss": {"kind": "clipped"}, "correction": [{"kind": "truncate"}]}

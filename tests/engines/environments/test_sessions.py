@@ -420,6 +420,14 @@ def test_a_row_that_cannot_be_reset(play: Playing) -> None:
     assert (first.failed, second.failed) == (None, None)
 
 
+def test_a_row_with_numbers_that_are_not_finite_arrives_as_it_is(play: Playing) -> None:
+    environments = play("Texts")
+    row = {"name": [float("nan"), {"deep": float("-inf")}, float("inf"), None]}
+    (opened,) = environments.opening([row], [0])
+    assert opened.failed is None
+    assert opened.observation.startswith("hello [nan, {'deep': -inf}, inf, None] ")
+
+
 # Failures of the machinery
 
 

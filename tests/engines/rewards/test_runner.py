@@ -121,6 +121,20 @@ def with_child(completions, **kwargs):
         child.wait()
     return [1.0] * len(completions)
 
+def hinted(completions, hint):
+    if "raise" in completions:
+        raise ValueError("guilty")
+    return [0.0 if one is None else float(one) for one in hint]
+
+def asked(completions, prompt):
+    return [1.0] * len(completions)
+
+def wrote(completions, completion, answer):
+    return [1.0] * len(completions)
+
+def asked_or_not(completions, prompt=None, completion=None):
+    return [1.0] * len(completions)
+
 def counts_calls(completions, **kwargs):
     with open(os.environ["PID_FILE"], "a") as file:
         file.write(f"{len(completions)}\\n")
@@ -531,6 +545,54 @@ def test_math_scores(data: DataConfig) -> None:
     assert "no reward function applies" in said[5]
     # math-verify reports its own time-outs as wrong answers, that is as 0; ours are failures.
     assert said[6] == "took longer than 1 s" or not scores.rewards[6]
+
+
+@pytest.mark.parametrize("columns", [("prompt",), ("question", "prompt", "completion")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("asked", "takes prompt, which no function is given.* comes as prompts"),
+        ("wrote", "takes completion, which no function is given.* Rename the parameter"),
+    ],
+)
+def test_a_parameter_that_no_function_is_given_is_refused(
+    tmp_path: Path, columns: tuple[str, ...], name: str, said: str
+) -> None:
+    path = tmp_path / "named.jsonl"
+    path.write_text(json.dumps(dict.fromkeys((*columns, "answer"), "1+1=")))
+    source = FileSource(path=str(path))
+    data = DataConfig(source=source, prompt_column=columns[0])
+    with pytest.raises(ValueError, match=said) as caught:
+        check_rewards(RewardsConfig(functions=[user(name)]), data, open_source(source))
+    assert "\n" not in str(caught.value)
+    check_rewards(RewardsConfig(functions=[user("asked_or_not")]), data, open_source(source))
+    set_here = user(name, prompt="a", completion="b")
+    check_rewards(RewardsConfig(functions=[set_here]), data, open_source(source))
+
+
+def test_a_column_that_only_some_rows_have_is_none_in_the_others(tmp_path: Path) -> None:
+    """In every call, whichever of the rows it has: alone, and where samples are scored again."""
+    path = tmp_path / "later.jsonl"
+    rows: list[dict[str, object]] = [{"question": "a"}, {"question": "b", "hint": 2}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source=FileSource(path=str(path)))
+    config = RewardsConfig(functions=[user("hinted")])
+    check_rewards(config, data, open_source(data.source))
+    with RewardRunner(config, data) as runner:
+        for asked, rewards in (([0, 1], [0, 2]), ([0], [0]), ([1], [2]), ([0, 0], [0, 0])):
+            found = runner.score([""] * len(asked), [""] * len(asked), [rows[i] for i in asked])
+            assert (errors(found), found.rewards.tolist()) == ({}, rewards)
+        again = runner.score([""] * 3, ["", "raise", ""], [rows[0], rows[0], rows[1]])
+        assert list(errors(again)) == [1] and again.rewards.tolist() == [0, 0, 2]
+        elsewhere = tmp_path / "none.jsonl"
+        elsewhere.write_text(json.dumps({"question": "c"}))
+        of_others = FileSource(path=str(elsewhere))
+        missing = runner.score(
+            [""], [""], [{"question": "c"}], source=lambda: open_source(of_others)
+        )
+        assert "hint" in errors(missing)[0], "no row of those has it: a mistake, and no 0"
+        with pytest.raises(ValueError, match="needs a column 'hint'"):
+            check_rewards(config, data, open_source(of_others))
 
 
 # Checks before a run

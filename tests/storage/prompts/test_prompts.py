@@ -425,9 +425,6 @@ def none():
 def fails():
     return [1 / 0]
 
-def infinite():
-    return [{"question": "a", "x": float("inf")}]
-
 def raw():
     return [{"question": b"a"}]
 """
@@ -477,7 +474,6 @@ def test_the_digest_of_a_function_is_that_of_its_rows(rows_file: str) -> None:
         ("none", "it returned no rows"),
         ("fails", r"gave no rows: ZeroDivisionError: division by zero \(own_rows.py:18\)"),
         ("rows", "gave no rows: TypeError: .* missing 1 required positional argument: 'size'"),
-        ("infinite", "Row 0 of .*infinite holds a number that is not finite"),
         ("raw", "Row 0 of .*raw cannot be kept as JSON: a value of type bytes"),
         ("absent", "data.source.path: file '.*own_rows.py' has no 'absent'"),
     ],
@@ -524,3 +520,20 @@ def test_a_function_without_end_is_one_sentence(
         FunctionRows(source)
     assert said in str(error.value) and time.monotonic() - began < 10
     assert len(FunctionRows(FunctionSource(path=f"{tmp_path}/endless.py:ends"))) == 1
+
+
+def test_a_column_may_begin_in_a_later_row(tmp_path: Path) -> None:
+    rows = [{"question": "a"}, {"question": "b", "hint": None}, {"question": "c", "level": 2}]
+    path = write_jsonl(tmp_path / "later.jsonl", rows)
+    (tmp_path / "later.py").write_text(f"def rows():\n    return {rows!r}\n")
+    chosen = FileSource(path=path, where={"level": 2})
+    for source in (
+        open_source(FileSource(path=path)),
+        open_source(FunctionSource(path=f"{tmp_path}/later.py:rows")),
+        open_source(chosen),
+    ):
+        assert source.has_column("question") and source.has_column("hint")
+        assert source.has_column("level") and not source.has_column("answer")
+    assert open_source(chosen).rows([0]) == [rows[2]], "rows are chosen by it too"
+    with pytest.raises(ValueError, match="has no column 'nowhere'"):
+        open_source(FileSource(path=path, where={"nowhere": 2}))

@@ -89,7 +89,7 @@ def all_is_there(run: RunStore, steps: range) -> None:
 
 def test_what_stays_and_what_goes(swept: RunStore) -> None:
     removed = sweep(swept, keep_versions=2, keep_steps=2, keep_snapshots=2, tagged={4})
-    assert versions(swept) == [4, 6, 9, 10]
+    assert versions(swept) == [0, 4, 6, 9, 10]
     assert snapshots(swept) == [6, 9]
     kept_steps = [s for s in range(1, 11) if len(swept.store.list(swept.step_key(s))) > 1]
     assert kept_steps == [7, 8, 9, 10]  # after snapshot 6, though only 2 were asked for
@@ -137,7 +137,7 @@ def test_without_a_snapshot_every_batch_stays(run: RunStore) -> None:
         step_of(run, step)
     sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=2)
     all_is_there(run, range(1, 5))
-    assert versions(run) == [3, 4]  # the last commit names both
+    assert versions(run) == [0, 3, 4]  # the last commit names the last two
 
 
 def test_all_steps_are_kept_unless_asked(swept: RunStore) -> None:
@@ -204,9 +204,9 @@ def test_what_a_version_is_based_on_stays_with_it(run: RunStore) -> None:
         if not known:
             run.store.delete([index_key(run)])
         sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=1, tagged={3, 6})
-        assert versions(run) == [1, 2, 3, 5, 6, 7, 8]
+        assert versions(run) == [0, 1, 2, 3, 5, 6, 7, 8]
     sweep(run, keep_versions=1, keep_steps=None, keep_snapshots=1, tagged={6})
-    assert versions(run) == [5, 6, 7, 8]
+    assert versions(run) == [0, 5, 6, 7, 8]
 
 
 def test_the_base_of_adapters_stays_however_old_it_is(run: RunStore) -> None:
@@ -225,7 +225,22 @@ def test_the_base_of_adapters_stays_however_old_it_is(run: RunStore) -> None:
     removed = sweep(run, keep_versions=1, keep_steps=1, keep_snapshots=1)
     assert any("weights/v000002/" in key for key in removed)
     assert not any("base-" in key for key in removed)
-    assert run.versions() == [4, 5]
+    assert run.versions() == [0, 4, 5]
     assert torch.equal(dict(stream(run.store, base))["w.weight"], weights)
     assert find_base(run, "float32") == below
     assert find_base(run, "bfloat16") is None
+
+
+@pytest.mark.parametrize("keep", [1, 3, 20])
+def test_the_version_with_which_the_run_began_stays(swept: RunStore, keep: int) -> None:
+    """Else nobody could ask whether the run has made its policy better."""
+    for _ in range(2):
+        sweep(swept, keep_versions=keep, keep_steps=1, keep_snapshots=1)
+        assert versions(swept)[0] == 0
+        list(stream(swept.store, read_commit(swept, 1).version_in))
+
+
+def test_a_first_version_that_an_older_refrain_removed_is_no_matter(swept: RunStore) -> None:
+    swept.store.delete(swept.store.list(swept.weights_key(0)))
+    sweep(swept, keep_versions=1, keep_steps=1, keep_snapshots=1)
+    assert versions(swept) == [9, 10]

@@ -435,3 +435,32 @@ def test_frames_that_are_no_images_are_refused(tmp_path: Path) -> None:
     codec = f"episodes.environment.codec={ROOT}/examples/frozen_lake.py:Ice"
     with pytest.raises(PreflightError, match=r"sees = frames takes images, .* uint8 \[4, 4\]"):
         check(lake(tmp_path, codec))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rollout.top_k=2", "algorithm.correction=[{kind: truncate}]"],
+        ["rollout.stop=['']"],
+    ],
+)
+def test_what_no_run_begins_with_does_not_keep_one_from_going_on(
+    tmp_path: Path, words: list[str]
+) -> None:
+    said = refused(tmp_path, *words)
+    assert words[0].partition("=")[0] in said
+    check_settings(settings(tmp_path, *words), resumed=True)
+
+
+def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
+    said = refused(tmp_path, "rewards.functions.0.weight=nan")
+    assert said == "rewards.functions.0.weight = nan, which is no finite number. Set it to one."
+
+
+def test_a_bias_is_among_the_findings(tmp_path: Path) -> None:
+    (said,) = [
+        one.found
+        for one in check_settings(settings(tmp_path, "rollout.top_k=2"))
+        if one.check == "warning"
+    ]
+    assert "the gradient is biased" in said

@@ -1,0 +1,74 @@
+"""Settings with which no run begins, and with which stored ones are read all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.new_run import check_finite, check_new_run, warnings_of
+from configs.recipe import load_recipe, recipe_names
+
+TRUNCATE = "algorithm.correction=[{kind: truncate}]"
+BYPASS = "algorithm.ratio_against=rollout_logprobs"
+
+
+def tiny(words: Sequence[str]) -> GRPOConfig:
+    """The recipe `tiny`, changed by words: reading it never asks what is asked of a new run."""
+    return load_recipe(GRPOConfig, "tiny", list(words))
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_recipes_may_begin(name: str) -> None:
+    config = load_recipe(GRPOConfig, name)
+    check_new_run(config)
+    check_finite(config)
+    assert warnings_of(config) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rollout.top_k=2", TRUNCATE], "rollout.top_k = 2 draws from a part .* Set rollout.top_p = 1 and rollout.top_k = 0, or algorithm.correction = "),
+        (["rollout.top_p=0.9", TRUNCATE], r"rollout\.top_p = 0\.9 draws"),
+        (["rollout.top_p=0.9", "rollout.top_k=40", TRUNCATE], "top_p = 0.9 and rollout.top_k = 40 draws"),
+        (["rollout.top_k=1", "algorithm.correction=[{kind: veto}]"], "and algorithm.correction compares"),
+        (["rollout.top_p=0.5", BYPASS], "algorithm.ratio_against = rollout_logprobs compares"),
+        (["rollout.top_p=0.5", "algorithm.loss.kind=decoupled"], "algorithm.loss.kind = decoupled compares"),
+        (["rollout.stop=['']"], "an empty string, which every text has"),
+        (["rollout.stop=[END, '']"], "an empty string"),
+    ],
+)  # fmt: skip
+def test_no_run_begins_with_these(words: list[str], said: str) -> None:
+    config = tiny(words)
+    with pytest.raises(ValueError, match=said) as caught:
+        check_new_run(config)
+    assert "\n" not in str(caught.value)
+    assert GRPOConfig.model_validate(config.model_dump(mode="json")) == config, "it can be read"
+
+
+@pytest.mark.parametrize("words", [["rollout.top_k=2"], ["rollout.top_p=0.95"]])
+def test_a_part_of_the_distribution_without_a_correction_is_a_warning(words: list[str]) -> None:
+    config = tiny(words)
+    check_new_run(config)
+    (said,) = warnings_of(config)
+    assert "the gradient is biased" in said and words[0].replace("=", " = ") in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rewards.functions.0.weight=nan"], "rewards.functions.0.weight = nan"),
+        (["rewards.functions.0.weight=.inf"], "rewards.functions.0.weight = inf"),
+        (["train.learning_rate=.inf"], "train.learning_rate = inf"),
+        (["rollout.deadline=.inf"], "rollout.deadline = inf"),
+        (["algorithm.kl.coefficient=.inf"], "algorithm.kl.coefficient = inf"),
+        (["rollout.engine_args={rope: {theta: [1.0, .nan]}}"], "rollout.engine_args.rope.theta.1 = nan"),
+        (["guards=[{name: a, metric: train/loss, above: -.inf}]"], "guards.0.above = -inf"),
+    ],
+)  # fmt: skip
+def test_a_number_that_is_none_is_named(words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match="which is no finite number") as caught:
+        check_finite(tiny(words))
+    assert str(caught.value).startswith(said)

@@ -1,0 +1,58 @@
+"""What the line of a committed step says."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from tasks.reporting.progress import Progress, Terminal, untrained
+
+METRICS = {"reward/mean": 0.5, "train/loss": 0.0, "time/step": 1.0, "retries": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"train/optimizer_steps": 1.0, "train/trained_tokens": 40.0}, "loss +0.0000"),
+        ({"train/optimizer_steps": 1.0}, "loss +0.0000"),  # of an older Refrain
+        (
+            {
+                "train/optimizer_steps": 2.0,
+                "train/trained_tokens": 0.0,
+                "train/correction_left_out": 1.0,
+            },
+            "no token trained: algorithm.correction left all of them out",
+        ),
+        (
+            {"train/optimizer_steps": 1.0, "train/trained_tokens": 0.0},
+            "no token trained: none has a part in the loss",
+        ),
+        (
+            {
+                "train/optimizer_steps": 1.0,
+                "train/trained_tokens": 40.0,
+                "train/grad_norm": 0.0,
+                "groups/without_variance": 1.0,
+            },
+            "no token trained: the rewards of each group are equal",
+        ),
+        (
+            {"train/optimizer_steps": 1.0, "train/trained_tokens": 4.0, "train/grad_norm": 0.0},
+            "no token trained: gradient 0",
+        ),
+        (
+            {"train/optimizer_steps": 1.0, "train/grad_norm": float("nan")},
+            "loss +0.0000",
+        ),
+        ({"train/optimizer_steps": 0.0}, "no update: no sample was left to train on"),
+    ],
+)
+def test_a_step_that_trained_no_token_says_so(metrics: dict[str, float], said: str) -> None:
+    out = StringIO()
+    progress = Progress(Terminal(Console(file=out, width=400)), 1)
+    progress.step(1, 1)
+    progress.step_done(1, METRICS | metrics)
+    assert f"reward 0.500  {said}  tokens" in out.getvalue()
+    assert untrained(METRICS | metrics) == ("" if said.startswith("loss") else said)
