@@ -22,6 +22,7 @@ from configs.base import Settings
 from configs.flows import resume_command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
+from configs.process import begin_process
 from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
@@ -47,6 +48,7 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
         words: In place of those that the program was started with.
     """
     arguments = _parser(flow, model).parse_intermixed_args(list(words) or sys.argv[1:])
+    begin_process()  # flows of users begin here
     try:
         return _begin(flow, _settings(flow, model, arguments), arguments)
     except ConfigError as error:
