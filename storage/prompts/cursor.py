@@ -166,8 +166,8 @@ def draw(
         raise Exhausted(f"All {epochs} epochs of {cursor.size} rows have been drawn.")
     if kept_out is not None and kept_out.all():
         raise NothingToDraw(
-            f"All {cursor.size} rows of the data are in quarantine. Let rows in again by python -m "
-            "flows.quarantine RUN --readmit all, or set data.quarantine to wider bounds or to null, "
+            f"All {cursor.size} rows of the data are in quarantine. Let rows in again by "
+            "refrain quarantine RUN --readmit all, or set data.quarantine to wider bounds or to null, "
             "and resume the run."
         )
     taken: list[int] = []

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.base import Settings
-from configs.flows import resume_command
+from configs.flows import program, resume_command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
 from configs.process import begin_process
@@ -132,7 +132,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
             "checkpoint": summary.checkpoint,
             "curves": summary.plot,
             "MLflow": summary.tracking,
-            "Prefect": f"{summary.dashboard}  (later: python -m flows.dashboard)",
+            "Prefect": f"{summary.dashboard}  (later: refrain dashboard)",
         },
     )
     return 0
@@ -205,7 +205,7 @@ class _Stored(Settings):
 
 def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {flow.partition(':')[0]}",
+        prog=program(flow.partition(":")[0]),
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

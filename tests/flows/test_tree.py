@@ -87,7 +87,7 @@ def test_a_run_on_trees_killed_on_the_way_ends_with_the_same_weights(
     assert (code, faults.missed) == (-9, []), out
     name = broken.files.run
     assert (
-        f"Go on with it by: python -m flows.tree --resume {name}"
+        f"Go on with it by: refrain tree --resume {name}"
         in launch("--resume", name).end()[1]
     )
     resumed = launch("--resume", name, module="flows.tree")
