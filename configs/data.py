@@ -39,8 +39,8 @@ class FileSource(_Rows):
 
     kind: Literal["file"] = "file"
     path: str = Field(
-        description="Path or fsspec URL of a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, of a folder "
-        "of them, or a pattern (data/*.parquet). Several are read in the order of their paths."
+        description="Path or fsspec URL of a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, of a "
+        "folder of them, or a pattern (data/*.parquet). Several are read in the order of their paths."
     )
 
 

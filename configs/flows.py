@@ -4,13 +4,14 @@ import shlex
 
 from configs.storage import StoreConfig
 
-
 OURS = "flows."
 
 
 def program(module: str) -> str:
     """How a module is started: `refrain NAME` one of ours, `python -m MODULE` a user's."""
-    return f"refrain {module.removeprefix(OURS)}" if module.startswith(OURS) else f"python -m {module}"
+    return (
+        f"refrain {module.removeprefix(OURS)}" if module.startswith(OURS) else f"python -m {module}"
+    )
 
 
 def command(module: str, store: StoreConfig, *words: str | int) -> str:

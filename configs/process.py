@@ -21,7 +21,7 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def begin_process() -> None:
-    """Set proxies, certificates and the folder of temporary files right; doing it again does nothing."""
+    """Set proxies, certificates and the folder of temporary files right. It may be done again."""
     past_proxies()
     drop_unusable_certificates()
     shorten_temporary_folder()
@@ -88,7 +88,7 @@ def shorten_temporary_folder() -> None:
                 os.environ["TMPDIR"] = tempfile.tempdir = str(link)
                 return
     raise ValueError(
-        f"TMPDIR = {folder} is {len(os.fsencode(folder))} bytes long, too long for the sockets in it, "
+        f"TMPDIR = {folder} is {len(os.fsencode(folder))} bytes long, too long for sockets in it, "
         f"and no link to it can be made in {', '.join(SHORT_FOLDERS)}. Set TMPDIR to a folder of at "
         f"most {LONGEST_TMPDIR} bytes."
     )

@@ -69,8 +69,8 @@ def check_tokenizer(config: ModelConfig) -> None:
         return
     if not any(list(located.glob(pattern)) for pattern in _TOKENIZERS):
         raise ValueError(
-            f"model.path = {located} has no tokenizer ({', '.join(_TOKENIZERS)}). Put the tokenizer's "
-            "files beside the weights."
+            f"model.path = {located} has no tokenizer ({', '.join(_TOKENIZERS)}). Put the "
+            "tokenizer's files beside the weights."
         )
 
 

@@ -108,8 +108,8 @@ def dask_cluster(config: ClusterConfig, name: str, owner: Mapping[str, str] | No
         "name": "scheduler",
         "image": config.kubernetes.image,
         "args": [
-            "python", "-P", "-m", "engines.clusters.scheduler", "--host", "0.0.0.0", "--port", str(PORT),
-            "--dashboard-address", f":{HTTP_PORT}", *_tls_options(config),
+            "python", "-P", "-m", "engines.clusters.scheduler", "--host", "0.0.0.0",
+            "--port", str(PORT), "--dashboard-address", f":{HTTP_PORT}", *_tls_options(config),
         ],
         "env": [
             {

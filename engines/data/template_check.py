@@ -1,4 +1,4 @@
-"""What a model's chat template makes of prompts, from the model's files alone: for checks before a run.
+"""What a model's chat template makes of prompts, from its files alone: for checks before a run.
 
 Neither the tokenizer nor transformers is loaded, which takes seconds. The environment of templates is
 transformers' (utils/chat_template_utils.py of 5.17); a test compares the texts.
@@ -94,7 +94,8 @@ def chat_template(directory: Path) -> ChatTemplate | None:
         template = _environment().from_string(templates[DEFAULT])
     except TemplateSyntaxError as error:
         raise ValueError(
-            f"The model's chat template cannot be read: {error.message} (line {error.lineno}). {ELSEWHERE}"
+            f"The model's chat template cannot be read: {error.message} (line {error.lineno}). "
+            f"{ELSEWHERE}"
         ) from None
     return ChatTemplate(source=templates[DEFAULT], template=template, special=texts)
 

@@ -172,8 +172,8 @@ def draw(
     if kept_out is not None and kept_out.all():
         raise NothingToDraw(
             f"All {cursor.size} rows of the data are in quarantine. Let rows in again by "
-            "refrain quarantine RUN --readmit all, or set data.quarantine to wider bounds or to null, "
-            "and resume the run."
+            "refrain quarantine RUN --readmit all, or set data.quarantine to wider bounds or to "
+            "null, and resume the run."
         )
     taken: list[int] = []
     while len(taken) < n and cursor.remaining(epochs) != 0:

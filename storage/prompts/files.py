@@ -1,4 +1,4 @@
-"""Prompts from files: JSONL, compressed too, and Parquet, local or at any fsspec address; folders of them."""
+"""Prompts from files and folders of them: JSONL and Parquet, local or at any fsspec address."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def open_file(filesystem: Any, path: str, name: str) -> PromptSource:
     """
     if not path.endswith(READABLE):
         raise ValueError(
-            f"data.source.path is {name}: only files of {', '.join(READABLE)} can be read. Convert the "
-            "file, and let its name end so."
+            f"data.source.path is {name}: only files of {', '.join(READABLE)} can be read. Convert "
+            "the file, and let its name end so."
         )
     if path.endswith(PARQUET):
         return ParquetRows(filesystem, path, name)
@@ -190,8 +190,8 @@ class JsonLines(PromptSource):
     def _parse(self, line: bytes, index: int) -> Row:
         if index == 0 and line.lstrip().startswith(b"["):
             raise ValueError(
-                f"data.source.path is {self.name}, which begins with a JSON array. Write one object per "
-                "line."
+                f"data.source.path is {self.name}, which begins with a JSON array. Write one object "
+                "per line."
             )
         try:
             row = json.loads(line)

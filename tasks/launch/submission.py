@@ -251,5 +251,7 @@ def flow_script(slurm: SlurmConfig, name: str, folder: Path) -> str:
     if slurm.python is None:
         lines.append(f"export PYTHONPATH={shlex.quote(python_path())}")
     lines.append(f"cd {shlex.quote(os.getcwd())}")
-    lines.append(f"exec {shlex.quote(python)} -u -P -m flows.cluster work {shlex.quote(str(folder))}")
+    lines.append(
+        f"exec {shlex.quote(python)} -u -P -m flows.cluster work {shlex.quote(str(folder))}"
+    )
     return "\n".join(lines) + "\n"

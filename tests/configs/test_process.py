@@ -186,9 +186,7 @@ def test_sockets_fit_below_a_long_folder(
     assert (folder / "file").exists(), "what is made lies where TMPDIR said"
 
 
-def test_a_link_of_another_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_of_another_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("j" * 77)
     folder.mkdir()
     for short in ("a", "b"):
@@ -200,5 +198,7 @@ def test_a_link_of_another_is_not_followed(
     link.unlink()
     link.symlink_to(tmp_path)  # somebody's trap
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(ValueError, match=r"TMPDIR = .* is \d+ bytes long, .* Set TMPDIR to a folder"):
+    with pytest.raises(
+        ValueError, match=r"TMPDIR = .* is \d+ bytes long, .* Set TMPDIR to a folder"
+    ):
         shorten_temporary_folder()

@@ -49,9 +49,7 @@ WORDS = ["tiny", "steps=1", "--check", "rewards.functions.0.path=my_reward:f"]
     ],
     ids=["editable", "command", "module", "the working folder in PYTHONPATH"],
 )
-def test_a_users_modules_hide_none_of_ours(
-    start: list[str], on_path: str, tmp_path: Path
-) -> None:
+def test_a_users_modules_hide_none_of_ours(start: list[str], on_path: str, tmp_path: Path) -> None:
     folder = folder_of_a_user(tmp_path)
     if start[0] == "-m":  # of a module whose own package is hidden Python says so by itself
         (folder / "flows.py").unlink()

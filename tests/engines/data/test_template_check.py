@@ -72,9 +72,7 @@ def data(**changes: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_prompts_are_rendered_as_by_their_tokenizer(
-    name: str, tiny: Path, tmp_path: Path
-) -> None:
+def test_prompts_are_rendered_as_by_their_tokenizer(name: str, tiny: Path, tmp_path: Path) -> None:
     folder = model(tiny, tmp_path, GOOD[name])
     tokenizer, template = load_tokenizer(folder), chat_template(folder)
     assert template is not None
@@ -110,7 +108,9 @@ def test_a_file_goes_before_the_settings(tiny: Path, tmp_path: Path) -> None:
     template = chat_template(folder)
     assert template is not None and template.text([{"role": "user", "content": ""}]) == "file"
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "file"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "file"
+    )
 
 
 SYSTEM = [{"role": "system", "content": "S"}, {"role": "user", "content": "1"}]

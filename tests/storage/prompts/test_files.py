@@ -49,7 +49,9 @@ def test_parquet_with_views(kind: pa.DataType, tmp_path: Path) -> None:
     source = opened(tmp_path / "v.parquet")
     for order in ([0, 1, 2, 3], [3, 0, 2, 2, 1], [1], range(1, 4)):
         assert source.rows(order) == [{"n": i, "value": values[i]} for i in order]
-    with pytest.raises(ValueError, match=f"Row {values.index(None)} of .* no value in column 'value'"):
+    with pytest.raises(
+        ValueError, match=f"Row {values.index(None)} of .* no value in column 'value'"
+    ):
         source.check_columns(["value"])
     assert len(set(source.row_digests().tolist())) == 4
 
@@ -65,7 +67,10 @@ def test_chats_of_views(tmp_path: Path) -> None:
         file.write_table(pa.table({"prompt": pa.array(chats, plain)}))
         file.add_key_value_metadata({"ARROW:schema": base64.b64encode(schema).decode()})
     assert pq.read_schema(tmp_path / "c.parquet").field("prompt").type == CHAT
-    assert opened(tmp_path / "c.parquet").rows([3, 1]) == [{"prompt": chats[3]}, {"prompt": chats[1]}]
+    assert opened(tmp_path / "c.parquet").rows([3, 1]) == [
+        {"prompt": chats[3]},
+        {"prompt": chats[1]},
+    ]
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.binary_view(), pa.large_binary()], ids=str)

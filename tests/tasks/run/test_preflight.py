@@ -301,8 +301,12 @@ def test_a_template_that_refuses_is_said_before_the_start(tmp_path: Path) -> Non
     words = [f"model={{kind: pretrained, path: {model}}}", "data.template=chat"]
     check(settings(tmp_path, *words))
     said = refused(tmp_path, *words, "data.system_prompt=Be brief.")
-    assert "Row 0 of reasoning_gym/chain_sum: the model's chat template refuses it: No system" in said
-    held_out = "evaluation.suites={easy: {source: {kind: file, path: %s/rows.jsonl}}}" % tmp_path
+    assert (
+        "Row 0 of reasoning_gym/chain_sum: the model's chat template refuses it: No system" in said
+    )
+    held_out = (
+        f"evaluation.suites={{easy: {{source: {{kind: file, path: {tmp_path}/rows.jsonl}}}}}}"
+    )
     rows(tmp_path / "rows.jsonl", "2 + 2", [{"role": "system", "content": "S"}])
     said = refused(tmp_path, *words, held_out, "rewards.functions=[{kind: math}]")
     assert "Row 1 of" in said
@@ -310,7 +314,7 @@ def test_a_template_that_refuses_is_said_before_the_start(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "question",
-    ["1+1=\ud83d", "\udc00", MESSAGES + [{"role": "user", "content": "a\ud83db"}]],
+    ["1+1=\ud83d", "\udc00", [*MESSAGES, {"role": "user", "content": "a\ud83db"}]],
 )
 def test_half_of_a_surrogate_pair_is_named(question: object, tmp_path: Path) -> None:
     said = refused(tmp_path, rows(tmp_path / "r.jsonl", "1+1=", question), "data.template=chat")
