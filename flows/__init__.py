@@ -14,8 +14,9 @@ def module_folders(path: list[str], ours: str, working: str) -> list[str]:
     """Where modules are looked for: `path` with our packages first and the working folder last.
 
     A user's `tasks.py` or `configs/`, in the working folder or in one of PYTHONPATH, hides none of
-    ours, and a user's other modules in the working folder are found. `ours`: the folder of our packages,
-    which the path of an editable installation need not name.
+    ours, and a user's other modules in the working folder are found.
+
+    ours: the folder of our packages, which the path of an editable installation need not name.
     """
     folders = [one for one in path if ours == working or os.path.abspath(one) != working]
     first = next((i for i, one in enumerate(folders) if _holds_ours(one)), len(folders))
