@@ -104,7 +104,7 @@ class DAPOConfig(GRPOConfig):
             raise ValueError(
                 "algorithm.selection leaves no group out for equal rewards, and this flow replaces "
                 "those. Add {kind: informative} to algorithm.selection, or run it with "
-                "python -m flows.grpo."
+                "refrain grpo."
             )
         if self.group_size == 1:
             raise ValueError(
@@ -119,7 +119,7 @@ class DAPOConfig(GRPOConfig):
             raise ValueError(
                 f"algorithm.advantage.kind = {self.algorithm.advantage.kind} compares with greedy "
                 "completions, which this flow does not sample. Set algorithm.advantage.kind = grpo, "
-                "or run it with python -m flows.grpo."
+                "or run it with refrain grpo."
             )
         return self
 

@@ -35,10 +35,13 @@ class _Rows(Settings):
 
 
 class FileSource(_Rows):
-    """Rows of a JSONL or Parquet file, local or at any fsspec address."""
+    """Rows of JSONL or Parquet files, local or at any fsspec address."""
 
     kind: Literal["file"] = "file"
-    path: str = Field(description="Path or fsspec URL of a .jsonl or .parquet file.")
+    path: str = Field(
+        description="Path or fsspec URL of a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, of a "
+        "folder of them, or a pattern (data/*.parquet). Several are read in the order of their paths."
+    )
 
 
 class HubSource(_Rows):

@@ -63,7 +63,7 @@ def check_image_policy(config: RunConfig) -> None:
             "episodes.full_turn = counts."
         )
     trained_as = (
-        (config.has_critic, "a critic", "Run it with python -m flows.grpo"),
+        (config.has_critic, "a critic", "Run it with refrain grpo"),
         (
             config.algorithm.needs_baselines,
             "greedy baselines",

@@ -24,10 +24,10 @@ def user() -> str:
 
 
 def import_from_working_folder() -> None:
-    """Let modules of the working folder be imported, as `python -m` does: a user's reward is there.
+    """Let modules of the working folder be imported, where `python -P` does not: a user's reward.
 
     At the end of the path, where a folder `configs` or `tasks` of the user's hides none of ours. The
-    processes of a run take the path over.
+    processes below this one take the path over. Commands do the same in flows/__init__.py.
     """
     folder = os.getcwd()
     if not {"", folder} & set(sys.path):

@@ -4,10 +4,19 @@ import shlex
 
 from configs.storage import StoreConfig
 
+OURS = "flows."
+
+
+def program(module: str) -> str:
+    """How a module is started: `refrain NAME` one of ours, `python -m MODULE` a user's."""
+    return (
+        f"refrain {module.removeprefix(OURS)}" if module.startswith(OURS) else f"python -m {module}"
+    )
+
 
 def command(module: str, store: StoreConfig, *words: str | int) -> str:
-    """`python -m MODULE WORDS`, for a shell, with where the store is if not the default."""
-    return shlex.join(["python", "-m", module, *map(str, words), *store.words()])
+    """`refrain NAME WORDS`, for a shell, with where the store is if not the default."""
+    return f"{program(module)} {shlex.join([*map(str, words), *store.words()])}"
 
 
 def resume_command(flow: str, store: StoreConfig, run: str) -> str:

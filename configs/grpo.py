@@ -112,13 +112,13 @@ class GRPOConfig(RunConfig):
         if self.algorithm.needs_critic:
             raise ValueError(
                 f"algorithm.advantage.kind = {self.algorithm.advantage.kind} needs a critic, which "
-                "this flow does not train. Run it with python -m flows.ppo, or set "
+                "this flow does not train. Run it with refrain ppo, or set "
                 "algorithm.advantage.kind = grpo or another estimator without a critic."
             )
         if self.algorithm.compares_subtrees:
             raise ValueError(
                 f"algorithm.advantage.kind = {self.algorithm.advantage.kind} compares completions "
-                "within subtrees, and this flow samples none. Run it with python -m flows.tree, or "
+                "within subtrees, and this flow samples none. Run it with refrain tree, or "
                 "set algorithm.advantage.kind = dr_grpo, which it would be here."
             )
         return self

@@ -53,7 +53,7 @@ class PPOConfig(GRPOConfig):
         if kind in self.unfit:
             raise ValueError(
                 f"algorithm.advantage.kind = {kind} uses no critic, and this flow trains one. "
-                "Run it with python -m flows.grpo, or set algorithm.advantage.kind = gae."
+                "Run it with refrain grpo, or set algorithm.advantage.kind = gae."
             )
         return self
 

@@ -81,7 +81,7 @@ class SRPOConfig(GRPOConfig):
         if self.episodes is None:
             raise ValueError(
                 "episodes = null, and this flow compares what episodes had to see. Set "
-                "episodes.environment, or run it with python -m flows.grpo."
+                "episodes.environment, or run it with refrain grpo."
             )
         kind = self.episodes.environment.kind
         if kind not in KINDS:
@@ -92,7 +92,7 @@ class SRPOConfig(GRPOConfig):
         if self.episodes.players > 1:
             raise ValueError(
                 f"episodes.players = {self.episodes.players}, and progress is that of one who acts "
-                "alone. Set episodes.players = 1, or run it with python -m flows.grpo."
+                "alone. Set episodes.players = 1, or run it with refrain grpo."
             )
         return self
 
@@ -118,6 +118,6 @@ class SRPOConfig(GRPOConfig):
             raise ValueError(
                 f"algorithm.advantage.kind = {self.algorithm.advantage.kind} compares with greedy "
                 "episodes, which this flow does not play. Set algorithm.advantage.kind = grpo, or "
-                "run it with python -m flows.grpo."
+                "run it with refrain grpo."
             )
         return self

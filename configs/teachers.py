@@ -69,7 +69,7 @@ class TeacherConfig(Settings):
     service: str | None = Field(
         None,
         description="In their place the address of a service that teaches several runs, "
-        "http://HOST:PORT (python -m flows.teacher serve).",
+        "http://HOST:PORT (refrain teacher serve).",
     )
     engine: Teaching = Field(
         FSDPTeaching(), description="What the model or version runs in; a service has its own."

@@ -160,7 +160,7 @@ class TreeConfig(GRPOConfig):
         if self.episodes is not None:
             raise ValueError(
                 "episodes.environment answers turns, and this flow samples trees of one-turn "
-                "completions. Set episodes = null, or run it with python -m flows.grpo."
+                "completions. Set episodes = null, or run it with refrain grpo."
             )
         if self.over_samples or self.rollout.partial_rollout == "carry":
             raise ValueError(

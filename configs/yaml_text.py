@@ -18,7 +18,7 @@ def read_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # the stubs' type is wrong
         """As read, before merges (`<<`) put other mappings' keys beside its own."""
         node = super().compose_mapping_node(anchor)
         lines: dict[Hashable, int] = {}

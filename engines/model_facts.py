@@ -97,6 +97,8 @@ class ModelFacts:
     unsupported: str | None  # what its attention has that the train engine does not compute
     shape: ModelShape | None = None  # None also for mixtures of experts
     vision: VisionShape | None = None  # None: it looks at no images
+    rows: int | None = None  # of the embedding: ids below it can be read
+    quantised: str | None = None  # how its weights are packed, where they are
 
 
 def model_facts(
@@ -137,10 +139,10 @@ def model_facts(
     return None if file is None else _of_gguf(*_gguf_header(file))
 
 
-def token_counts(
+def token_ids(
     config: PretrainedModel | RandomModel, texts: Iterable[str], cache: Path = DEFAULT_CACHE
-) -> list[int] | None:
-    """Tokens of each text without special ones; None while the model's tokenizer.json is not here.
+) -> list[list[int]] | None:
+    """Of each text, none added; None while the model's tokenizer.json is not here.
 
     cache: directory for models that are converted or drawn.
     """
@@ -152,7 +154,7 @@ def token_counts(
 
     tokenizer = Tokenizer.from_file(str(file))
     # One by one: encode_batch starts threads, which this process may fork beside.
-    return [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
 def _of_directory(directory: Path) -> ModelFacts:
@@ -181,6 +183,8 @@ def _of_directory(directory: Path) -> ModelFacts:
         unsupported=_unsupported(text),
         shape=None if compressed else _shape(text, head_size, vision),
         vision=vision,
+        rows=text.get("vocab_size"),
+        quantised=_quantised(whole),
     )
 
 
@@ -241,6 +245,12 @@ def _unsupported(text: dict[str, Any]) -> str | None:
     if text.get("model_type") == "gpt_oss":
         return "sinks (model_type = gpt_oss)"
     return None
+
+
+def _quantised(config: dict[str, Any]) -> str | None:
+    """As transformers finds it: quantization_config, or compression_config of an older name."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    return str(found.get("quant_method", "a method not named")) if found else None
 
 
 def _has_chat_template(directory: Path) -> bool:

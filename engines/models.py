@@ -37,6 +37,8 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # What a published policy version carries beside its weights.
+# Any of these is a tokenizer's vocabulary.
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 
 ModelConfig = PretrainedModel | RandomModel
@@ -58,6 +60,18 @@ def check_model(config: ModelConfig) -> None:
     located = _locate(config.path)
     if located is not None and located.is_dir():
         _check_directory(config.path, located)
+
+
+def check_tokenizer(config: ModelConfig) -> None:
+    """Raise ValueError, one sentence, for a directory without the files of any tokenizer."""
+    located = None if isinstance(config, RandomModel) else _locate(config.path)
+    if located is None or not located.is_dir():
+        return
+    if not any(list(located.glob(pattern)) for pattern in _TOKENIZERS):
+        raise ValueError(
+            f"model.path = {located} has no tokenizer ({', '.join(_TOKENIZERS)}). Put the "
+            "tokenizer's files beside the weights."
+        )
 
 
 def materialize(config: ModelConfig, cache: Path = DEFAULT_CACHE) -> Path:

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.environment import import_from_working_folder
-
 USAGE = "usage: refrain COMMAND [word …]        refrain COMMAND --help says what a command takes"
 BAD_COMMAND = 2  # exit code
 STARTED = '__name__ == "__main__"'  # in the text of a module that can be started
@@ -33,7 +31,6 @@ def main(words: Sequence[str] = ()) -> int:
         hint = f"Did you mean {near[0]}? " if near else ""
         print(f"There is no command {name}. {hint}See refrain --help.", file=sys.stderr)
         return BAD_COMMAND
-    import_from_working_folder()  # a console script has its own folder on the path instead
     sys.argv[1:] = rest
     runpy.run_module(f"flows.{name}", run_name="__main__", alter_sys=True)  # it exits itself
     return 0

@@ -1,6 +1,6 @@
 """Check a run: its counts, its chain of commits, and every byte that its records vouch for.
 
-python -m flows.audit RUN
+refrain audit RUN
 """
 
 from __future__ import annotations

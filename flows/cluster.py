@@ -1,9 +1,9 @@
 """A whole run on Slurm: submit it, see where it stands, read its logs, stop it.
 
-python -m flows.cluster submit [--flow grpo|ppo|dapo|package.module:function] [RECIPE] [key=value …]
-python -m flows.cluster status [NAME]
-python -m flows.cluster logs NAME [WORKER]
-python -m flows.cluster stop NAME
+refrain cluster submit [--flow grpo|ppo|dapo|package.module:function] [RECIPE] [key=value …]
+refrain cluster status [NAME]
+refrain cluster logs NAME [WORKER]
+refrain cluster stop NAME
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.cluster.kinds import SlurmConfig
+from configs.flows import program
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe
 from tasks.launch.submission import (
@@ -67,16 +68,16 @@ def _submit(arguments: argparse.Namespace) -> int:
     if config.cluster.kind != "slurm":
         raise ConfigError(
             f"cluster.kind = {config.cluster.kind}, but only runs on Slurm are submitted. Set "
-            f"cluster.kind=slurm, or start the run by python -m {module}."
+            f"cluster.kind=slurm, or start the run by {program(module)}."
         )
     check(config)
     submission = new_submission(config, module, [recipe, *words])
     submission.submit()
     name = submission.name
     print(f"Submitted {name}: {config.steps} steps.")
-    print(f"  state  python -m flows.cluster status {name}")
-    print(f"  log    python -m flows.cluster logs {name}")
-    print(f"  stop   python -m flows.cluster stop {name}")
+    print(f"  state  refrain cluster status {name}")
+    print(f"  log    refrain cluster logs {name}")
+    print(f"  stop   refrain cluster stop {name}")
     return 0
 
 
@@ -138,7 +139,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m flows.cluster",
+        prog="refrain cluster",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

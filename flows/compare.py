@@ -1,6 +1,6 @@
 """Tell in what two runs differ: settings, code, data, curves, and the first step that differs.
 
-python -m flows.compare RUN1 RUN2 [--of METRIC]
+refrain compare RUN1 RUN2 [--of METRIC]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Take a run's curves to Weights & Biases, Trackio or a table, at any time.
 
-python -m flows.curves RUN --to csv|wandb|trackio
+refrain curves RUN --to csv|wandb|trackio
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DAPO: GRPO with dynamic sampling. Groups that can teach nothing are replaced by new ones.
 
-    python -m flows.dapo [RECIPE] [key=value …]
+    refrain dapo [RECIPE] [key=value …]
 
 The tasks are GRPO's (flows/grpo.py), and sampling goes in rounds, until enough groups have rewards
 that differ (tasks/dynamic_sampling.py). The clip, the selection and the penalty for long answers are

@@ -1,6 +1,6 @@
 """Look at finished runs: the Prefect dashboard over the database that local runs left.
 
-python -m flows.dashboard
+refrain dashboard
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tasks.launch.command_line import HOME
 
 def main() -> int:
     """Serve the dashboard until Ctrl-C; returns the exit code."""
-    argparse.ArgumentParser(prog="python -m flows.dashboard", description=__doc__).parse_args()
+    argparse.ArgumentParser(prog="refrain dashboard", description=__doc__).parse_args()
     from tasks.launch.server import EmbeddedServer  # late: --help answers at once
     from tasks.launch.server_process import ServerError
 

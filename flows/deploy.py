@@ -1,7 +1,7 @@
 """Register the deployments of infra/prefect.yaml on the server that PREFECT_API_URL names.
 
-    python -m flows.deploy [NAME …] [--notify TYPE/BLOCK]
-    python -m flows.deploy --flow package.module:function --recipe RECIPE [key=value …]
+    refrain deploy [NAME …] [--notify TYPE/BLOCK]
+    refrain deploy --flow package.module:function --recipe RECIPE [key=value …]
 
 With them come their work pool and the automations of infra/automations.yaml. Doing it again brings
 them up to date. Runs will work in the folder that this is called in. The second form registers one
@@ -20,7 +20,7 @@ from configs.recipe import DEMO
 def main() -> int:
     """Register everything; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m flows.deploy",
+        prog="refrain deploy",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

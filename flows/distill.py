@@ -1,6 +1,6 @@
 """Distillation: the student samples, a teacher scores its tokens, the student moves to the teacher.
 
-    python -m flows.distill [RECIPE] teachers.NAME.model.path=… [key=value …]
+    refrain distill [RECIPE] teachers.NAME.model.path=… [key=value …]
 
 The tasks are GRPO's (flows/grpo.py) and one more: the teachers' log-probs, beside the rewards, if
 there are any.

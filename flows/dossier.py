@@ -1,6 +1,6 @@
 """Write all that is known of a run into one folder, with a script that checks it without Refrain.
 
-python -m flows.dossier RUN --to FOLDER [--push OWNER/NAME]
+refrain dossier RUN --to FOLDER [--push OWNER/NAME]
 """
 
 from __future__ import annotations

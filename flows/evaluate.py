@@ -1,6 +1,6 @@
 """Evaluate versions of a run in the store by suites of today; nothing is asked twice.
 
-python -m flows.evaluate RUN --suite NAME [--versions 0,10|all] [--against RUN2] [key=value …]
+refrain evaluate RUN --suite NAME [--versions 0,10|all] [--against RUN2] [key=value …]
 """
 
 from __future__ import annotations

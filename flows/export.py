@@ -1,6 +1,6 @@
 """Write a policy version as a folder of its own, which transformers and vLLM load as it is.
 
-python -m flows.export RUN --to FOLDER [--version V] [--adapter]
+refrain export RUN --to FOLDER [--version V] [--adapter]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GRPO: sample groups of completions, score them, prefer the better of each group.
 
-    python -m flows.grpo [RECIPE] [key=value …]
+    refrain grpo [RECIPE] [key=value …]
 
 The flow process holds neither tensors nor engines: every stage is a task that hands refs to a
 worker and returns refs.

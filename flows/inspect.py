@@ -1,6 +1,6 @@
 """Look at a run from another terminal, while it goes or later.
 
-python -m flows.inspect RUN
+refrain inspect RUN
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tell what made a policy version, and where a sample or a prompt went.
 
-python -m flows.lineage RUN --version V | --sample ID | --prompt ROW
+refrain lineage RUN --version V | --sample ID | --prompt ROW
 """
 
 from __future__ import annotations

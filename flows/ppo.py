@@ -1,6 +1,6 @@
 """PPO: a critic says what each state is worth; the policy is moved to what turned out better.
 
-    python -m flows.ppo [RECIPE] [key=value …]
+    refrain ppo [RECIPE] [key=value …]
 
 The tasks are GRPO's (flows/grpo.py) and two more: the critic's values before the advantages, and
 its update beside the policy's. The critic lives on the policy's workers unless

@@ -1,6 +1,6 @@
 """Show which rows of the data a run draws no more, and let rows in again.
 
-python -m flows.quarantine RUN [--readmit ROWS|all]
+refrain quarantine RUN [--readmit ROWS|all]
 """
 
 from __future__ import annotations

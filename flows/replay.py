@@ -1,6 +1,6 @@
 """Make a committed update again from its stored batch, and compare the weights.
 
-python -m flows.replay RUN STEP [--episodes]
+refrain replay RUN STEP [--episodes]
 """
 
 from __future__ import annotations

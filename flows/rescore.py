@@ -1,6 +1,6 @@
 """Score the stored samples of a run with another reward: nothing is sampled, nothing rewritten.
 
-python -m flows.rescore RUN --reward package.module:function [--steps A-B]
+refrain rescore RUN --reward package.module:function [--steps A-B]
 """
 
 from __future__ import annotations

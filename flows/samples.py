@@ -1,7 +1,7 @@
 """Show what the model was asked and what it wrote.
 
-python -m flows.samples RUN[@STEP] [--best | --worst | --failed | --group G]
-python -m flows.samples RUN --evaluation SUITE@VERSION [--best | …]
+refrain samples RUN[@STEP] [--best | --worst | --failed | --group G]
+refrain samples RUN --evaluation SUITE@VERSION [--best | …]
 """
 
 from __future__ import annotations

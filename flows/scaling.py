@@ -1,6 +1,6 @@
 """Fit how reward grows with compute, and forecast what more of it would buy.
 
-python -m flows.scaling RUN [RUN …] [--of reward|eval/SUITE/METRIC] [--picture FILE]
+refrain scaling RUN [RUN …] [--of reward|eval/SUITE/METRIC] [--picture FILE]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serve a policy version over vLLM's OpenAI-compatible API, or whatever version an alias names.
 
-python -m flows.serve RUN[@VERSION]|models:/NAME@ALIAS [--follow] [key=value …]
+refrain serve RUN[@VERSION]|models:/NAME@ALIAS [--follow] [key=value …]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> int:
         f"  {name}  [{default}]\n      {what}" for name, _, default, what in fields(ServeConfig)
     ]
     parser = argparse.ArgumentParser(
-        prog="python -m flows.serve",
+        prog="refrain serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(["settings:", *lines]),

@@ -1,6 +1,6 @@
 """Servers for a team as plain processes: Prefect and MLflow, until Ctrl-C.
 
-    python -m flows.servers [--host ADDRESS] [--folder FOLDER]
+    refrain servers [--host ADDRESS] [--folder FOLDER]
 
 The databases come from the environment, passwords included, because a command line can be read by
 everybody on the machine:
@@ -24,7 +24,7 @@ from pathlib import Path
 def main(words: Sequence[str] = ()) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m flows.servers",
+        prog="refrain servers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """SRPO: GRPO on episodes whose failures are rewarded by how near they came to a success.
 
-    python -m flows.srpo [RECIPE] [key=value …]
+    refrain srpo [RECIPE] [key=value …]
 
 The tasks are GRPO's (flows/grpo.py) and two more: embeddings of what each episode saw, and progress
 rewards, which compare them over the whole step. arXiv:2511.15605.

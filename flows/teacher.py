@@ -1,8 +1,8 @@
 """A teacher for several runs: hold its model, score their samples in turn, say how it stands.
 
-python -m flows.teacher serve model.path=… [key=value …]
-python -m flows.teacher status URL [--json]
-python -m flows.teacher settings
+refrain teacher serve model.path=… [key=value …]
+refrain teacher status URL [--json]
+refrain teacher settings
 
 The key is in the environment variable REFRAIN_TEACHER_KEY, the same for the service and its runs; a
 run names the service by teachers.NAME.service=URL.
@@ -24,7 +24,7 @@ BAD_SETTINGS = 2
 def main(words: Sequence[str] = ()) -> int:
     """Do what the words say; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m flows.teacher",
+        prog="refrain teacher",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

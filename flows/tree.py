@@ -1,6 +1,6 @@
 """Tree rollouts, TreePO: a prompt's completions share their beginnings, and are compared by subtree.
 
-    python -m flows.tree [RECIPE] [key=value …]
+    refrain tree [RECIPE] [key=value …]
 
 The tasks are GRPO's (flows/grpo.py), but the completions of a prompt are the leaves of a tree whose
 nodes are segments: what several of them share is sampled once. arXiv:2508.17445.

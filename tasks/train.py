@@ -16,6 +16,7 @@ from prefect.context import FlowRunContext
 from prefect.states import State
 
 from configs.grpo import GRPOConfig
+from configs.process import begin_process
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
@@ -52,6 +53,7 @@ def train(
     """
     with contextlib.ExitStack() as stack:
         if run is None:
+            begin_process()  # a server's worker has not
             findings = check(config, resumed=resume is not None)
             try:
                 opened = open_run(_this_flow(), config, resume, fork)

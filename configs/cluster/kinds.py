@@ -55,7 +55,7 @@ class SlurmPool(SlurmJobs):
 
 
 class SlurmFlow(SlurmJobs):
-    """The job of the flow itself, when a run is submitted by `python -m flows.cluster submit`."""
+    """The job of the flow itself, when a run is submitted by `refrain cluster submit`."""
 
     threads: int = Field(2, ge=1, description="Cores of the flow's job.")
     memory_gib: float | None = Field(None, gt=0, description="Memory of the flow's job, in GiB.")
@@ -109,7 +109,7 @@ class SlurmConfig(Settings):
         default_factory=dict, description="What single pools want otherwise, by pool."
     )
     flow: SlurmFlow = Field(
-        default=SlurmFlow(), description="The flow's own job (python -m flows.cluster submit)."
+        default=SlurmFlow(), description="The flow's own job (refrain cluster submit)."
     )
 
     def workers_per_job(self, pool: str) -> int:

@@ -88,7 +88,7 @@ def job_script(asked: Wanted, pool: str) -> str:
                 *slurm.prologue,
                 *(f"export {name}={shlex.quote(x)}" for name, x in variables(asked, pool).items()),
             ],
-            python=f"exec {slurm.python or sys.executable}",
+            python=f"exec {slurm.python or sys.executable} -P",
             worker_command=command,
             worker_extra_args=worker_options(asked, pool),
             death_timeout=DEATH_TIMEOUT,

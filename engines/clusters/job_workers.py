@@ -57,7 +57,7 @@ class JobWorker:
         self._began = time.monotonic()
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engines.clusters.worker", *self._words],
+                [sys.executable, "-P", "-m", "engines.clusters.worker", *self._words],
                 env={**os.environ, **self._env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

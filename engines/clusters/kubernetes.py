@@ -108,8 +108,8 @@ def dask_cluster(config: ClusterConfig, name: str, owner: Mapping[str, str] | No
         "name": "scheduler",
         "image": config.kubernetes.image,
         "args": [
-            "python", "-m", "engines.clusters.scheduler", "--host", "0.0.0.0", "--port", str(PORT),
-            "--dashboard-address", f":{HTTP_PORT}", *_tls_options(config),
+            "python", "-P", "-m", "engines.clusters.scheduler", "--host", "0.0.0.0",
+            "--port", str(PORT), "--dashboard-address", f":{HTTP_PORT}", *_tls_options(config),
         ],
         "env": [
             {
@@ -176,7 +176,7 @@ def worker_group(config: ClusterConfig, name: str, pool: str, env: Mapping[str, 
         "name": "worker",
         "image": config.kubernetes.image,
         "args": [
-            "python", "-m", "engines.clusters.worker", scheduler_address(config, name),
+            "python", "-P", "-m", "engines.clusters.worker", scheduler_address(config, name),
             "--name", "$(DASK_WORKER_NAME)", "--nthreads", str(wanted.slots + 1),
             "--resources", f"{pool}={wanted.slots}", "--death-timeout", str(DEATH_TIMEOUT),
             "--local-directory", "/tmp", *_tls_options(config),

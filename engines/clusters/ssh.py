@@ -85,7 +85,7 @@ def machines_of(config: ClusterConfig) -> dict[str, NodeResources]:
 
 def command(config: ClusterConfig, host: str, module: str) -> list[str]:
     """Run a Python module of ours on a machine."""
-    there = f"env {VARIABLES} {shlex.quote(config.ssh.python)} -m {module}"
+    there = f"env {VARIABLES} {shlex.quote(config.ssh.python)} -P -m {module}"
     if config.ssh.folder is not None:
         there = f"cd {shlex.quote(config.ssh.folder)} && exec {there}"
     return ["ssh", *OPTIONS, *config.ssh.options, host, there]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
+from configs.environment import import_from_working_folder
+from configs.process import begin_process
 from engines.processes import dask_settings
 
 dask_settings.apply()  # before Dask reads them
@@ -25,6 +27,8 @@ SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # where Dask's operator for Kubernetes say
 
 def main() -> None:
     """Serve until the job ends or the scheduler is gone."""
+    begin_process()
+    import_from_working_folder()
     words = sys.argv[1:]
     if not words or words[0].startswith("-"):
         words.insert(0, os.environ[SCHEDULER])

@@ -49,7 +49,7 @@ def prompt_of(row: Row, config: DataConfig, observation: str | None = None) -> P
         value, observation = observation, None
     shown = f"\n\n{observation}" if observation else ""
     if isinstance(value, str):
-        return value + shown + config.prompt_suffix
+        return _text(value + shown + config.prompt_suffix)
     messages = _messages(value, config.prompt_column)
     if added := shown + config.prompt_suffix:
         asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
@@ -58,7 +58,21 @@ def prompt_of(row: Row, config: DataConfig, observation: str | None = None) -> P
             messages[asked[-1]] = {**last, "content": last["content"] + added}
         elif observation:
             messages.append({"role": "user", "content": observation + config.prompt_suffix})
+    for message in messages:
+        _text(message["content"])
     return _with_system_prompt(messages, config)
+
+
+def _text(text: str) -> str:
+    """The text; ValueError for one that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"The prompt has half of a surrogate pair, {text[error.start]!r}, at character "
+            f"{error.start}: it was cut within one character. Mend the row."
+        ) from None
+    return text
 
 
 def _messages(value: object, column: str) -> list[Message]:
@@ -182,21 +196,29 @@ def _encode_chats(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Tool],
 ) -> list[list[int]]:
+    from jinja2.exceptions import TemplateError
+
     require_template(tokenizer)
     taken = bool(tools) and takes_tools(tokenizer, tools)
     words = tools_in_words(tools) if tools and not taken else ""
-    encoded = []
+    encoded: list[list[int]] = []
     for prompt in prompts:
         chat = first_chat(prompt, config, words)
         answering = chat[-1]["role"] == "assistant"  # the model goes on with a message begun for it
-        ids = tokenizer.apply_chat_template(
-            chat,
-            tools=list(tools) if taken else None,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=not answering,
-            continue_final_message=answering,
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                chat,
+                tools=list(tools) if taken else None,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=not answering,
+                continue_final_message=answering,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"Prompt {len(encoded)} of the batch: the model's chat template refuses it: {said}"
+            ) from None
         encoded.append(cast(list[int], ids))
     return encoded
 

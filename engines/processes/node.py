@@ -35,6 +35,8 @@ import dask
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from configs.environment import import_from_working_folder
+from configs.process import begin_process
 from engines.processes import dask_settings
 from engines.processes.certificates import Certificates
 from engines.processes.parent_death import adopt_orphans, wake_at_parents_death
@@ -222,6 +224,8 @@ class Node:
 
 def main() -> None:
     """Serve until the flow process ends. The argument, if any, is the cluster's scratch folder."""
+    begin_process()
+    import_from_working_folder()
     scratch = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="refrain-")
     keep_temporary_files_in(scratch)
     name_in_ps("refrain node")

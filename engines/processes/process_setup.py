@@ -36,7 +36,6 @@ C_LIBRARIES = {  # environment variables that glibc and libgomp read when a proc
 
 LEAST_SHARED = 1  # MiB that have to be free in /dev/shm
 COLLECT_EVERY = 20_000  # new objects between looks for reference cycles in a flow process
-LONGEST = 64  # characters of the folder; the path of a socket, vLLM's too, has room for 107
 LASTING = "REFRAIN_LASTING"  # environment variable: where temporary files would be otherwise
 
 
@@ -68,13 +67,13 @@ def seldom_collected() -> None:
 def keep_temporary_files_in(folder: str) -> None:
     """Have this process and all below it make their temporary files in a folder.
 
-    What torch has compiled stays where the next run finds it.
+    What torch has compiled stays where the next run finds it. `folder`: short enough for sockets in
+    it (configs/process.py).
     """
-    lasting = tempfile.gettempdir()
+    lasting = os.path.realpath(tempfile.gettempdir())
     os.environ[LASTING] = lasting
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{lasting}/torchinductor_{os.getuid()}")
-    if len(folder) <= LONGEST:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 def check_shared_memory(folder: str = "/dev/shm") -> None:

@@ -346,18 +346,23 @@ def _failed_call(error: str, trace: str = "") -> Reply:
 
 
 def _json_value(value: Any) -> JsonValue:
-    """A value as JSON has it; a number that is not finite becomes null, another object its text."""
-    if value is None or isinstance(value, (bool, str)):
+    """A value as JSON has it; a number that is not finite becomes null, another object its text.
+
+    Half of a surrogate pair, which can neither be printed nor written, becomes U+FFFD.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _json_value(item) for key, item in value.items()}
+        return {str(_json_value(str(key))): _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_json_value(item) for item in value]
-    return str(value)
+    return _json_value(str(value))
 
 
 def _describe(error: Exception) -> str:

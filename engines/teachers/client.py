@@ -74,7 +74,7 @@ class Connection:
         except httpx.HTTPError as error:
             raise TeacherAway(
                 f"{self._where} cannot be reached ({type(error).__name__}: {error}); start it with "
-                "python -m flows.teacher serve, or set teachers.NAME.service to where it is"
+                "refrain teacher serve, or set teachers.NAME.service to where it is"
             ) from error
 
     def answer(

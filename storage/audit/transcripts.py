@@ -168,7 +168,7 @@ def _stored_tokenizer(run: RunStore, versions: Sequence[WeightsRef]) -> Tokenize
             return Tokenizer.from_str(run.store.read(key).decode())
     raise NoTokenizer(
         f"No policy version of {run.run} in the store has a {TOKENIZER}: its model's tokenizer is of "
-        "another kind. Its samples are there as token ids: python -m flows.lineage shows the rest."
+        "another kind. Its samples are there as token ids: refrain lineage shows the rest."
     )
 
 

@@ -139,6 +139,16 @@ def unranked(epoch: int) -> np.ndarray | None:
     return None
 
 
+def check_same_data(source: Countable, cursor: Cursor) -> None:
+    """ValueError, in one sentence, when the source is not the one that the cursor was made for."""
+    if len(source) != cursor.size or source.digest != cursor.digest:
+        raise ValueError(
+            f"The data has changed since this order began: {cursor.size} rows with digest "
+            f"{cursor.digest} then, {len(source)} rows with digest {source.digest} now. "
+            "Restore the data, or start a new run."
+        )
+
+
 def draw(
     source: Countable,
     cursor: Cursor,
@@ -156,19 +166,14 @@ def draw(
     raises Exhausted. ValueError when the source is not the one that the cursor was made for,
     NothingToDraw where all rows are kept out.
     """
-    if len(source) != cursor.size or source.digest != cursor.digest:
-        raise ValueError(
-            f"The data has changed since this order began: {cursor.size} rows with digest "
-            f"{cursor.digest} then, {len(source)} rows with digest {source.digest} now. "
-            "Restore the data, or start a new run."
-        )
+    check_same_data(source, cursor)
     if cursor.remaining(epochs) == 0:
         raise Exhausted(f"All {epochs} epochs of {cursor.size} rows have been drawn.")
     if kept_out is not None and kept_out.all():
         raise NothingToDraw(
-            f"All {cursor.size} rows of the data are in quarantine. Let rows in again by python -m "
-            "flows.quarantine RUN --readmit all, or set data.quarantine to wider bounds or to null, "
-            "and resume the run."
+            f"All {cursor.size} rows of the data are in quarantine. Let rows in again by "
+            "refrain quarantine RUN --readmit all, or set data.quarantine to wider bounds or to "
+            "null, and resume the run."
         )
     taken: list[int] = []
     while len(taken) < n and cursor.remaining(epochs) != 0:

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from configs.data import FileSource, FunctionSource, HubSource, ReasoningGymSource, Source
 from storage.objects.json_values import Row, pack, plain
 from storage.prompts.chosen import ChosenRows
-from storage.prompts.files import JsonLines, ParquetRows, locate
+from storage.prompts.files import Shards, locate, open_file
 from storage.prompts.functions import FunctionRows
 from storage.prompts.source import (
     DIGEST_ROWS,
@@ -48,8 +48,8 @@ def open_source(config: Source) -> PromptSource:
     A process opens an unchanged source once: later calls return the same object.
     """
     if isinstance(config, FileSource):
-        filesystem, path = locate(config.path)
-        stamp = filesystem.ukey(path)
+        filesystem, paths = locate(config.path)
+        stamp = ",".join(f"{path} {filesystem.ukey(path)}" for path in paths)
     else:
         stamp = ""
     return _open(config.model_dump_json(), stamp)
@@ -67,13 +67,12 @@ def _open(config_json: str, stamp: str) -> PromptSource:
 
 
 def _open_file(config: FileSource) -> PromptSource:
-    if config.path.endswith(".parquet"):
-        return ParquetRows(config.path)
-    if config.path.endswith((".jsonl", ".ndjson")):
-        return JsonLines(config.path)
-    raise ValueError(
-        f"data.source.path is {config.path}: only .jsonl, .ndjson and .parquet files can be read. "
-        "Convert the file, and let its name end so."
+    filesystem, paths = locate(config.path)
+    if len(paths) == 1:
+        return open_file(filesystem, paths[0], config.path)
+    return Shards(
+        config.path,
+        [open_file(filesystem, path, filesystem.unstrip_protocol(path)) for path in paths],
     )
 
 

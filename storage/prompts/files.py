@@ -1,19 +1,22 @@
-"""Prompts from files: JSONL and Parquet, local or at any fsspec address."""
+"""Prompts from files and folders of them: JSONL and Parquet, local or at any fsspec address."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import tempfile
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from storage.objects.json_values import Row
 from storage.prompts.source import (
@@ -28,27 +31,115 @@ from storage.prompts.source import (
 if TYPE_CHECKING:
     from pyarrow import Table
 
+PARQUET = ".parquet"
+LINES = (".jsonl", ".ndjson", ".json")  # one JSON object per line
+CODECS = {".gz": "gzip", ".zst": "zstd"}  # ending after one of LINES -> Arrow's name
+READABLE = (PARQUET, *LINES, *(f"{lines}{end}" for lines in LINES for end in CODECS))
 _BLOCK = 4 << 20  # bytes read at a time where a whole file is scanned
 _KEPT_TABLES = 128 << 20  # bytes of decoded Parquet row groups that a source keeps
 
 
-def locate(url: str) -> tuple[Any, str]:
-    """File system and path of a file that exists."""
+def locate(url: str) -> tuple[Any, list[str]]:
+    """File system and paths of what an address names: a file, or those in a folder or of a pattern.
+
+    Of a folder the files that can be read, but no hidden ones and none of folders within; several
+    files are in the order of their paths. ValueError where there is none.
+    """
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
+        if filesystem.isfile(path):
+            return filesystem, [path]
+        folder = filesystem.isdir(path)
+        entries = filesystem.ls(path, detail=True) if folder else []
+        if not folder and set("*?[") & set(path):
+            entries = list(filesystem.glob(path, detail=True).values())
     except (ValueError, ImportError) as error:
         raise ValueError(f"data.source.path is {url}, which cannot be opened: {error}.") from error
-    if not filesystem.isfile(path):
-        raise ValueError(f"data.source.path is {url}: there is no such file.")
-    return filesystem, path
+    names = [entry["name"] for entry in entries if entry["type"] == "file"]
+    paths = sorted(name for name in names if not folder or _is_data(name))
+    if paths:
+        return filesystem, paths
+    if folder:
+        raise ValueError(
+            f"data.source.path is {url}: the folder holds no file that can be read "
+            f"({', '.join(READABLE)}). For those of folders within it, give a pattern, such as "
+            f"{url.rstrip('/')}/**/*.parquet."
+        )
+    raise ValueError(f"data.source.path is {url}: there is no such file.")
+
+
+def _is_data(path: str) -> bool:
+    """Whether a file of a folder holds rows; those of Spark and Hive that do not begin so."""
+    return path.endswith(READABLE) and not path.rpartition("/")[2].startswith((".", "_"))
+
+
+def open_file(filesystem: Any, path: str, name: str) -> PromptSource:
+    """The rows of a file, by the ending of its path; ValueError where it is none that can be read.
+
+    name: what people call it.
+    """
+    if not path.endswith(READABLE):
+        raise ValueError(
+            f"data.source.path is {name}: only files of {', '.join(READABLE)} can be read. Convert "
+            "the file, and let its name end so."
+        )
+    if path.endswith(PARQUET):
+        return ParquetRows(filesystem, path, name)
+    return JsonLines(filesystem, path, name)
+
+
+class Shards(PromptSource):
+    """Several files, one after the other."""
+
+    def __init__(self, name: str, parts: Sequence[PromptSource]) -> None:
+        self.name = name
+        self.parts = parts
+        self._stops = array("q", accumulate(map(len, parts)))
+        self.columns = parts[0].columns
+        digests = json.dumps([part.digest for part in parts]).encode()
+        self.digest = f"sha256:{hashlib.sha256(digests).hexdigest()}"
+
+    def __len__(self) -> int:
+        return self._stops[-1]
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        self._in_range(indices)
+        places: dict[int, list[int]] = {}  # part -> positions in `indices`
+        for place, index in enumerate(indices):
+            places.setdefault(bisect_right(self._stops, index), []).append(place)
+        rows: dict[int, Row] = {}
+        for part, members in places.items():
+            start = self._stops[part - 1] if part else 0
+            wanted = [indices[place] - start for place in members]
+            rows |= zip(members, self.parts[part].rows(_as_range(wanted)), strict=True)
+        return [rows[place] for place in range(len(indices))]
+
+    def check_columns(self, needed: Iterable[str]) -> None:
+        filled = tuple(needed)
+        for part in self.parts:
+            part.check_columns(filled)
+
+
+def _as_range(indices: list[int]) -> Sequence[int]:
+    """The same, as a range where they follow one another."""
+    run = range(indices[0], indices[0] + len(indices))
+    return run if indices == list(run) else indices
 
 
 class JsonLines(PromptSource):
-    """A file with one JSON object per line. Only the offsets of the lines are kept in memory."""
+    """A file with one JSON object per line. Only the offsets of the lines are kept in memory.
 
-    def __init__(self, url: str) -> None:
-        self.name = url
-        self._filesystem, self._path = locate(url)
+    Of a compressed file the text lies in a temporary one, since its lines cannot be found otherwise.
+    """
+
+    def __init__(self, filesystem: Any, path: str, name: str) -> None:
+        self.name = name
+        self._filesystem, self._path = filesystem, path
+        if codec := CODECS.get(path[path.rindex(".") :]):
+            self._text = _decompressed(filesystem, path, codec, name)
+            # By the descriptor: the file has no name, so that it goes with this object.
+            self._filesystem = LocalFileSystem()
+            self._path = f"/proc/self/fd/{self._text.fileno()}"
         self._starts, self._line_numbers = array("q"), array("q")
         hasher, position = hashlib.sha256(), 0
         for number, line in enumerate(self._lines(), start=1):
@@ -59,7 +150,7 @@ class JsonLines(PromptSource):
             position += len(line)
         self._starts.append(position)
         if not len(self):
-            raise ValueError(f"data.source.path is {url}: the file has no rows.")
+            raise ValueError(f"data.source.path is {name}: the file has no rows.")
         self.digest = f"sha256:{hasher.hexdigest()}"
         self.columns = tuple(self.rows([0])[0])
 
@@ -107,6 +198,11 @@ class JsonLines(PromptSource):
         return f"Row {index} (line {self._line_numbers[index]})"
 
     def _parse(self, line: bytes, index: int) -> Row:
+        if index == 0 and line.lstrip().startswith(b"["):
+            raise ValueError(
+                f"data.source.path is {self.name}, which begins with a JSON array. Write one object "
+                "per line."
+            )
         try:
             row = json.loads(line)
         except ValueError as error:  # broken JSON or broken UTF-8
@@ -121,12 +217,11 @@ class JsonLines(PromptSource):
 class ParquetRows(PromptSource):
     """A Parquet file, read by row groups; the groups used last are kept, up to a bound in bytes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, filesystem: Any, path: str, name: str) -> None:
         import pyarrow
         from pyarrow import parquet
 
-        self.name = url
-        filesystem, path = locate(url)
+        self.name = name
         hasher = hashlib.sha256()
         with filesystem.open(path, "rb", block_size=_BLOCK) as stream:
             while block := stream.read(_BLOCK):
@@ -136,7 +231,7 @@ class ParquetRows(PromptSource):
             self._file = parquet.ParquetFile(filesystem.open(path, "rb"))
         except pyarrow.ArrowInvalid as error:
             raise ValueError(
-                f"data.source.path is {url}: this is not a Parquet file: {error}"
+                f"data.source.path is {name}: this is not a Parquet file: {error}"
             ) from None
         self.columns = tuple(self._file.schema_arrow.names)
         groups = [self._file.metadata.row_group(g) for g in range(self._file.num_row_groups)]
@@ -144,7 +239,7 @@ class ParquetRows(PromptSource):
         for group in groups:
             self._group_stops.append((self._group_stops or [0])[-1] + group.num_rows)
         if not len(self):
-            raise ValueError(f"data.source.path is {url}: the file has no rows.")
+            raise ValueError(f"data.source.path is {name}: the file has no rows.")
         self._tables: OrderedDict[int, Table] = OrderedDict()
         self._lock = Lock()
 
@@ -159,7 +254,12 @@ class ParquetRows(PromptSource):
         found: dict[int, Row] = {}
         for group, members in places.items():
             table, start = self._table(group), self._group_start(group)
-            taken = table.take([indices[place] - start for place in members]).to_pylist()
+            wanted = _as_range([indices[place] - start for place in members])
+            # By slices: Arrow takes no rows of columns of string views.
+            if isinstance(wanted, range):
+                taken = table.slice(wanted.start, len(wanted)).to_pylist()
+            else:
+                taken = [table.slice(row, 1).to_pylist()[0] for row in wanted]
             for place, row in zip(members, taken, strict=True):
                 found[place] = plain_row(row, f"Row {indices[place]} of {self.name}")
         return [found[place] for place in range(len(indices))]
@@ -195,3 +295,23 @@ class ParquetRows(PromptSource):
 
     def _kept_bytes(self) -> int:
         return sum(table.nbytes for table in self._tables.values())
+
+
+def _decompressed(filesystem: Any, path: str, codec: str, name: str) -> IO[bytes]:
+    """The text of a compressed file, in a temporary file; ValueError where it is damaged."""
+    import pyarrow
+
+    text = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the source)
+    try:
+        with (
+            filesystem.open(path, "rb", block_size=_BLOCK) as stream,
+            pyarrow.CompressedInputStream(stream, codec) as lines,
+        ):
+            shutil.copyfileobj(lines, text, _BLOCK)
+            text.flush()
+    except OSError as error:  # Arrow's for damage, or a full disk
+        raise ValueError(
+            f"data.source.path is {name}, which cannot be decompressed as {codec} into "
+            f"{tempfile.gettempdir()}: {error}."
+        ) from None
+    return text

@@ -49,7 +49,10 @@ class Place:
         return cls(uri=f"{_SQLITE}{database}", database=database)
 
     def connect(self) -> MlflowClient:
-        """A client at the address; the first one makes the tables of a new SQLite database."""
+        """A client at the address; the first one makes the tables of a new SQLite database.
+
+        The registry of models is there too, whatever MLFLOW_REGISTRY_URI says.
+        """
         for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"):
             os.environ.setdefault(name, "true")  # MLflow has no other switch; read at its import
         from mlflow import MlflowClient
@@ -59,11 +62,11 @@ class Place:
         if self.database is None:
             if self.uri.startswith("http"):
                 _check_answers(self.uri)
-            return MlflowClient(self.uri)
+            return MlflowClient(self.uri, self.uri)
         self.database.parent.mkdir(parents=True, exist_ok=True)
         with _locked(self.database.with_suffix(".lock")):
             new_database(self.database, "mlflow-skinny", _make_tables)
-            client = MlflowClient(self.uri)
+            client = MlflowClient(self.uri, self.uri)
             client.search_experiments(max_results=1)  # the first use creates the tables
         return client
 

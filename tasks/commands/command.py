@@ -1,6 +1,6 @@
 """What the commands that look at a stored run share: words, finding the run, output, exit codes.
 
-A command is `python -m flows.NAME RUN [store.uri=…] [--json]`. It exits with 0 when all is good, 1
+A command is `refrain NAME RUN [store.uri=…] [--json]`. It exits with 0 when all is good, 1
 when it found a difference or a problem, 2 for bad input, of which it says one sentence. Heavy
 imports happen once the words are understood, so that --help answers at once.
 """
@@ -61,7 +61,7 @@ def parser(
     """
     settings = "store.uri=… cluster.…=…" if cluster else "store.uri=…"
     found = argparse.ArgumentParser(
-        prog=f"python -m flows.{name}",
+        prog=f"refrain {name}",
         description=description,
         epilog="Exit code: 0 all is good, 1 a difference or a problem was found, 2 bad input.",
     )

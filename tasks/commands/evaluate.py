@@ -44,7 +44,7 @@ def main(flow: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser(
-        prog="python -m flows.evaluate",
+        prog="refrain evaluate",
         description="Evaluate policy versions of a run in the store by suites, with workers that "
         "sample and score alone. Results go to the store and to the run's page in MLflow; what is "
         "there is not asked again.",

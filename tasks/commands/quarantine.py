@@ -73,8 +73,8 @@ def rows_of(files: RunStore, words: str) -> list[int] | None:
     known = {one.row for one in quarantined(files)}
     if unknown := [row for row in rows if row not in known]:
         raise ValueError(
-            f"Row {unknown[0]} is not in quarantine in run {files.run}. Give numbers that python -m "
-            f"flows.quarantine {files.run} shows, or all."
+            f"Row {unknown[0]} is not in quarantine in run {files.run}. Give numbers that "
+            f"refrain quarantine {files.run} shows, or all."
         )
     return rows
 

@@ -111,7 +111,7 @@ def reward_of(word: str, own: RewardsConfig) -> Reward:
         if reward.label == word and isinstance(reward, EngineReward):
             raise ValueError(
                 f"--reward {word} is a model, which needs engines, and rescoring starts none. "
-                "Its scores are in the run: python -m flows.lineage shows them."
+                "Its scores are in the run: refrain lineage shows them."
             )
         if reward.label == word:
             return reward

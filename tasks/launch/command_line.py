@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.base import Settings
-from configs.flows import resume_command
+from configs.flows import program, resume_command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError, change
+from configs.process import begin_process
 from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
@@ -47,6 +48,7 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
         words: In place of those that the program was started with.
     """
     arguments = _parser(flow, model).parse_intermixed_args(list(words) or sys.argv[1:])
+    begin_process()  # flows of users begin here
     try:
         return _begin(flow, _settings(flow, model, arguments), arguments)
     except ConfigError as error:
@@ -133,7 +135,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
             "checkpoint": summary.checkpoint,
             "curves": summary.plot,
             "MLflow": summary.tracking,
-            "Prefect": f"{summary.dashboard}  (later: python -m flows.dashboard)",
+            "Prefect": f"{summary.dashboard}  (later: refrain dashboard)",
         },
     )
     return 0
@@ -206,7 +208,7 @@ class _Stored(Settings):
 
 def _parser(flow: str, model: type[GRPOConfig]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {flow.partition(':')[0]}",
+        prog=program(flow.partition(":")[0]),
         usage="%(prog)s [RECIPE] [key=value …] [--resume RUN | --fork RUN@STEP] [--check]",
         description="Post-train a language model by reinforcement learning, as a Prefect flow.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -116,7 +116,11 @@ def register_flow(path: str, recipe: str, words: Sequence[str]) -> str:
         tags=[flow.name],
         concurrency_limit=limit,
         work_pool_name=POOL,
-        job_variables={"working_dir": os.getcwd(), "env": {"PYTHONPATH": python_path()}},
+        job_variables={
+            "working_dir": os.getcwd(),
+            # The second: a user's own modules in the folder must not hide ours.
+            "env": {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"},
+        },
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
     deployment.apply()

@@ -179,7 +179,10 @@ class Submission:
         """
         run = self.run()
         words = [*self.record.words, *(["--resume", run] if run is not None else [])]
-        flow = subprocess.Popen([sys.executable, "-m", self.record.module, *words])
+        flow = subprocess.Popen(
+            [sys.executable, "-P", "-m", self.record.module, *words],
+            env={**os.environ, "PYTHONPATH": python_path()},
+        )
         told: set[int] = set()
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -248,5 +251,7 @@ def flow_script(slurm: SlurmConfig, name: str, folder: Path) -> str:
     if slurm.python is None:
         lines.append(f"export PYTHONPATH={shlex.quote(python_path())}")
     lines.append(f"cd {shlex.quote(os.getcwd())}")
-    lines.append(f"exec {shlex.quote(python)} -u -m flows.cluster work {shlex.quote(str(folder))}")
+    lines.append(
+        f"exec {shlex.quote(python)} -u -P -m flows.cluster work {shlex.quote(str(folder))}"
+    )
     return "\n".join(lines) + "\n"

@@ -39,7 +39,7 @@ class RunTracker:
 
     def __init__(self, run: RunView) -> None:
         self._run = run
-        self._tracker = PageWriter(run.config.tracking)
+        self._tracker = PageWriter(run.config.tracking, run.terminal.say)
         self._needed = threading.Event()
         self._started = threading.Event()
         self._error: Exception | None = None

@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from operator import methodcaller
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 
 from configs.storage import TrackingConfig
@@ -29,6 +29,7 @@ from storage.tracking.tracked_run import TrackedRun
 from storage.tracking.tracker import Tracker
 
 PROGRAM = Program(main="tasks.reporting.mlflow_process:main")
+TOLD_AFTER = 15.0  # seconds of a call, after which people are told what is waited for
 DEADLINE = 600.0  # seconds of a call; MLflow itself tries a server for minutes
 START = "start"
 
@@ -106,8 +107,12 @@ class PageWriter:
     TrackingError when MLflow fails, or its process does, twice.
     """
 
-    def __init__(self, config: TrackingConfig) -> None:
-        """ValueError when the address is none that MLflow can use. Starts nothing."""
+    def __init__(self, config: TrackingConfig, tell: Callable[[str], None] = print) -> None:
+        """ValueError when the address is none that MLflow can use. Starts nothing.
+
+        tell: called in another thread with a sentence for people where MLflow is waited for.
+        """
+        self._tell = tell
         # The process may stand in another folder by then.
         self._config = config.model_copy(update={"uri": Place.of(config.uri).uri})
         self._page = uuid.uuid4().hex
@@ -200,7 +205,19 @@ class PageWriter:
         asked = Asked(
             page=self._page, config=self._config, method=method, arguments=arguments, named=named
         )
-        return SHARED.process().call(asked, DEADLINE)
+        timer = Timer(TOLD_AFTER, self._tell, (self._waiting(method),))
+        timer.daemon = True
+        timer.start()
+        try:
+            return SHARED.process().call(asked, DEADLINE)
+        finally:
+            timer.cancel()
+
+    def _waiting(self, method: str) -> str:
+        return (
+            f"MLflow at {self._config.uri} has not answered for {TOLD_AFTER:g} s ({method}). It is "
+            f"waited for, {DEADLINE / 60:g} minutes at most."
+        )
 
     def _checked(self, answer: Answer) -> Answer:
         if answer.error:

@@ -19,7 +19,7 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from engines.meanings import VERSIONS
 from storage.objects.store import Store
-from storage.prompts.cursor import Cursor
+from storage.prompts.cursor import Cursor, check_same_data
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from storage.runs.commit_log import Commit, Ledger, head, read_commit
@@ -109,6 +109,7 @@ def open_run(
     origin, seen = None, np.empty(0, np.uint64)
     if resume is not None:
         check_resumable(files, config, flow)
+        _check_same_data(files, config, source)
         origin, seen = origin_of(files), seen_before(files)
     elif fork is not None:
         origin = origin_of_fork(config, fork, flow).model_copy(update={"rollback": cause})
@@ -142,6 +143,18 @@ def new_name(family: str) -> str:
     """A name for a new run: family, UTC time, and four characters against coincidence."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     return f"{family}-{now}-{secrets.token_hex(2)}"
+
+
+def _check_same_data(files: RunStore, config: GRPOConfig, source: PromptSource) -> None:
+    """ConfigError where a run has steps left to draw, and the data are not those of its last step."""
+    step = head(files)
+    if step is None or step >= config.steps:
+        return
+    cursor = Cursor.from_json(read_commit(files, step).cursor)
+    try:
+        check_same_data(source.as_recorded(cursor.digest), cursor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_first_step(opened: OpenedRun) -> None:

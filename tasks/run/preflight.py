@@ -228,7 +228,7 @@ def _check_rollout_device(
 def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     """Whether the longest sample fits the model, the micro-batches and vLLM's cache."""
     from engines.model_facts import model_facts
-    from engines.models import check_model
+    from engines.models import check_model, check_tokenizer
 
     check_model(config.model)
     if config.sees_frames:
@@ -260,6 +260,11 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             f"model = {name} looks at images, and nothing shows it any. Set episodes.sees = frames, "
             "or model to a language model."
         )
+    if facts.quantised is not None and not resumed:
+        raise PreflightError(
+            f"model.path = {name} is quantised ({facts.quantised}), and weights that are packed are "
+            "not trained. Set model.path to the checkpoint that it was made from."
+        )
     if facts.unsupported is not None:
         raise PreflightError(
             f"model.path = {name}: its attention has {facts.unsupported}, which the train engine "
@@ -285,6 +290,8 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
             )
     if not _gpus_of(config, "rollout"):
         _check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
+    if not resumed:
+        check_tokenizer(config.model)
     _check_template(config, facts)
     known = "not stated" if facts.positions is None else f"{facts.positions} tokens"
     return f"{name}: longest sequence {known}, samples of up to {prompt} + {response} tokens"

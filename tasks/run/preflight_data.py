@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from configs.data import DataConfig, ReasoningGymSource
@@ -16,10 +17,12 @@ from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PLAYER, PROBE_ROWS
 from engines.data.episode_rows import seed_of
 from engines.data.frames import alike
+from engines.data.template_check import chat_template, rendered
 from engines.encoders.encoder import check_images
 from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
-from engines.model_facts import token_counts
+from engines.model_facts import model_facts, token_ids
+from engines.models import present
 from engines.rewards.checks import (
     check_rewards,
     check_tests,
@@ -35,6 +38,7 @@ from storage.prompts.source import PromptSource
 from tasks.run.suite import Suite
 
 ROWS = 1024  # first rows whose prompts are looked at one by one
+TOKENIZED = 64  # of them, whose tokens are looked at
 
 
 def check_data(config: GRPOConfig) -> tuple[str, str]:
@@ -72,9 +76,8 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
     """
     source.check_columns([name for name in (data.prompt_column, data.state_column) if name])
     found = f"{source.name}: {len(source)} rows; columns {', '.join(source.columns)}"
-    if isinstance(
-        data.source, ReasoningGymSource
-    ):  # text always; loading the library takes seconds
+    if isinstance(data.source, ReasoningGymSource):  # loading the library takes seconds
+        check_prompts(model, data, source.name, [prompt_of({data.prompt_column: "1"}, data)])
         return f"{found}; template {data.template}"
     prompts = []
     for number, row in enumerate(source.rows(range(min(ROWS, len(source))))):
@@ -83,13 +86,42 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
             fits_template(prompts[-1], data)
         except ValueError as error:
             raise ValueError(f"Row {number} of {source.name}: {error}") from None
-    counts = token_counts(model, map(_text, prompts[:PROBE_ROWS]))
-    if counts is not None and min(counts) > data.max_prompt_tokens:
+    check_prompts(model, data, source.name, prompts)
+    return f"{found}; template {data.template} fits the first {len(prompts)}"
+
+
+def check_prompts(model: Model, data: DataConfig, source: str, prompts: Sequence[Prompt]) -> None:
+    """Whether the model's template and tokens fit the first prompts. ValueError names the row.
+
+    Of a model that was not downloaded or drawn yet nothing is known.
+    """
+    directory = present(model)
+    template = None
+    if data.template == "chat" and directory is not None:
+        template = chat_template(directory)
+    if template is None:
+        texts = [_text(prompt) for prompt in prompts]
+    else:
+        texts = rendered(template, prompts, data, source)
+    plain = [_text(prompt) for prompt in prompts[:PROBE_ROWS]]
+    encoded = token_ids(model, [*plain, *texts[:TOKENIZED]])
+    if encoded is None:
+        return
+    shortest = min(map(len, encoded[: len(plain)]))
+    if shortest > data.max_prompt_tokens:
         raise ValueError(
             f"data.max_prompt_tokens = {data.max_prompt_tokens}, but the shortest of the first "
-            f"{len(counts)} prompts of {source.name} has {min(counts)} tokens. Set it higher."
+            f"{len(plain)} prompts of {source} has {shortest} tokens. Set it higher."
         )
-    return f"{found}; template {data.template} fits the first {len(prompts)}"
+    facts = model_facts(model)
+    known = None if facts is None else facts.rows
+    for number, ids in enumerate(encoded[len(plain) :]):
+        if known is not None and ids and max(ids) >= known:
+            raise ValueError(
+                f"Row {number} of {source}: its prompt has the token {max(ids)}, and the model's "
+                f"embedding ends at {known - 1} (vocab_size of its config.json). Set model.path to a "
+                "model whose embedding has a row for every token of its tokenizer."
+            )
 
 
 def check_environment(

@@ -68,7 +68,7 @@ def test_numbers_of_groups_hold_for_any_number_of_rounds() -> None:
         (["algorithm.selection=[{kind: best_of, best: 0}]"], "keeps no sample. Set best = 1"),
         (["group_size=1"], "Set group_size to 2 or more"),
         (["algorithm.advantage.kind=remax"], "which this flow does not sample"),
-        (["algorithm.advantage.kind=gae"], "Run it with python -m flows.ppo"),
+        (["algorithm.advantage.kind=gae"], "Run it with refrain ppo"),
         (["dynamic_sampling.max_rounds=0"], "dynamic_sampling.max_rounds = 0"),
         (["dynamic_sampling.over_sampling=0.5"], "dynamic_sampling.over_sampling = 0.5"),
         (["dynamic_sampling.on_shortage=wait"], "dynamic_sampling.on_shortage = 'wait'"),

@@ -47,8 +47,8 @@ def test_the_critic_lives_with_the_actor_unless_told() -> None:
 @pytest.mark.parametrize(
     ("model", "words", "said"),
     [
-        (GRPOConfig, ["algorithm.advantage.kind=gae"], "Run it with python -m flows.ppo"),
-        (PPOConfig, ["algorithm.advantage.kind=rloo"], "Run it with python -m flows.grpo"),
+        (GRPOConfig, ["algorithm.advantage.kind=gae"], "Run it with refrain ppo"),
+        (PPOConfig, ["algorithm.advantage.kind=rloo"], "Run it with refrain grpo"),
         (PPOConfig, ["critic.mini_batches=3"], "Set critic.mini_batches to a divisor of 16"),
         (PPOConfig, ["cluster.roles.critic=gpu"], "cluster.roles.critic = gpu is no pool"),
         (

@@ -48,7 +48,7 @@ def test_the_encoder_has_the_pool_of_rewards_or_its_own() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["episodes=null", "rewards.functions=[{kind: math}]"], "run it with python -m flows.grpo"),
+        (["episodes=null", "rewards.functions=[{kind: math}]"], "run it with refrain grpo"),
         (["episodes.environment={kind: textarena, id: x}"], "Set it to gymnasium, or to class"),
         (["episodes.players=2"], "Set episodes.players = 1"),
         (["rollout.over_sampling=1.5", "rollout.shards=4"], "Set rollout.over_sampling = 1"),

@@ -34,7 +34,7 @@ def test_settings_come_back_as_they_were_stored() -> None:
 @pytest.mark.parametrize(
     ("model", "words", "said"),
     [
-        (GRPOConfig, ["algorithm.advantage.kind=tree"], "Run it with python -m flows.tree"),
+        (GRPOConfig, ["algorithm.advantage.kind=tree"], "Run it with refrain tree"),
         (TreeConfig, ["algorithm.advantage.kind=gae"], "algorithm.advantage.kind = tree"),
         (TreeConfig, ["algorithm.advantage.kind=remax"], "algorithm.advantage.kind = tree"),
         (TreeConfig, ["tree.segment_tokens=8"], "Set tree.depth to at most 2"),

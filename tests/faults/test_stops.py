@@ -84,7 +84,7 @@ def test_nothing_is_left(
     assert code == (-9 if how == "SIGKILL" else 130), out
     assert "Traceback" not in out, out
     if how != "SIGKILL":
-        assert re.search(r"Stopped. To go on: python -m flows.grpo --resume faults-\S+", out), out
+        assert re.search(r"Stopped. To go on: refrain grpo --resume faults-\S+", out), out
 
 
 def test_a_second_flow_is_refused_and_an_expired_lease_is_taken_over(

@@ -1,4 +1,4 @@
-"""One Prefect server for all flow tests, and runs of `python -m flows.grpo` against it."""
+"""One Prefect server for all flow tests, and runs of `refrain grpo` against it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Launch = Callable[..., Launched]
 
 @contextlib.contextmanager
 def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
-    """Start `python -m flows.grpo WORDS` in a folder; what still runs at the end is killed."""
+    """Start `refrain grpo WORDS` in a folder; what still runs at the end is killed."""
     started: list[Launched] = []
 
     def start(
@@ -177,6 +177,6 @@ def undisturbed(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> R
 
 @pytest.fixture
 def launch(prefect_api: str, tmp_path: Path) -> Iterator[Launch]:
-    """Start `python -m flows.grpo WORDS` in an empty folder."""
+    """Start `refrain grpo WORDS` in an empty folder."""
     with starting(tmp_path, prefect_api) as start:
         yield start

@@ -55,7 +55,7 @@ def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: 
     (commit,) = broken.commits()
     assert (
         f"{name} is stopped: 1 of 1 steps are committed.\n"
-        f"What follows the last step is not done. To go on: python -m flows.grpo --resume {name}\n"
+        f"What follows the last step is not done. To go on: refrain grpo --resume {name}\n"
     ) in inspected(broken)
 
     resumed = launch("--resume", name)
@@ -75,7 +75,7 @@ def test_it_is_resumed_for_what_is_left(launch: Launch, tmp_path: Path, moment: 
 
 
 def inspected(run: Launched) -> str:
-    """What `python -m flows.inspect` prints about a run."""
+    """What `refrain inspect` prints about a run."""
     command = [sys.executable, "-m", "flows.inspect", run.files.run]
     looked = subprocess.run(command, cwd=run.folder, capture_output=True, text=True, timeout=200)
     assert looked.returncode == 0, looked.stderr

@@ -443,7 +443,7 @@ def test_what_a_fork_may_change(world: World, monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(ConfigError, match=said):
             origin_of_fork(bad, fork, mine)
-    with pytest.raises(ConfigError, match=f"Fork it by: python -m flows.grpo --fork {name}@2"):
+    with pytest.raises(ConfigError, match=f"Fork it by: refrain grpo --fork {name}@2"):
         origin_of_fork(config, f"{name}@2", "flows.ppo:ppo")
     assert origin_of(world.child) is not None
     assert head(world.child) == 3
@@ -463,4 +463,4 @@ def test_help_imports_nothing_heavy(name: str) -> None:
         [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert f"python -m flows.{name}" in done.stdout
+    assert f"refrain {name}" in done.stdout

@@ -100,7 +100,7 @@ def test_too_few_groups_stop_the_run_or_train_by_setting(launch: Launch) -> None
     code, out = run.end()
     assert code == 1, out
     assert "TooFewGroups: Step 1 wants 4 groups whose rewards differ, and" in out
-    assert f"To go on from the last step: python -m flows.dapo --resume {run.files.run}" in out
+    assert f"To go on from the last step: refrain dapo --resume {run.files.run}" in out
     words = ("dynamic_sampling.max_rounds=2", "dynamic_sampling.on_shortage=train", "steps=1")
     code, out = launch("--resume", run.files.run, *words, module="flows.dapo").end()
     assert code == 0, out

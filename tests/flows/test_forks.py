@@ -66,7 +66,7 @@ def test_a_fork_with_a_critic_repeats_its_parents_steps(launch: Launch, at: int)
     assert code == 2
     assert (
         f"Run {name} was made by the flow flows.ppo:ppo, and this is flows.grpo:grpo. Fork it by: "
-        f"python -m flows.ppo --fork {name}@{at}\n"
+        f"refrain ppo --fork {name}@{at}\n"
     ) in out
     code, out = launch("--fork", f"{name}@{at}", "name=child", module="flows.ppo").end()
     assert code == 0, out

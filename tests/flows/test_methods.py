@@ -112,7 +112,7 @@ def test_a_critics_run_killed_and_resumed_ends_with_the_same_weights(
     name = broken.files.run
     code, out = launch("--resume", name).end()
     assert code == 2
-    assert f"Go on with it by: python -m flows.ppo --resume {name}" in out
+    assert f"Go on with it by: refrain ppo --resume {name}" in out
     resumed = launch("--resume", name, module="flows.ppo")
     code, out = resumed.end()
     assert code == 0, out

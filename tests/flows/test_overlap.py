@@ -131,7 +131,7 @@ def test_a_failure_lets_the_steps_before_it_end(launch: Launch, tmp_path: Path) 
     assert re.findall(r"^step (\d)/8", out, re.MULTILINE) == ["1", "2", "3"]
     assert "RuntimeError: planted: draw" in out
     assert "Traceback" not in out
-    assert f"To go on from the last step: python -m flows.grpo --resume {run.files.run}" in out
+    assert f"To go on from the last step: refrain grpo --resume {run.files.run}" in out
     assert run.children() == []
 
 
@@ -143,7 +143,7 @@ def test_a_persons_stop_is_no_failure(launch: Launch) -> None:
     assert gone(run, 30), run.children()
     code, out = run.end(timeout=20)
     assert code == 130, out
-    assert f"Stopped. To go on: python -m flows.grpo --resume {run.files.run}" in out
+    assert f"Stopped. To go on: refrain grpo --resume {run.files.run}" in out
     assert "Traceback" not in out, out
 
 
@@ -197,7 +197,7 @@ def test_beyond_the_guards_bound_the_run_stops(launch: Launch, tmp_path: Path) -
         out,
     )
     assert "Traceback" not in out
-    assert f"To go on from the last step: python -m flows.grpo --resume {run.files.run}" in out
+    assert f"To go on from the last step: refrain grpo --resume {run.files.run}" in out
     assert len(run.commits()) == 2
     assert run.children() == []
     code, out = launch("--resume", run.files.run, "steps=4", "guards=[]").end()

@@ -33,7 +33,7 @@ GOES = 30.0  # seconds in which everything of it ends
 
 
 class Server:
-    """`python -m flows.serve` in a folder, what it says, and all that it started."""
+    """`refrain serve` in a folder, what it says, and all that it started."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder, self.log, self.port = folder, folder / "serve.log", free_port()

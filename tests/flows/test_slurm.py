@@ -26,7 +26,7 @@ Command = Callable[..., str]
 
 @pytest.fixture
 def command(slurm: Slurm, prefect_api: str, tmp_path: Path) -> Command:
-    """Run `python -m flows.cluster WORDS` in an empty folder; returns what it printed."""
+    """Run `refrain cluster WORDS` in an empty folder; returns what it printed."""
 
     def run(*words: str, code: int = 0, module: str = "flows.cluster") -> str:
         done = subprocess.run(
@@ -164,7 +164,7 @@ def test_what_cannot_be_submitted_is_one_sentence(command: Command, tmp_path: Pa
     assert "cluster.kind = local" in command("submit", "tiny", code=2)
     out = command("submit", "--flow", "ppo", "tiny", "algorithm.advantage.kind=grpo", code=2)
     assert "algorithm.advantage.kind" in out
-    assert "python -m flows.ppo" in command("submit", "--flow", "ppo", "tiny", code=2)
+    assert "refrain ppo" in command("submit", "--flow", "ppo", "tiny", code=2)
     out = command("submit", "tiny", "cluster.kind=slurm", "cluster.host=lo", code=2)
     assert "file system that all nodes share" in out
     assert "There is no submission nothing" in command("status", "nothing", code=2)

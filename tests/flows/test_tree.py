@@ -86,10 +86,7 @@ def test_a_run_on_trees_killed_on_the_way_ends_with_the_same_weights(
     code, out = broken.end()
     assert (code, faults.missed) == (-9, []), out
     name = broken.files.run
-    assert (
-        f"Go on with it by: python -m flows.tree --resume {name}"
-        in launch("--resume", name).end()[1]
-    )
+    assert f"Go on with it by: refrain tree --resume {name}" in launch("--resume", name).end()[1]
     resumed = launch("--resume", name, module="flows.tree")
     code, out = resumed.end()
     assert code == 0, out

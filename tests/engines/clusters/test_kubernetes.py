@@ -112,7 +112,7 @@ def test_a_pool_is_a_worker_group_with_its_resources() -> None:
     assert {"name": "B", "value": "c"} in container["env"]
     assert {"name": "OMP_NUM_THREADS", "value": "8"} in container["env"]
     words = container["args"]
-    assert words[3] == "tls://run-scheduler.rl.svc:8786"
+    assert words[4] == "tls://run-scheduler.rl.svc:8786"
     assert words[words.index("--resources") + 1] == "gpus=3"
     assert words[words.index("--tls-key") + 1] == "/tls/k.pem"
     assert "tls" not in json.dumps(plain)

@@ -107,6 +107,10 @@ def logs_badly(completions, log_extra, log_metric, what, **kwargs):
     if what == "one more": log_extra("parsed", [*completions, "one more"])
     return [1.0] * len(completions)
 
+def logs_halves(completions, log_extra, **kwargs):
+    log_extra("text", ["a\\ud83d", {"\\udc00": ["\\ud83d\\ude00"]}])
+    return [1.0] * len(completions)
+
 def asks_state(completions, trainer_state, **kwargs):
     return [trainer_state.num_input_tokens_seen] * len(completions)
 
@@ -281,6 +285,12 @@ def test_a_wrong_log_fails_its_samples(score: Scoring, what: str, said: str) -> 
     assert sorted(found) == [0, 1]
     assert all(re.search(said, error) for error in found.values()), found
     assert scores.metrics == {} and scores.extras == {}
+
+
+def test_what_is_logged_can_be_written(score: Scoring) -> None:
+    """Half of a surrogate pair cannot; a pair is one character."""
+    logged = score(["a", "b"], user("logs_halves")).extras["logs_halves/text"]
+    assert logged == ["a\ufffd", {"\ufffd": ["\U0001f600"]}]
 
 
 def test_a_state_that_is_not_known_is_no_default(score: Scoring) -> None:

@@ -143,7 +143,7 @@ def test_unusable_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     for name, said in (
         ("absent.jsonl", "there is no such file"),
         ("empty.jsonl", "the file has no rows"),
-        ("rows.csv", "only .jsonl, .ndjson and .parquet"),
+        ("rows.csv", "only files of .parquet, .jsonl, .ndjson, .json, .jsonl.gz, "),
         ("fake.parquet", "not a Parquet file"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -19,6 +19,7 @@ from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
 from storage.tracking.connection import Place, TrackingError
 from storage.tracking.plots import progress_png
+from storage.tracking.registry import Registry
 from storage.tracking.tracked_run import TrackedData, TrackedRun
 from storage.tracking.tracker import Tracker, flatten
 
@@ -165,6 +166,24 @@ def test_resuming_goes_on_with_the_page(config: TrackingConfig) -> None:
     other_store = Tracker(config)
     other_store.start(replace(page("resumed"), store_uri="file:///other"))
     assert other_store.run_id != first.run_id
+
+
+@pytest.mark.parametrize(
+    "elsewhere", ["http://127.0.0.1:9", "databricks-uc", "sqlite:////no/such/folder/mlflow.db"]
+)
+def test_versions_are_registered_where_the_page_is(
+    elsewhere: str, config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", elsewhere)
+    tracker = Tracker(config)
+    tracker.start(page("registered"))
+    tracker.register_version(1, uri="file:///w", digest="sha256:d", step=1, store_uri="file:///s")
+    assert set(tracker.registered()) == {1}
+    tracker.finish()
+    Registry(config).give(tracker.model_name, "best", tracker.registered()[1])
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI")
+    found = client(config).get_model_version_by_alias(tracker.model_name, "best")
+    assert found.tags["refrain.digest"] == "sha256:d"
 
 
 def test_a_fork_is_a_child_of_its_parent(config: TrackingConfig) -> None:

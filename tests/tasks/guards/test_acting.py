@@ -85,8 +85,8 @@ def test_a_stop_says_how_to_go_on(sent: list[Any]) -> None:
         run.gate.check_end(10)
     assert str(caught.value) == (
         f"{WHY} It would go back, and max_rollbacks = 3 are spent. Look at the run, then go on by "
-        "python -m flows.grpo --resume r, with another bound of the guard or guards=[], or from an "
-        "earlier step by python -m flows.grpo --fork r@4."
+        "refrain grpo --resume r, with another bound of the guard or guards=[], or from an "
+        "earlier step by refrain grpo --fork r@4."
     )
     assert run.said == []
 

@@ -142,6 +142,21 @@ def test_what_mlflow_refuses_is_raised_here(tmp_path: Path) -> None:
         away.finish("FAILED")
 
 
+def test_people_are_told_what_is_waited_for(
+    config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_process, "TOLD_AFTER", 0.1)  # MLflow's import takes longer
+    told: list[str] = []
+    PageWriter(config, told.append).start(page("slow"))
+    assert told[0] == (
+        f"MLflow at {config.uri} has not answered for 0.1 s (start). It is waited for, 10 minutes at most."
+    )
+    monkeypatch.setattr(mlflow_process, "TOLD_AFTER", 60.0)
+    quick: list[str] = []
+    PageWriter(config, quick.append).start(page("quick"))
+    assert not quick
+
+
 def test_runs_share_a_process_until_what_is_set_for_mlflow_changes(
     config: TrackingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,3 +220,14 @@ def test_a_finished_schedule_is_not_taken_over(tmp_path: Path) -> None:
 
 def test_an_order_without_data_is_empty() -> None:
     assert seen_before(RunStore(Store("memory://none"), "run")).dtype == np.uint64
+
+
+def test_a_run_with_steps_left_wants_the_data_that_it_drew(
+    parent: RunStore, tmp_path: Path
+) -> None:
+    more, done = settings(tmp_path, "steps=3"), settings(tmp_path, "steps=2")
+    assert open_run("flows.grpo:grpo", more, resume=parent.run).resumed
+    write(tmp_path, range(9))
+    with pytest.raises(ConfigError, match="data has changed since .* 6 rows .* 9 rows .* Restore"):
+        open_run("flows.grpo:grpo", more, resume=parent.run)
+    assert open_run("flows.grpo:grpo", done, resume=parent.run).resumed  # it draws nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from configs.grpo import GRPOConfig
-from configs.model import PretrainedModel
+from configs.model import PretrainedModel, RandomModel
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.srpo import SRPOConfig
@@ -56,6 +57,7 @@ def checkpoint(folder: Path, **config: object) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").touch()
+    (folder / "tokenizer.model").touch()
     return f"model={{kind: pretrained, path: {folder}}}"
 
 
@@ -247,6 +249,9 @@ def test_held_out_rows_are_checked_before_the_first_step(tmp_path: Path) -> None
         ({"sliding_window": 100}, [], "more than the 100 of the model's attention window"),
         ({"attn_logit_softcapping": 50.0}, [], "soft-capped scores"),
         ({"attention_dropout": 0.1}, [], "dropout"),
+        ({"quantization_config": {"quant_method": "awq"}}, [], "is quantised (awq)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, [], "is quantised (fp8)"),
+        ({"compression_config": {"format": "int"}}, [], "is quantised (a method not named)"),
         ({}, ["data.template=chat"], "the model's tokenizer has no chat template"),
     ],
 )
@@ -254,6 +259,72 @@ def test_a_models_own_files_are_read(
     config: dict[str, object], words: list[str], says: str, tmp_path: Path
 ) -> None:
     assert says in refused(tmp_path, checkpoint(tmp_path / "model", **config), *words)
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    word = checkpoint(tmp_path / "model")
+    check(settings(tmp_path, word))
+    (tmp_path / "model" / "tokenizer.model").unlink()
+    assert "/model has no tokenizer (tokenizer.json, " in refused(tmp_path, word)
+    check_settings(settings(tmp_path, word), resumed=True)  # a run that is there is not asked
+
+
+def tiny_model(folder: Path) -> Path:
+    """The model of the recipe, drawn."""
+    return Path(shutil.copytree(materialize(RandomModel(), folder / "cache"), folder / "model"))
+
+
+def test_tokens_beyond_the_embedding(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    words = json.loads((model / "tokenizer.json").read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    words["added_tokens"] += [
+        {"id": 101 + i, "content": f"<extra{i}>", "special": True, **plain} for i in range(3)
+    ]
+    (model / "tokenizer.json").write_text(json.dumps(words))
+    at = f"model={{kind: pretrained, path: {model}}}"
+    check(settings(tmp_path, at, rows(tmp_path / "rows.jsonl", "2 + 2")))  # none of them is used
+    said = refused(tmp_path, at, rows(tmp_path / "rows.jsonl", "2 + 2", "<extra1>2 + 2"))
+    assert "Row 1 of" in said
+    assert "has the token 102, and the model's embedding ends at 100 (vocab_size" in said
+    chat = "{% for m in messages %}<extra2>{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(chat)
+    assert "Row 0 of reasoning_gym" in refused(tmp_path, at, "data.template=chat")
+
+
+def test_a_template_that_refuses_is_said_before_the_start(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    (model / "chat_template.jinja").write_text(
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+        "{{ messages[0]['content'] }}"
+    )
+    words = [f"model={{kind: pretrained, path: {model}}}", "data.template=chat"]
+    check(settings(tmp_path, *words))
+    said = refused(tmp_path, *words, "data.system_prompt=Be brief.")
+    assert (
+        "Row 0 of reasoning_gym/chain_sum: the model's chat template refuses it: No system" in said
+    )
+    held_out = (
+        f"evaluation.suites={{easy: {{source: {{kind: file, path: {tmp_path}/rows.jsonl}}}}}}"
+    )
+    rows(tmp_path / "rows.jsonl", "2 + 2", [{"role": "system", "content": "S"}])
+    said = refused(tmp_path, *words, held_out, "rewards.functions=[{kind: math}]")
+    assert "Row 1 of" in said
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["1+1=\ud83d", "\udc00", [*MESSAGES, {"role": "user", "content": "a\ud83db"}]],
+)
+def test_half_of_a_surrogate_pair_is_named(question: object, tmp_path: Path) -> None:
+    said = refused(tmp_path, rows(tmp_path / "r.jsonl", "1+1=", question), "data.template=chat")
+    assert "Row 1 of" in said
+    assert "The prompt has half of a surrogate pair, '\\ud" in said
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"question": "\\ud83d\\ude00", "answer": ""}\n')
+    check(settings(tmp_path, f"data.source={{kind: file, path: {tmp_path}/r.jsonl}}"))
 
 
 def test_a_window_that_is_off_does_not_count(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""What a process sets right in its environment before anything else reads it.
+
+Its children take it over. Only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+# Bytes of TMPDIR. The address of a socket has room for 107: the folder of a cluster takes 17 of them,
+# what multiprocessing, ZeroMQ or a user's code makes in it up to 40.
+LONGEST_TMPDIR = 48
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def begin_process() -> None:
+    """Set proxies, certificates and the folder of temporary files right. It may be done again."""
+    past_proxies()
+    drop_unusable_certificates()
+    shorten_temporary_folder()
+
+
+def past_proxies() -> None:
+    """Have libraries reach this machine by no proxy, whatever proxies the environment names.
+
+    What else NO_PROXY and no_proxy list stays. Some libraries read the one, some the other.
+    """
+    listed = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
+    other = {"NO_PROXY": listed["no_proxy"], "no_proxy": listed["NO_PROXY"]}
+    for name, value in listed.items():
+        hosts = [host.strip() for host in (value or other[name] or "").split(",") if host.strip()]
+        if "*" not in hosts:
+            own = [host for host in (*LOOPBACK, socket.gethostname()) if host not in hosts]
+            os.environ[name] = ",".join([*hosts, *own])
+
+
+def drop_unusable_certificates() -> None:
+    """Leave SSL_CERT_FILE out, and say so, where it names no file of certificates.
+
+    httpx reads it for every client, those that speak to this machine without TLS too.
+    """
+    file = os.environ.get("SSL_CERT_FILE")
+    if not file:
+        return
+    import ssl  # late: seldom needed
+
+    try:
+        ssl.create_default_context(cafile=file)
+    except OSError as error:
+        del os.environ["SSL_CERT_FILE"]
+        why = error.strerror or error.args[-1]
+        print(
+            f"SSL_CERT_FILE = {file} is no file of certificates ({why}) and is left out. "
+            "Set it to one, or unset it.",
+            file=sys.stderr,
+        )
+
+
+def shorten_temporary_folder() -> None:
+    """Call a folder of temporary files with a long path by a short one, a link to it.
+
+    The address of a Unix socket has room for 107 bytes, and jobs of a cluster often have a long
+    TMPDIR. The link has one name for each folder and user, and stays: whoever needs it may outlive
+    this process. ValueError, in one sentence, where no link can be made.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= LONGEST_TMPDIR:
+        return
+    named = f"refrain-{os.getuid()}-"
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
+    for place in map(Path, SHORT_FOLDERS):
+        for old in place.glob(f"{named}*"):
+            if old.is_symlink() and not old.exists():  # of a job that is over
+                with contextlib.suppress(OSError):
+                    old.unlink()
+        link = place / f"{named}{digest}"
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileExistsError):
+                link.symlink_to(folder)
+            if link.lstat().st_uid == os.getuid() and os.readlink(link) == folder:
+                os.environ["TMPDIR"] = tempfile.tempdir = str(link)
+                return
+    raise ValueError(
+        f"TMPDIR = {folder} is {len(os.fsencode(folder))} bytes long, too long for sockets in it, "
+        f"and no link to it can be made in {', '.join(SHORT_FOLDERS)}. Set TMPDIR to a folder of at "
+        f"most {LONGEST_TMPDIR} bytes."
+    )
