@@ -52,12 +52,15 @@ def train(
     """
     with contextlib.ExitStack() as stack:
         if run is None:
-            check(config, resumed=resume is not None)
+            findings = check(config, resumed=resume is not None)
             try:
                 opened = open_run(_this_flow(), config, resume, fork)
             except NothingNew as nothing:
                 return skipped(nothing)
             run = stack.enter_context(started(opened, Terminal()))
+            for finding in findings:
+                if finding.warning:
+                    run.terminal.say(finding.found, style="yellow")
         pages = stack.enter_context(contextlib.ExitStack())
         pages.enter_context(shown(run))
         start_engines(run)

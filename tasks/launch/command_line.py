@@ -57,14 +57,17 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
 def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
     """Check everything; then run the flow, unless only the checks were asked for."""
     from tasks.run.preflight import check_settings, check_world
+    from tasks.run.preflight_models import models_tested
 
     resume, fork = arguments.resume, arguments.fork
     with imports_uncollected():
         findings = check_settings(config, resumed=resume is not None)
-        with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
-            imported = beside.submit(_import_libraries)
-            findings += check_world(config)
-        imported.result()
+        with models_tested(config, resumed=resume is not None) as tested:
+            with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
+                imported = beside.submit(_import_libraries)
+                findings += check_world(config)
+            imported.result()
+            findings += tested()
     from tasks.run.continue_from import NothingNew
     from tasks.run.opening import open_run
 
@@ -76,6 +79,9 @@ def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
     except RuntimeError as error:  # of the store
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return FAILED
+    for finding in findings:
+        if finding.warning and not arguments.check:
+            print(finding.found, file=sys.stderr)
     if arguments.check:
         for finding in findings:
             print(f"{finding.check:10} {finding.found}")

@@ -13,7 +13,7 @@ from configs.model import Model
 from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
 from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
-from engines.data.data_engine import PLAYER, PROBE_ROWS
+from engines.data.data_engine import PLAYER, PROBE_TOKENS
 from engines.data.episode_rows import seed_of
 from engines.data.frames import alike
 from engines.encoders.encoder import check_images
@@ -78,7 +78,7 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
             fits_template(prompts[-1], data)
         except ValueError as error:
             raise ValueError(f"Row {number} of {source.name}: {error}") from None
-    counts = token_counts(model, map(_text, prompts[:PROBE_ROWS]))
+    counts = token_counts(model, map(_text, prompts[:len(PROBE_TOKENS)]))
     if counts is not None and min(counts) > data.max_prompt_tokens:
         raise ValueError(
             f"data.max_prompt_tokens = {data.max_prompt_tokens}, but the shortest of the first "

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from configs.grpo import GRPOConfig
 from configs.model import PretrainedModel
@@ -435,3 +436,41 @@ def test_frames_that_are_no_images_are_refused(tmp_path: Path) -> None:
     codec = f"episodes.environment.codec={ROOT}/examples/frozen_lake.py:Ice"
     with pytest.raises(PreflightError, match=r"sees = frames takes images, .* uint8 \[4, 4\]"):
         check(lake(tmp_path, codec))
+
+
+def family(folder: Path, name: str, **values: object) -> str:
+    """Words for a model of a family that transformers has, without real weights."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | values
+    config = AutoConfig.for_model(name, **sizes)
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").touch()
+    (folder / "chat_template.jinja").touch()
+    return f"model={{kind: pretrained, path: {folder}}}"
+
+
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_model_that_the_train_engine_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    words = family(tmp_path / "model", "lfm2", full_attn_idxs=[1], num_key_value_heads=2)
+    said = refused(tmp_path, words)
+    assert re.fullmatch(
+        rf"model\.path = {tmp_path}/model: its recurrent layers \(Lfm2ShortConv\) run on from one "
+        r"packed sample into the next, so the train engine's log-probs would be wrong by \S+ nats\. "
+        r"Set model\.path to another model\.",
+        said,
+    )
+    found = check(settings(tmp_path, words), resumed=True)[-1]
+    assert found.warning
+    assert found.found.endswith("nats. A new run would be refused.")
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_model_that_it_computes_as_transformers_does_is_good(tmp_path: Path) -> None:
+    words = family(tmp_path / "model", "granite", logits_scaling=8.0, num_key_value_heads=2)
+    found = check(settings(tmp_path, words))[-1]
+    assert not found.warning
+    assert found.found.endswith("gives transformers' own log-probs and gradients")
