@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
@@ -26,14 +27,16 @@ def models_tested(
     resumed run is only warned: its steps were made so.
     """
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    waits: list[tuple[str, str, Callable[[], Verdict]]] = []
+    waits: list[Callable[[], Finding]] = []
     with ExitStack() as stack:
         for where, model in _trained_models(config).items():
             directory = present(model)
-            if directory is not None:
+            if directory is None:
+                waits.append(partial(_not_here, model.path))
+            else:
                 wait = stack.enter_context(self_test(directory, longest))
-                waits.append((where, model.path, wait))
-        yield lambda: [_finding(where, path, wait(), resumed) for where, path, wait in waits]
+                waits.append(partial(_judged, where, model.path, wait, resumed))
+        yield lambda: [wait() for wait in waits]
 
 
 def _trained_models(config: GRPOConfig) -> dict[str, PretrainedModel]:
@@ -47,16 +50,28 @@ def _trained_models(config: GRPOConfig) -> dict[str, PretrainedModel]:
             own = teacher.service is None and not isinstance(teacher.engine, VllmTeaching)
             if own and teacher.model is not None:
                 models[f"teachers.{name}.model"] = teacher.model
-    tested = {}
-    for where, model in models.items():
-        if isinstance(model, PretrainedModel):
-            facts = model_facts(model)
-            if facts is not None and facts.vision is None:
-                tested[where] = model
-    return tested
+    return {
+        where: model
+        for where, model in models.items()
+        if isinstance(model, PretrainedModel) and _is_tested(model)
+    }
 
 
-def _finding(where: str, path: str, verdict: Verdict, resumed: bool) -> Finding:
+def _is_tested(model: PretrainedModel) -> bool:
+    try:
+        facts = model_facts(model)
+    except ValueError:  # of a teacher that is not there, which the other checks say in its words
+        return False
+    return facts is None or facts.vision is None
+
+
+def _not_here(path: str) -> Finding:
+    found = f"{path}: its files are not here yet; its weights are compared when the trainer stands"
+    return Finding(check="self-test", found=found)
+
+
+def _judged(where: str, path: str, wait: Callable[[], Verdict], resumed: bool) -> Finding:
+    verdict = wait()
     if verdict.untested is not None:
         return Finding(
             check="self-test",

@@ -36,7 +36,9 @@ class Differences:
 
     alone: float  # nats, of log-probs of samples each by itself
     packed: float  # nats, of log-probs of all samples in one row
+    in_evaluation: float  # nats, as `alone`, of the model as it is where nothing is dropped
     gradients: float  # of the packed samples, as a share of the largest gradient
+    tolerance: float  # nats, and of the gradients' share
     without_attention: tuple[str, ...]  # classes of layers that called no packed attention
 
     @property
@@ -47,7 +49,7 @@ class Differences:
     @property
     def none(self) -> bool:
         """Whether both compute the same."""
-        return self.largest <= TOLERANCE and self.gradients <= TOLERANCE  # False of NaN
+        return self.largest <= self.tolerance and self.gradients <= self.tolerance  # NaN: not
 
 
 def own_logprobs(model: PreTrainedModel, samples: Samples) -> list[Tensor]:
@@ -61,6 +63,18 @@ def own_logprobs(model: PreTrainedModel, samples: Samples) -> list[Tensor]:
     return logprobs
 
 
+@torch.no_grad()
+def rounding(model: PreTrainedModel, samples: Samples) -> float:
+    """By how much log-probs change at most, in nats, where embeddings do by a float32's last digit."""
+    model.eval()
+    before, table = own_logprobs(model, samples), model.get_input_embeddings().weight
+    held = table.clone()
+    table.mul_(1 + 2e-7)
+    after = own_logprobs(model, samples)
+    table.copy_(held)
+    return _largest(after, before)
+
+
 def packed_logprobs(policy: Policy, samples: Samples) -> list[Tensor]:
     """The same by the train engine, of all samples in one row."""
     packed = pack([p.numpy() for p, _ in samples], [r.numpy() for _, r in samples])
@@ -68,7 +82,9 @@ def packed_logprobs(policy: Policy, samples: Samples) -> list[Tensor]:
     return list(logprobs.split([len(response) for _, response in samples]))
 
 
-def differences(model: PreTrainedModel, samples: Samples) -> Differences:
+def differences(
+    model: PreTrainedModel, samples: Samples, tolerance: float = TOLERANCE
+) -> Differences:
     """How the train engine differs; the model is a policy from then on.
 
     Gradients are not compared where log-probs differ already. Raises whatever code of models does.
@@ -88,6 +104,9 @@ def differences(model: PreTrainedModel, samples: Samples) -> Differences:
         with torch.no_grad():
             alone = [packed_logprobs(policy, [sample])[0] for sample in samples]
             packed = packed_logprobs(policy, samples)
+            policy.eval()
+            still = [packed_logprobs(policy, [sample])[0] for sample in samples]
+            policy.train()
     except TypeError as error:
         if "packed_layout" in str(error):
             raise Unpacked(
@@ -98,27 +117,35 @@ def differences(model: PreTrainedModel, samples: Samples) -> Differences:
         AttentionInterface.register(PACKED, packed_attention)
     largest = _largest(alone, own), _largest(packed, own)
     gradients = float("nan")
-    if max(largest) <= TOLERANCE:
+    if max(largest) <= tolerance:
         ours = _gradients(model, packed_logprobs(policy, samples))
         model.set_attn_implementation(attention)
         gradients = _largest_share(ours, _gradients(model, own_logprobs(model.eval(), samples)))
     return Differences(
         alone=largest[0],
         packed=largest[1],
+        in_evaluation=_largest(still, own),
         gradients=gradients,
+        tolerance=tolerance,
         without_attention=_without_attention(model, called),
     )
 
 
 def recurrent(model: PreTrainedModel) -> tuple[str, ...]:
-    """Classes of the decoder's modules that carry a state from token to token, by their names."""
+    """Classes of the decoder's modules that carry a state from token to token.
+
+    By their names, and by the convolution over tokens that most begin with.
+    """
+    own = type(model).__name__.partition("For")[0]  # RecurrentGemma's norms are not recurrent
     names = {
         type(module).__name__
         for layer in layers(model.get_decoder())
         for module in layer.modules()
         if module is not layer and not isinstance(module, nn.Conv1d)
+        if _RECURRENT.search(type(module).__name__.removeprefix(own))
+        or any(isinstance(part, nn.Conv1d) for part in module.children())
     }
-    return tuple(sorted(name for name in names if _RECURRENT.search(name)))
+    return tuple(sorted(names))
 
 
 def _gradients(model: PreTrainedModel, logprobs: list[Tensor]) -> dict[str, Tensor]:

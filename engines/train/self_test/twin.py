@@ -29,6 +29,7 @@ _INNER = re.compile(r"intermediate_size|^(n_inner|ffn_dim|ffn_hidden_size|mlp_di
 _EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$")
 _CHOSEN = re.compile(r"experts_per_tok|^(moe_k|moe_topk|top_k_experts|num_selected_experts)$")
 _EVERY = re.compile(r"interval|period|pattern|(^|_)(step|freq)$|every|start_index|first_k_dense")
+_QUERY_NORM = re.compile(r"(q|k|query|key)_?(layer)?norm", re.I)
 _TOKEN = re.compile(r"token_(id|index)$")
 # From so many tokens on, models compute otherwise.
 LENGTHS = (
@@ -147,7 +148,7 @@ def _fewer_heads(values: dict[str, Any]) -> None:
 
 
 def _fewer_layers(values: dict[str, Any]) -> None:
-    """The first layers, so many that each kind is among them."""
+    """The first layers, and the first one of each other kind."""
     layers_by = next((name for name in _LAYERS if isinstance(values.get(name), int)), None)
     if layers_by is None:
         return
@@ -160,20 +161,20 @@ def _fewer_layers(values: dict[str, Any]) -> None:
         [str(values[name][layer]) for name in lists] + [str(values[n].get(layer)) for n in tables]
         for layer in range(layers)
     ]
-    needed = 1 + max((kinds.index(kind) for kind in kinds), default=1)
+    needed = 2
     for name, value in values.items():
         if _EVERY.search(str(name)) and isinstance(value, int) and not isinstance(value, bool):
             needed = max(needed, value + 1 if re.search("start|first", name) else value)
-    needed = min(layers, max(2, min(needed, _MOST_LAYERS)))
-    total = needed
+    chosen = sorted({*range(min(layers, needed, _MOST_LAYERS)), *map(kinds.index, kinds)})
     if values.get("num_kv_shared_layers"):  # the last ones have keys of earlier ones of their kind
-        values["num_kv_shared_layers"] = needed
-        total += needed
+        values["num_kv_shared_layers"] = len(chosen)
+        chosen += chosen
+    total = len(chosen)
     for name in lists:
-        values[name] = (values[name][:needed] * 2)[:total]
+        values[name] = [values[name][layer] for layer in chosen]
     for name in tables:
         held = values[name]
-        values[name] = {n: held[n % needed] for n in range(total) if n % needed in held}
+        values[name] = {n: held[layer] for n, layer in enumerate(chosen) if layer in held}
     values[layers_by] = total
     for name in ("full_attn_idxs", "attn_layer_indices", "mlp_only_layers"):
         if isinstance(values.get(name), list) and name not in lists:
@@ -184,11 +185,12 @@ def _by_layer(values: dict[Any, Any]) -> bool:
     return bool(values) and all(str(name).isdigit() for name in values)
 
 
-def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+def build(config: PretrainedConfig, gentle: bool = False, seed: int = 0) -> PreTrainedModel:
     """A model of this config in float32, with weights for which everything in it matters.
 
     Logits spread by about 2; transformers' own weights are so small that attention is nearly even
-    and a cap does nothing.
+    and a cap does nothing. gentle: queries and keys that are normed are short, for models that do
+    not scale scores: their attention would take one token alone, and rounding would decide which.
     """
     with quiet():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -205,7 +207,7 @@ def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
             elif last.endswith("bias") and not last.startswith("dt"):
                 weight.copy_(0.2 * drawn)
             elif last not in ("A_log", "D", "dt_bias"):
-                weight.add_(0.1 * drawn)
+                weight.add_(0.1 * drawn - (0.85 if gentle and _QUERY_NORM.search(name) else 0))
         _spread(model)
     return model
 

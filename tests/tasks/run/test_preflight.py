@@ -259,7 +259,7 @@ def test_a_models_own_files_are_read(
 
 def test_a_window_that_is_off_does_not_count(tmp_path: Path) -> None:
     word = checkpoint(tmp_path / "model", sliding_window=100, use_sliding_window=False)
-    check(settings(tmp_path, word))
+    check_settings(settings(tmp_path, word))
 
 
 def test_a_gguf_files_header_is_read(tmp_path: Path) -> None:
