@@ -135,8 +135,7 @@ class DataEngine(Engine):
                 f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
             )
         cut = {
-            tuple(prompts[number % len(prompts)][:most])
-            for number, most in enumerate(PROBE_TOKENS)
+            tuple(prompts[number % len(prompts)][:most]) for number, most in enumerate(PROBE_TOKENS)
         }
         tokens = [list(ids) for ids in sorted(cut)]
         return tokens, [len(ids) // 2 for ids in tokens]

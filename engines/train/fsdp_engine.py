@@ -166,7 +166,10 @@ class FSDPEngine(ShardedModel):
         seeing = isinstance(policy.model, OpenVLA)
         if isinstance(policy, Critic) or seeing or self._spec.train.compile:
             return None
-        difference, most = median_difference(self._forward(1.0), self._device), TOLERANCE[self._compute]
+        difference, most = (
+            median_difference(self._forward(1.0), self._device),
+            TOLERANCE[self._compute],
+        )
         if difference <= most:
             return None
         return (

@@ -78,7 +78,7 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
             fits_template(prompts[-1], data)
         except ValueError as error:
             raise ValueError(f"Row {number} of {source.name}: {error}") from None
-    counts = token_counts(model, map(_text, prompts[:len(PROBE_TOKENS)]))
+    counts = token_counts(model, map(_text, prompts[: len(PROBE_TOKENS)]))
     if counts is not None and min(counts) > data.max_prompt_tokens:
         raise ValueError(
             f"data.max_prompt_tokens = {data.max_prompt_tokens}, but the shortest of the first "

@@ -48,8 +48,9 @@ class Head:
     @classmethod
     def of(cls, linear: nn.Module, form: HeadForm) -> Head:
         """With the weights of a model's head as they are now; FSDP puts others in their place."""
-        weight, bias = linear.weight, linear.bias if isinstance(linear, nn.Linear) else None
-        assert isinstance(weight, Tensor)
+        assert isinstance(linear, nn.Linear)
+        weight: Tensor = linear.weight
+        bias: Tensor | None = linear.bias
         if bias is not None and form.before != 1:
             bias = bias / form.before
         return cls(weight=weight, bias=bias, scale=form.before * form.after, cap=form.cap)
@@ -87,7 +88,7 @@ def head_form(model: PreTrainedModel) -> HeadForm:
         return hidden
 
     def decoder(*_: object, **__: object) -> _States:
-        return _States(last_hidden_state=states[None, :, None])
+        return _States(last_hidden_state=states[None, :, None])  # type: ignore[arg-type]
 
     with _replaced(model.get_decoder(), decoder), _replaced(linear, head):
         tokens = torch.zeros(1, len(states), dtype=torch.int64)

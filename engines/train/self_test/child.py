@@ -94,7 +94,9 @@ def _cause(
         names = ", ".join(found.without_attention)
         return f"{names} computes attention by itself, and not each packed sample apart"
     if found.in_evaluation <= found.tolerance < found.alone:
-        return "in training it changes numbers at random (by a dropout or jitter in its config.json)"
+        return (
+            "in training it changes numbers at random (by a dropout or jitter in its config.json)"
+        )
     if window := _window(config, longest):
         return window
     if found.alone > found.tolerance:
@@ -116,9 +118,7 @@ def _window(config: PretrainedConfig, longest: int) -> str | None:
 
 
 def _recurrent(states: tuple[str, ...]) -> str:
-    return (
-        f"its recurrent layers ({', '.join(states)}) run on from one packed sample into the next"
-    )
+    return f"its recurrent layers ({', '.join(states)}) run on from one packed sample into the next"
 
 
 def _line(error: BaseException) -> str:

@@ -65,9 +65,10 @@ def own_logprobs(model: PreTrainedModel, samples: Samples) -> list[Tensor]:
 
 @torch.no_grad()
 def rounding(model: PreTrainedModel, samples: Samples) -> float:
-    """By how much log-probs change at most, in nats, where embeddings do by a float32's last digit."""
+    """By how much log-probs change, in nats, where embeddings do by a float32's last digit."""
     model.eval()
     before, table = own_logprobs(model, samples), model.get_input_embeddings().weight
+    assert isinstance(table, Tensor)
     held = table.clone()
     table.mul_(1 + 2e-7)
     after = own_logprobs(model, samples)
@@ -166,7 +167,7 @@ def _largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def _largest_share(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """max |g - g'| / max |g'| over the weights; of one alone by the largest of all where it has none."""
+    """max |g - g'| / max |g'| over the weights; where one has no gradient, it is 0."""
     most = max(float(gradient.abs().max()) for gradient in theirs.values())
     shares = [0.0]
     for name in ours.keys() | theirs.keys():

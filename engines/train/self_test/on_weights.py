@@ -29,11 +29,13 @@ def median_difference(forward: Forward, device: torch.device) -> float:
     policy = forward.policy
     model, training = policy.model, policy.training
     generator = torch.Generator().manual_seed(0)
-    words = model.get_input_embeddings().num_embeddings
+    words = int(model.config.get_text_config().vocab_size)
     prompt = torch.randint(words, (LENGTHS[0][0],), generator=generator)
     samples = [
         (
-            prompt if length == len(prompt) else torch.randint(words, (length,), generator=generator),
+            prompt
+            if length == len(prompt)
+            else torch.randint(words, (length,), generator=generator),
             torch.randint(words, (count,), generator=generator),
         )
         for length, count in LENGTHS

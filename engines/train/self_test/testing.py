@@ -1,6 +1,6 @@
 """The self-test of a model before it trains: run in a child process, its verdict cached.
 
-A small model of the same config, by the train engine and by transformers' own forward pass (child.py).
+A small model of the same config by the train engine and by transformers' own forward pass.
 Imports neither torch nor transformers.
 """
 

@@ -25,7 +25,9 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_he
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_global_key_value_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "lru_width", "word_embed_proj_dim", "embed_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-_INNER = re.compile(r"intermediate_size|^(n_inner|ffn_dim|ffn_hidden_size|mlp_dim|decoder_ffn_dim)$")
+_INNER = re.compile(
+    r"intermediate_size|^(n_inner|ffn_dim|ffn_hidden_size|mlp_dim|decoder_ffn_dim)$"
+)
 _EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$")
 _CHOSEN = re.compile(r"experts_per_tok|^(moe_k|moe_topk|top_k_experts|num_selected_experts)$")
 _EVERY = re.compile(r"interval|period|pattern|(^|_)(step|freq)$|every|start_index|first_k_dense")
@@ -71,7 +73,7 @@ def _length(values: dict[str, Any], name: str) -> int | None:
 
 
 def _shrunken(values: dict[str, Any], longest: int) -> dict[str, Any]:
-    found = {
+    found: dict[str, Any] = {
         name: _shrunken(value, longest) if isinstance(value, dict) else value
         for name, value in values.items()
         if name not in _OF_WEIGHTS
@@ -94,10 +96,11 @@ def _shrunken(values: dict[str, Any], longest: int) -> dict[str, Any]:
         elif name in LENGTHS and isinstance(value, int):
             found[name] = _scaled(value, longest)
         elif name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-            found[name] = max(value, 2 * LONGEST)
+            found[name] = max(int(value), 2 * LONGEST)
     _own_tokens(found)
-    if isinstance(found.get("topk_group"), int) and isinstance(found.get("n_group"), int):
-        found["topk_group"] = min(found["topk_group"], found["n_group"])
+    groups, chosen = found.get("n_group"), found.get("topk_group")
+    if isinstance(groups, int) and isinstance(chosen, int):
+        found["topk_group"] = min(chosen, groups)
     return found
 
 
@@ -128,9 +131,9 @@ def _fewer_heads(values: dict[str, Any]) -> None:
     heads_by = next((name for name in _HEADS if isinstance(values.get(name), int)), None)
     if heads_by is None:
         return
-    heads = values[heads_by]
+    heads: int = values[heads_by]
     kv_by = [name for name in _KV_HEADS if isinstance(values.get(name), int)]
-    groups = min((values[name] for name in kv_by), default=heads)
+    groups: int = min([int(values[name]) for name in kv_by], default=heads)
     share = heads // groups if groups and heads % groups == 0 else 1
     least = 2 if groups > 1 else 1
     fewer = min(heads, least * min(share, _MOST_HEADS) if share > 1 else _MOST_HEADS)
@@ -230,4 +233,3 @@ def samples(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     shared = drawn(9)
     rows = [(shared, 20), (shared, 14), (drawn(3), 4), (drawn(12), LONGEST - 12)]
     return [(prompt, drawn(count)) for prompt, count in rows]
-

@@ -49,17 +49,27 @@ def test_models_of_other_heads_are_exact(tmp_path: Path, config: PretrainedConfi
         (family("falcon", new_decoder_architecture=True), "FalconAttention computes attention by"),
         (family("opt", dropout=0.1), "in training it changes numbers at random"),
         (family("bloom"), "transformers cannot build it"),
-        (family("nemotron", head_dim=128), "do not hand on to attention which tokens are of one sample"),
+        (
+            family("stablelm"),
+            "do not hand on to attention which tokens are of one sample",
+        ),
         (
             family("mistral", sliding_window=100),
             "its sliding_window = 100 is shorter than samples of up to 512 tokens",
         ),
         (
-            family("phi3", **{"rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0,
-                "original_max_position_embeddings": 256,
-                "short_factor": [1.0] * 48, "long_factor": [4.0] * 48,
-            }, "original_max_position_embeddings": 256}),
+            family(
+                "phi3",
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 256,
+                    "short_factor": [1.0] * 48,
+                    "long_factor": [4.0] * 48,
+                },
+                original_max_position_embeddings=256,
+            ),
             "original_max_position_embeddings = 256 is shorter than samples",
         ),
     ],
@@ -94,8 +104,16 @@ def test_verdicts_are_kept_in_a_folder_of_the_user_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = saved(tmp_path / "model", family("llama", hidden_size=64, num_attention_heads=4,
-                                              num_key_value_heads=2, num_hidden_layers=2))
+    model = saved(
+        tmp_path / "model",
+        family(
+            "llama",
+            hidden_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+        ),
+    )
     with self_test(model, 64) as wait:
         first = wait()
     assert first.largest is not None
