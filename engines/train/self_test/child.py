@@ -47,9 +47,9 @@ def verdict(directory: Path, longest: int) -> Verdict:
     config = whole.config
     if getattr(config, "quantization_config", None) is not None:
         return Verdict(refused="its weights are quantised")
-    states = recurrent(whole)
     try:
         Policy(whole)
+        states = recurrent(whole)
     except UNFIT as error:
         return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
     try:
