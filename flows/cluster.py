@@ -70,7 +70,9 @@ def _submit(arguments: argparse.Namespace) -> int:
             f"cluster.kind = {config.cluster.kind}, but only runs on Slurm are submitted. Set "
             f"cluster.kind=slurm, or start the run by {program(module)}."
         )
-    check(config)
+    for finding in check(config):
+        if finding.warning:
+            print(finding.found, file=sys.stderr)
     submission = new_submission(config, module, [recipe, *words])
     submission.submit()
     name = submission.name

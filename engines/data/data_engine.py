@@ -51,8 +51,9 @@ from storage.rows.row_history import RowHistory, updated
 
 PLAYER = "player"  # what reward functions get besides of several players: whose sample it is
 ERROR = "error"  # extra/<reward model>/error: why a sample has no score
-PROBE_ROWS = 2
-PROBE_TOKENS = 48  # of each probe sequence; the first half stands for the prompt
+# Most tokens of each probe sequence, whose first half stands for the prompt: of several lengths, for
+# what goes wrong with windows, positions and padding does so with the length.
+PROBE_TOKENS = (8, 96, 16, 48, 24, 32)
 
 
 class DataSpec(RowsSpec):
@@ -124,15 +125,19 @@ class DataEngine(Engine):
         return self._source.row_digests(range(start, stop))
 
     def probe(self) -> tuple[list[list[int]], list[int]]:
-        """A few short sequences of the dataset, and how many tokens of each stand for the prompt."""
-        rows = list(range(min(PROBE_ROWS, len(self._source))))
+        """Sequences of the dataset of several lengths, and how many tokens of each are the prompt."""
+        rows = list(range(min(len(PROBE_TOKENS), len(self._source))))
         made = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
-        tokens = [ids[:PROBE_TOKENS] for ids in made.prompt_ids if len(ids) > 1]
-        if not tokens:
+        prompts = [ids for ids in made.prompt_ids if len(ids) > 1]
+        if not prompts:
             raise ValueError(
                 f"The first {len(rows)} rows of {self._source.name} give no prompt that fits "
                 f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
             )
+        cut = {
+            tuple(prompts[number % len(prompts)][:most]) for number, most in enumerate(PROBE_TOKENS)
+        }
+        tokens = [list(ids) for ids in sorted(cut)]
         return tokens, [len(ids) // 2 for ids in tokens]
 
     def given(

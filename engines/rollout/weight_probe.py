@@ -59,12 +59,20 @@ def check_scores(
         scores: [S][T - prompt length] the engine's log-probs of the probe's response tokens, nats.
         tolerance: nats per token, rollout.probe_tolerance.
     """
-    error = mean_absolute_error(scores, probe.expected())
+    expected = probe.expected()
+    error = mean_absolute_error(scores, expected)
     if not error <= tolerance:
+        rows = zip(probe.tokens, scores, expected, strict=True)
+        apart = sorted(
+            (len(tokens), mean_absolute_error([row], [wanted])) for tokens, row, wanted in rows
+        )
         raise WeightMismatch(
             f"After the sync to version {version}, {worker}'s log-probs differ from the trainer's "
             f"by {error:.4f} nats a token on average, more than rollout.probe_tolerance = "
-            f"{tolerance}."
+            f"{tolerance}: by sequence, {', '.join(f'{e:.2g} of {n} tokens' for n, e in apart)}. "
+            "Where longer ones differ more, look at the model's window and positions; where all do, "
+            "at rollout.dtype beside train.compute_dtype, and at whether both engines compute the "
+            "model's output head, experts and adapters and have loaded all of their tensors."
         )
     return error
 

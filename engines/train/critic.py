@@ -15,6 +15,7 @@ from engines.algorithms.aggregation import MetricSums, Normaliser
 from engines.algorithms.losses import value_loss
 from engines.train.batching.micro_batch import MicroBatch
 from engines.train.batching.packed_batch import PackedBatch
+from engines.train.model.head import Head, HeadForm
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import decoder_states, packed_attention
 from engines.train.updater import TrainRank, Updater
@@ -43,9 +44,9 @@ class Critic(nn.Module):
         self.value.bias.zero_()
 
     @property
-    def head(self) -> Tensor:
-        """The value head's weight [1, H]."""
-        return self.value.weight
+    def head(self) -> Head:
+        """The value head, whose weight is [1, H]."""
+        return Head.of(self.value, HeadForm())
 
     def forward(self, packed: PackedBatch, sequence: SequenceGroup) -> tuple[Tensor]:
         """Values [R], float32: what is expected of the state in which a response token is chosen.

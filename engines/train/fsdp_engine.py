@@ -32,9 +32,11 @@ from engines.train.logprob_pass import (
 from engines.train.model.lora import base_alone
 from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
+from engines.train.self_test.on_weights import TOLERANCE, median_difference
 from engines.train.sharded_model import ShardedModel
 from engines.train.spec import ColumnsResult, UpdateResult
 from engines.train.updater import TrainRank, Updater
+from engines.vla.openvla import OpenVLA
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 
@@ -56,6 +58,7 @@ class FSDPEngine(ShardedModel):
         "load_weights",
         "compare",
         "score",
+        "mismatch",
         "digest",
         "offload",
         "onload",
@@ -151,6 +154,28 @@ class FSDPEngine(ShardedModel):
         """Log-probs, at temperature 1, of what follows the first prompt_lengths[i] tokens."""
         self._joined()
         return score(self._forward(1.0), token_ids, prompt_lengths, self._device)
+
+    def mismatch(self) -> str | None:
+        """How log-probs of a few short samples differ from transformers' own; None: they do not.
+
+        Nothing is said of layers that are compiled, which would be compiled once more for it, and
+        of a policy that looks at images.
+        """
+        self._joined()
+        policy = self._loaded()
+        seeing = isinstance(policy.model, OpenVLA)
+        if isinstance(policy, Critic) or seeing or self._spec.train.compile:
+            return None
+        difference, most = (
+            median_difference(self._forward(1.0), self._device),
+            TOLERANCE[self._compute],
+        )
+        if difference <= most:
+            return None
+        return (
+            f"the train engine's log-probs of packed samples differ from transformers' own by "
+            f"{difference:.2g} nats (median over some tokens, {most:g} are allowed)"
+        )
 
     # --- training -----------------------------------------------------------------------------
 

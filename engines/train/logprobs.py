@@ -45,8 +45,14 @@ def token_statistics(
     entropy_gradient: bool = False,
     squared: bool = False,
     words: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> TokenStatistics:
     """Log-probs and entropy of pi = softmax(hidden weight^T / temperature) at each label.
+
+    With a bias, a scale and a soft cap c, which few models have, of
+    softmax(c tanh(scale (hidden weight^T + bias) / c) / temperature).
 
     The product runs in hidden's dtype (weight is cast, block by block), everything after in float32
     (float64 stays float64). The backward pass computes the logits anew, but on a GPU where `chunk`
@@ -63,10 +69,16 @@ def token_statistics(
         squared: Whether sum_pi_squared is computed.
         words: [T, k] int64, different words in [0, V) of which `bins` are computed. The tail is the
             sum over the other words, not 1 less the words' probabilities.
+        bias: [V] of the output head; None: it has none.
+        scale: Factor on the product and its bias, > 0.
+        cap: Largest absolute logit before the temperature; None: no cap.
     """
     picked = labels[:, None] if words is None else torch.cat([labels[:, None], words], dim=-1)
+    # c tanh(s x / c) / t = (c / t) tanh((x / (t / s)) / (c / t)): a scale is another temperature.
+    limit = None if cap is None else cap / temperature
     logprobs, tail, entropy, squares = _TokenStatistics.apply(
-        hidden, weight, picked, temperature, chunk, entropy_gradient, squared, words is not None
+        *(hidden, weight, picked, temperature / scale, chunk, entropy_gradient, squared),
+        *(words is not None, bias, limit),
     )
     return TokenStatistics(
         logprobs=logprobs[:, 0],
@@ -94,11 +106,14 @@ class _TokenStatistics(torch.autograd.Function):
         entropy_gradient: bool,
         squared: bool,
         tailed: bool,
+        bias: Tensor | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        ctx.fused = fused = not tailed and kind == torch.float32 and available(hidden)
+        plain = not tailed and bias is None and cap is None and kind == torch.float32
+        ctx.fused = fused = plain and available(hidden)
         width = block_width(hidden, weight, chunk * FUSED if fused else chunk)
-        blocks = Blocks(hidden, weight, temperature, kind, width)
+        blocks = Blocks(hidden, weight, temperature, kind, width, bias, cap)
         ctx.logits = None  # all of them, where one block holds them: they are not made again then
         if fused:
             peaks, sums, products, squares, found, last = _sums_by_kernel(blocks, picked, squared)
@@ -111,8 +126,8 @@ class _TokenStatistics(torch.autograd.Function):
         logs = sums.log()
         logprobs = found - peaks[:, None] - logs[:, None]
         tail, entropy = rest.clamp(min=LEAST).log() - logs, logs - products / sums
-        ctx.save_for_backward(hidden, weight, picked, peaks, logs, entropy, logprobs, tail)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.save_for_backward(hidden, weight, picked, peaks, logs, entropy, logprobs, tail, bias)
+        ctx.temperature, ctx.chunk, ctx.cap = temperature, chunk, cap
         ctx.entropy_gradient, ctx.tailed = entropy_gradient, tailed
         squares = squares / sums.square()
         plain = [squares] if entropy_gradient else [squares, entropy]
@@ -123,12 +138,13 @@ class _TokenStatistics(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_tail: Tensor, grad_entropy: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, picked, peaks, logs, entropy, logprobs, tail = ctx.saved_tensors
+        hidden, weight, picked, peaks, logs, entropy, logprobs, tail, bias = ctx.saved_tensors
         kind = logs.dtype
         width = block_width(hidden, weight, ctx.chunk * FUSED if ctx.fused else ctx.chunk)
-        blocks = Blocks(hidden, weight, ctx.temperature, kind, width)
+        blocks = Blocks(hidden, weight, ctx.temperature, kind, width, bias, ctx.cap)
         grad_hidden = torch.zeros_like(hidden, dtype=kind) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[8] else None
         if ctx.fused:
             slope = grad_entropy if ctx.entropy_gradient else None
             whole, ctx.logits = ctx.logits, None
@@ -143,7 +159,7 @@ class _TokenStatistics(torch.autograd.Function):
                 del cast  # before the next block is made
             if grad_hidden is not None:
                 grad_hidden = grad_hidden.to(hidden.dtype)
-            return grad_hidden, grad_weight, None, None, None, None, None, None
+            return grad_hidden, grad_weight, *[None] * 8
         # d log pi_y / dz_j = [j = y] - p_j; d log tail / dz_j = [j in the tail] p_j / tail - p_j
         at_picked, falling = grad_logprobs, grad_logprobs.sum(-1, keepdim=True).neg()
         if ctx.tailed:
@@ -152,6 +168,8 @@ class _TokenStatistics(torch.autograd.Function):
             words = at_picked[:, 1:] - logprobs[:, 1:].exp() * share
             at_picked = torch.cat([at_picked[:, :1], words], dim=-1)
         for start, log_probs in blocks:
+            # c tanh(x / c) = z has the slope 1 - (z / c)^2
+            slopes = None if ctx.cap is None else 1 - (log_probs / ctx.cap).square_()
             log_probs.sub_(peaks[:, None]).sub_(logs[:, None])
             if ctx.entropy_gradient:  # dH / dz_j = -p_j (log p_j + H)
                 slope = (log_probs + entropy[:, None]).mul_(-grad_entropy[:, None])
@@ -161,17 +179,21 @@ class _TokenStatistics(torch.autograd.Function):
                 grad = log_probs.exp_().mul_(falling)
             inside, columns = within(picked, start, grad.shape[1])
             grad.scatter_add_(1, columns, torch.where(inside, at_picked, 0))
+            if slopes is not None:
+                grad.mul_(slopes)
             if ctx.temperature != 1:
                 grad.div_(ctx.temperature)
+            if grad_bias is not None:
+                grad_bias[start : start + grad.shape[1]] = grad.sum(0)
             cast = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden += cast @ blocks.weight_at(start)
             if grad_weight is not None:
                 grad_weight[start : start + grad.shape[1]] = cast.t() @ hidden
-            del log_probs, grad, cast  # before the next block is made
+            del log_probs, slopes, grad, cast  # before the next block is made
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6, grad_bias, None
 
 
 def _sums(
@@ -269,14 +291,21 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def top_words(
-    hidden: Tensor, weight: Tensor, k: int, *, chunk: int = 1024, among: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    chunk: int = 1024,
+    among: int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The k likeliest words at each token, int64 [T, k], the likeliest first.
 
     Of the probabilities 1/2, 1/8, 3/8 the two likeliest are [0, 2].
 
     Args:
-        hidden, weight, chunk: As `token_statistics`; no temperature changes an order.
+        hidden, weight, chunk, bias: As `token_statistics`; no temperature, scale or cap changes an
+            order.
         k: At most as many as there are words among which they are.
         among: Only of the first so many words. None: of all.
     """
@@ -284,7 +313,8 @@ def top_words(
     among = weight.shape[0] if among is None else among
     best = torch.full((hidden.shape[0], 0), -torch.inf, dtype=kind, device=hidden.device)
     ids = torch.zeros(hidden.shape[0], 0, dtype=torch.int64, device=hidden.device)
-    for start, logits in Blocks(hidden, weight, 1.0, kind, block_width(hidden, weight, chunk)):
+    width = block_width(hidden, weight, chunk)
+    for start, logits in Blocks(hidden, weight, 1.0, kind, width, bias):
         known = logits[:, : max(0, among - start)]
         values, columns = known.topk(min(k, known.shape[1]), dim=-1)
         values, ids = torch.cat([best, values], dim=-1), torch.cat([ids, columns + start], dim=-1)
@@ -302,6 +332,8 @@ class Blocks:
     temperature: float
     kind: torch.dtype
     width: int  # words of a block
+    bias: Tensor | None = None  # [V]
+    cap: float | None = None  # of logits that are divided by the temperature
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         """The first word of each block, and its logits [T, words], which the caller may change.
@@ -319,8 +351,12 @@ class Blocks:
     def logits_at(self, start: int) -> Tensor:
         """Of the block that begins there."""
         logits = (self.hidden @ self.weight_at(start).t()).to(self.kind)
+        if self.bias is not None:
+            logits.add_(self.bias[start : start + self.width])
         if self.temperature != 1:
             logits.div_(self.temperature)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
         # -inf (a word that cannot be) becomes the least number, whose probability is 0.
         return logits.clamp_(min=torch.finfo(self.kind).min / 4)
 

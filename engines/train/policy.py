@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
 from engines.train.model.attention import PACKED
+from engines.train.model.head import Head, head_form
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.vla.openvla import OpenVLA
 
@@ -22,13 +23,12 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = packed_attention(model)
+        self._head_form = head_form(model.language_model if isinstance(model, OpenVLA) else model)
 
     @property
-    def head(self) -> Tensor:
-        """The output head's weight [V, H]; the embedding's where they are tied."""
-        weight = self.model.get_output_embeddings().weight
-        assert isinstance(weight, Tensor)
-        return weight
+    def head(self) -> Head:
+        """The output head; its weight is the embedding's where they are tied."""
+        return Head.of(self.model.get_output_embeddings(), self._head_form)
 
     def forward(
         self,
@@ -70,27 +70,31 @@ class Policy(nn.Module):
         if distinct is not None:
             labels, predictors = labels[distinct.first], predictors[distinct.first]
         decoder, total = self.model.get_decoder(), labels.numel()
-        head, embedded = self.head.to(dtype), None
+        head, embedded = self.head, None
         if isinstance(self.model, OpenVLA):
             assert packed.images is not None, "its rows are packed turn by turn"
             embedded = self.model.embedded(packed.tokens, self.model.see(packed.images))
             first, stop = self.model.config.action_tokens
-            head, labels = head[first:stop], (labels - first).clamp(0, stop - first - 1)
+            head, labels = head.words(first, stop), (labels - first).clamp(0, stop - first - 1)
+        weight = head.weight.to(dtype)
         states, places = decoder_states(decoder, packed, predictors, sequence, embedded)
         states = states.to(dtype)
         if top:
-            words = top_words(states, head, top, chunk=chunk, among=among)
+            words = top_words(states, weight, top, chunk=chunk, among=among, bias=head.bias)
         elif words is not None and places is not None:
             words = words[places]
         stats = token_statistics(
             states,
-            head,
+            weight,
             labels if places is None else labels[places],
             temperature=temperature,
             chunk=chunk,
             entropy_gradient=entropy_gradient,
             squared=squared,
             words=words,
+            bias=head.bias,
+            scale=head.scale,
+            cap=head.cap,
         )
         found: tuple[Tensor, ...] = (stats.logprobs, stats.entropy)
         if stats.sum_pi_squared is not None:
@@ -105,6 +109,12 @@ class Policy(nn.Module):
             return tuple(each.index_select(0, distinct.member) for each in found)
         # No view may leave an FSDP module: https://github.com/pytorch/pytorch/issues/181832
         return tuple(each.clone() for each in found)
+
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """Logits [S, T, V] of whole sequences [S, T], as transformers computes them."""
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        assert isinstance(logits, Tensor)
+        return logits
 
 
 def decoder_states(

@@ -213,6 +213,12 @@ class Trainer:
             self.at(version)
             return self._call("score", version, arguments)
 
+    def mismatch(self, version: int) -> str | None:
+        """How log-probs under a version differ from transformers' own, as a clause; None: not."""
+        with self._lock:
+            self.at(version)
+            return self._call("mismatch", version, {})
+
     def snapshot(self, version: int, run: str | None = None, step: int | None = None) -> None:
         """Store the whole trainer state of a version: weights, optimizer, schedule, RNG.
 

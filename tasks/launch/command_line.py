@@ -59,14 +59,17 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
 def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
     """Check everything; then run the flow, unless only the checks were asked for."""
     from tasks.run.preflight import check_settings, check_world
+    from tasks.run.preflight_models import models_tested
 
     resume, fork = arguments.resume, arguments.fork
     with imports_uncollected():
         findings = check_settings(config, resumed=resume is not None)
-        with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
-            imported = beside.submit(_import_libraries)
-            findings += check_world(config)
-        imported.result()
+        with models_tested(config, resumed=resume is not None) as tested:
+            with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
+                imported = beside.submit(_import_libraries)
+                findings += check_world(config)
+            imported.result()
+            findings += tested()
     from tasks.run.continue_from import NothingNew
     from tasks.run.opening import open_run
 

@@ -61,6 +61,7 @@ class RunView(Caller, Protocol):
 
     source: PromptSource
     origin: Origin | None
+    start: int
 
     @property
     def head(self) -> int:

@@ -158,10 +158,14 @@ class Engines:
             parent = trainer_of(run, self._made().cluster, role, files, settings)
             parent.snapshot(origin.step, run.name, origin.at)
         trainer.at(run.head)
+        if role == "actor" and run.head == run.start:
+            _check_computed(trainer, run.head, "model")
 
     def _start_teachers(self) -> None:
-        for teacher in self._made().teachers.values():
+        for name, teacher in self._made().teachers.items():
             teacher.at(0)
+            if isinstance(teacher, Trainer) and self._run.head == self._run.start:
+                _check_computed(teacher, 0, f"teachers.{name}.model")
 
     def _attach(self) -> None:
         """Take the run's places at services, once the student is there whose tokens they compare."""
@@ -326,3 +330,10 @@ class Engines:
                 handles.cluster.close()
                 for service in handles.services.values():
                     service.close()
+
+
+def _check_computed(trainer: Trainer, version: int, where: str) -> None:
+    """ValueError where a trainer computes something else than its model is; for new runs alone."""
+    mismatch = trainer.mismatch(version)
+    if mismatch is not None:
+        raise ValueError(f"{where}: {mismatch}. Set {where}.path to another model.")

@@ -50,7 +50,12 @@ def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
 
     resumed: the run has steps already, so lengths that its samples kept to are not asked again.
     """
-    return [*check_settings(config, resumed), *check_world(config)]
+    from tasks.run.preflight_models import models_tested
+
+    findings = check_settings(config, resumed)
+    with models_tested(config, resumed) as tested:
+        findings += check_world(config)
+        return findings + tested()
 
 
 def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:

@@ -14,7 +14,7 @@ from configs.model import Model
 from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
 from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
-from engines.data.data_engine import PLAYER, PROBE_ROWS
+from engines.data.data_engine import PLAYER, PROBE_TOKENS
 from engines.data.episode_rows import seed_of
 from engines.data.frames import alike
 from engines.data.template_check import chat_template, rendered
@@ -103,7 +103,7 @@ def check_prompts(model: Model, data: DataConfig, source: str, prompts: Sequence
         texts = [_text(prompt) for prompt in prompts]
     else:
         texts = rendered(template, prompts, data, source)
-    plain = [_text(prompt) for prompt in prompts[:PROBE_ROWS]]
+    plain = [_text(prompt) for prompt in prompts[: len(PROBE_TOKENS)]]
     encoded = token_ids(model, [*plain, *texts[:TOKENIZED]])
     if encoded is None:
         return

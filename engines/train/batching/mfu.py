@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from engines.train.model.head import Head
+
 
 class Trained(Protocol):
     """What the cost of a policy or a critic is known by."""
@@ -23,8 +25,8 @@ class Trained(Protocol):
     model: Any  # of transformers
 
     @property
-    def head(self) -> Tensor:
-        """The last layer's weight."""
+    def head(self) -> Head:
+        """The last layer."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All weights."""
@@ -94,7 +96,7 @@ class CostModel:
 def cost_model(policy: Trained) -> CostModel:
     """The cost model of a policy or a critic, from its shapes, before it is sharded."""
     config = policy.model.config.get_text_config()
-    head = policy.head
+    head = policy.head.weight
     embedding = cast("Tensor", policy.model.get_input_embeddings().weight)
     tables = embedding.numel() + (0 if head is embedding else head.numel())
     parameters = sum(parameter.numel() for parameter in policy.parameters())

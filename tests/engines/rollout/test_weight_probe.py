@@ -32,6 +32,11 @@ def test_a_score_within_the_tolerance_passes_and_one_beyond_it_names_the_worker(
         check_scores("rollout-0", 3, scores, PROBE, tolerance=0.09)
 
 
+def test_a_mismatch_says_how_far_each_length_is_off_and_what_to_look_at():
+    with pytest.raises(WeightMismatch, match=r"0 of 2 tokens, 2 of 4 tokens\. .* window.* head"):
+        check_scores("rollout-0", 3, [[-1.0, -6.0], [-3.0]], PROBE, tolerance=0.5)
+
+
 def test_a_score_that_is_no_number_is_a_mismatch():
     with pytest.raises(WeightMismatch, match="nan nats"):
         check_scores("rollout-0", 3, [[-1.0, math.nan], [-3.0]], PROBE, tolerance=100.0)

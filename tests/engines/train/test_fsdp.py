@@ -13,6 +13,7 @@ from configs.train import TrainConfig
 from engines.models import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.optimizer import learning_rate
+from engines.train.policy import Policy
 from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
@@ -338,3 +339,24 @@ def test_learning_rates() -> None:
     assert learning_rate(cosine, 2, 4) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="number of optimizer steps"):
         learning_rate(cosine, 0, None)
+
+
+def test_real_weights_give_transformers_own_log_probs(make: Make, tmp_path: Path) -> None:
+    engine, plain = make(), make()
+    assert engine.mismatch() is None
+    assert engine.digest() == plain.digest()
+    rows = stored(tmp_path, samples())
+    for one in (engine, plain):
+        update(one, rows)
+    assert engine.digest() == plain.digest()  # the look has changed nothing
+
+
+def test_weights_that_the_engine_computes_otherwise_are_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make()
+    own = Policy.own_logits
+    monkeypatch.setattr(Policy, "own_logits", lambda policy, tokens: own(policy, tokens) / 8)
+    said = engine.mismatch()
+    assert said is not None
+    assert "differ from transformers' own" in said

@@ -44,6 +44,79 @@ def test_values_and_gradients_equal_the_plain_formula(chunk, temperature):
     torch.testing.assert_close(ours, theirs)
 
 
+def biased(words=17):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(words, generator=generator, dtype=torch.float64).requires_grad_(True)
+
+
+def whole_head(hidden, weight, bias, scale, cap, temperature=1.0):
+    logits = scale * (hidden @ weight.t() + (0 if bias is None else bias))
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    return (logits / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(
+    ("bias", "scale", "cap"),
+    [
+        (None, 0.125, None),
+        (None, 1.0, 2.0),
+        (biased(), 1.0, None),
+        (biased(), 1.7, 1.5),
+        (None, 16.0, 0.25),
+    ],
+)
+def test_bias_scale_and_cap_equal_the_plain_formula(chunk, temperature, bias, scale, cap):
+    hidden, weight, labels = inputs()
+    words = torch.stack([torch.randperm(17)[:4] for _ in range(13)])
+    got = token_statistics(
+        *(hidden, weight, labels),
+        temperature=temperature,
+        chunk=chunk,
+        entropy_gradient=True,
+        squared=True,
+        words=words,
+        bias=bias,
+        scale=scale,
+        cap=cap,
+    )
+    table = whole_head(hidden, weight, bias, scale, cap, temperature)
+    probs = table.exp()
+    picked, entropy = table.gather(-1, labels[:, None])[:, 0], -(probs * table).sum(-1)
+    tail = table.scatter(1, words, -torch.inf).logsumexp(-1, keepdim=True)
+    bins = torch.cat([table.gather(1, words), tail], dim=-1)
+    torch.testing.assert_close(got.logprobs, picked)
+    torch.testing.assert_close(got.entropy, entropy)
+    torch.testing.assert_close(got.bins, bins)
+    torch.testing.assert_close(got.sum_pi_squared, probs.square().sum(-1))
+    up, of_bins = torch.randn(2, 13, dtype=torch.float64), torch.randn(13, 5, dtype=torch.float64)
+    ours = up[0] * got.logprobs + up[1] * got.entropy + (of_bins * got.bins).sum(-1)
+    theirs = up[0] * picked + up[1] * entropy + (of_bins * bins).sum(-1)
+    leaves = [hidden, weight] if bias is None else [hidden, weight, bias]
+    torch.testing.assert_close(
+        torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), leaves)
+    )
+
+
+def test_a_head_that_is_named_plain_is_the_plain_one_to_the_bit():
+    plain_head, named = inputs(dtype=torch.float32), inputs(dtype=torch.float32)
+    ours = token_statistics(*plain_head, temperature=0.7)
+    theirs = token_statistics(*named, temperature=0.7, bias=None, scale=1.0, cap=None)
+    assert ours.logprobs.equal(theirs.logprobs)
+    ours.logprobs.sum().backward()
+    theirs.logprobs.sum().backward()
+    assert plain_head[0].grad.equal(named[0].grad)
+
+
+def test_the_likeliest_words_are_those_with_the_bias():
+    hidden, weight, _ = inputs()
+    bias = biased() * 5
+    logits = whole_head(hidden, weight, bias, 1.0, None)
+    assert top_words(hidden, weight, 5, chunk=4, bias=bias).equal(logits.topk(5).indices)
+    assert not top_words(hidden, weight, 5, chunk=4).equal(logits.topk(5).indices)
+
+
 def test_entropy_has_no_gradient_unless_asked_for():
     got = token_statistics(*inputs())
     assert got.logprobs.requires_grad

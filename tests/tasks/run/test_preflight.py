@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from configs.grpo import GRPOConfig
 from configs.model import PretrainedModel, RandomModel
@@ -329,7 +330,7 @@ def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
 
 def test_a_window_that_is_off_does_not_count(tmp_path: Path) -> None:
     word = checkpoint(tmp_path / "model", sliding_window=100, use_sliding_window=False)
-    check(settings(tmp_path, word))
+    check_settings(settings(tmp_path, word))
 
 
 def test_a_gguf_files_header_is_read(tmp_path: Path) -> None:
@@ -535,3 +536,41 @@ def test_a_bias_is_among_the_findings(tmp_path: Path) -> None:
         if one.check == "warning"
     ]
     assert "the gradient is biased" in said
+
+
+def family(folder: Path, name: str, **values: object) -> str:
+    """Words for a model of a family that transformers has, without real weights."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | values
+    config = AutoConfig.for_model(name, **sizes)
+    config.save_pretrained(folder)
+    (folder / "model.safetensors").touch()
+    (folder / "chat_template.jinja").touch()
+    return f"model={{kind: pretrained, path: {folder}}}"
+
+
+@pytest.fixture
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_model_that_the_train_engine_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    words = family(tmp_path / "model", "lfm2", full_attn_idxs=[1], num_key_value_heads=2)
+    said = refused(tmp_path, words)
+    assert re.fullmatch(
+        rf"model\.path = {tmp_path}/model: its recurrent layers \(Lfm2ShortConv\) run on from one "
+        r"packed sample into the next, so the train engine's log-probs would be wrong by \S+ nats\. "
+        r"Set model\.path to another model\.",
+        said,
+    )
+    found = check(settings(tmp_path, words), resumed=True)[-1]
+    assert found.warning
+    assert found.found.endswith("nats. A new run would be refused.")
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_a_model_that_it_computes_as_transformers_does_is_good(tmp_path: Path) -> None:
+    words = family(tmp_path / "model", "granite", logits_scaling=8.0, num_key_value_heads=2)
+    found = check(settings(tmp_path, words))[-1]
+    assert not found.warning
+    assert found.found.endswith("gives transformers' own log-probs and gradients")

@@ -1,0 +1,137 @@
+"""The self-test of a model, in a process of its own: python -m engines.train.self_test.child.
+
+Arguments: the model's directory, and the tokens of the run's longest sample. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PretrainedConfig
+
+from engines.models import build_empty
+from engines.train.policy import Policy
+from engines.train.self_test.comparison import (
+    TOLERANCE,
+    Differences,
+    Unpacked,
+    differences,
+    recurrent,
+    rounding,
+)
+from engines.train.self_test.twin import build, samples, shorter_than, shrunken
+from engines.train.self_test.verdict import Verdict
+
+# What code of a model raises where it cannot be used so; anything may be in it.
+UNFIT = (
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError),
+    *(RuntimeError, ImportError, StrictDataclassError),
+)
+
+SURE = 10.0  # times what rounding does: more is none
+MOST = 0.02  # nats of tolerance with which a model still counts as tested
+
+
+def verdict(directory: Path, longest: int) -> Verdict:
+    """What the self-test says of a model, of which config.json is read and no weights.
+
+    longest: tokens of the longest sample.
+    """
+    try:
+        whole = build_empty(directory)
+    except (*UNFIT, OSError) as error:
+        return Verdict(refused=f"transformers cannot build it ({_line(error)})")
+    config = whole.config
+    if getattr(config, "quantization_config", None) is not None:
+        return Verdict(refused="its weights are quantised")
+    try:
+        Policy(whole)
+        states = recurrent(whole)
+    except UNFIT as error:
+        return Verdict(refused=f"the train engine cannot run it ({_line(error)})")
+    try:
+        found = compared(shrunken(config, longest))
+    except Unpacked as error:
+        return Verdict(refused=_window(config, longest) or str(error))
+    except UNFIT as error:
+        if states:
+            return Verdict(refused=_recurrent(states))
+        return Verdict(untested=f"a small one of its kind could not be made ({_line(error)})")
+    if found.none:
+        return Verdict(largest=found.largest)
+    return Verdict(refused=_cause(config, longest, found, states), largest=found.largest)
+
+
+def compared(config: PretrainedConfig) -> Differences:
+    """A model of this config by the train engine and by transformers.
+
+    Raises Unpacked where the train engine cannot run it, and what transformers raises otherwise.
+    """
+    model, some = build(config), samples()
+    moved = rounding(model, some)  # what fails in here is no fault of the train engine
+    if SURE * moved > TOLERANCE:
+        model = build(config, gentle=True)
+        moved = rounding(model, some)
+    tolerance = max(TOLERANCE, SURE * moved)
+    if tolerance > MOST:
+        raise RuntimeError(f"rounding alone moves its log-probs by {moved:.1g} nats")
+    try:
+        return differences(model, some, tolerance)
+    except UNFIT as error:
+        raise Unpacked(f"the train engine cannot run it ({_line(error)})") from error
+
+
+def _cause(
+    config: PretrainedConfig, longest: int, found: Differences, states: tuple[str, ...]
+) -> str:
+    """Why the numbers differ, as far as that is known."""
+    if states:
+        return _recurrent(states)
+    if found.without_attention:
+        names = ", ".join(found.without_attention)
+        return f"{names} computes attention by itself, and not each packed sample apart"
+    if found.in_evaluation <= found.tolerance < found.alone:
+        return (
+            "in training it changes numbers at random (by a dropout or jitter in its config.json)"
+        )
+    if window := _window(config, longest):
+        return window
+    if found.alone > found.tolerance:
+        return "its attention is not the causal one that the train engine computes"
+    if found.packed > found.tolerance:
+        return "samples that are packed into one row reach each other"
+    return "the gradients of its weights differ"
+
+
+def _window(config: PretrainedConfig, longest: int) -> str | None:
+    """The lengths that samples are longer than, if the engine computes shorter ones right."""
+    short = shorter_than(config, longest)
+    try:
+        if not short or not compared(shrunken(config, 0)).none:
+            return None
+    except (Unpacked, *UNFIT):
+        return None
+    return f"its {' and '.join(short)} is shorter than samples of up to {longest} tokens"
+
+
+def _recurrent(states: tuple[str, ...]) -> str:
+    return f"its recurrent layers ({', '.join(states)}) run on from one packed sample into the next"
+
+
+def _line(error: BaseException) -> str:
+    first = " ".join(str(error).split()).split(". ")[0]
+    return f"{type(error).__name__}: {first[:160]}" if first else type(error).__name__
+
+
+def main() -> None:
+    """Print what is said of the model that the arguments name."""
+    warnings.filterwarnings("ignore")
+    directory, longest = Path(sys.argv[1]), int(sys.argv[2])
+    print(verdict(directory, longest).to_json())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""A model by the train engine beside the same model by transformers' own forward pass.
+
+Log-probs of some samples, packed and each alone, and their gradients; float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from engines.train.batching.packed_batch import pack
+from engines.train.model.attention import PACKED, packed_attention
+from engines.train.model.fsdp import layers
+from engines.train.model.sequence_parallel import SequenceGroup
+from engines.train.policy import Policy
+
+Samples = list[tuple[Tensor, Tensor]]  # prompt and response, int64 each
+
+TOLERANCE = 1e-4  # nats; of gradients the share of the largest one
+ALONE = SequenceGroup(group=None, rank=0, size=1, replica=0, replicas=1)
+_RECURRENT = re.compile(r"Mamba|SSM|Delta|Recurrent|Rglru|Lightning|LinearAtt|Conv(?!1D)|LSTM|Rwkv")
+_NO_MIXER = re.compile(r"norm|mlp|moe|expert|dropout|feed_?forward|ffn|linear$|identity", re.I)
+
+
+class Unpacked(Exception):
+    """The model cannot take packed samples; why, as a clause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Differences:
+    """Of the train engine's numbers from those of transformers; the largest of each kind."""
+
+    alone: float  # nats, of log-probs of samples each by itself
+    packed: float  # nats, of log-probs of all samples in one row
+    in_evaluation: float  # nats, as `alone`, of the model as it is where nothing is dropped
+    gradients: float  # of the packed samples, as a share of the largest gradient
+    tolerance: float  # nats, and of the gradients' share
+    without_attention: tuple[str, ...]  # classes of layers that called no packed attention
+
+    @property
+    def largest(self) -> float:
+        """Of the log-probs, in nats."""
+        return max(self.alone, self.packed)
+
+    @property
+    def none(self) -> bool:
+        """Whether both compute the same."""
+        return self.largest <= self.tolerance and self.gradients <= self.tolerance  # NaN: not
+
+
+def own_logprobs(model: PreTrainedModel, samples: Samples) -> list[Tensor]:
+    """Log-probs [R] of each sample's response by the model's own forward pass, in nats."""
+    logprobs = []
+    for prompt, response in samples:
+        tokens = torch.cat([prompt, response])
+        logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+        table = logits.float().log_softmax(-1)
+        logprobs.append(table.gather(-1, response[:, None])[:, 0])
+    return logprobs
+
+
+@torch.no_grad()
+def rounding(model: PreTrainedModel, samples: Samples) -> float:
+    """By how much log-probs change, in nats, where embeddings do by a float32's last digit."""
+    model.eval()
+    before, table = own_logprobs(model, samples), model.get_input_embeddings().weight
+    assert isinstance(table, Tensor)
+    held = table.clone()
+    table.mul_(1 + 2e-7)
+    after = own_logprobs(model, samples)
+    table.copy_(held)
+    return _largest(after, before)
+
+
+def packed_logprobs(policy: Policy, samples: Samples) -> list[Tensor]:
+    """The same by the train engine, of all samples in one row."""
+    packed = pack([p.numpy() for p, _ in samples], [r.numpy() for _, r in samples])
+    logprobs, *_ = policy(packed, ALONE, temperature=1.0, chunk=1024, dtype=torch.float32)
+    return list(logprobs.split([len(response) for _, response in samples]))
+
+
+def differences(
+    model: PreTrainedModel, samples: Samples, tolerance: float = TOLERANCE
+) -> Differences:
+    """How the train engine differs; the model is a policy from then on.
+
+    Gradients are not compared where log-probs differ already. Raises whatever code of models does.
+    """
+    attention = model.config._attn_implementation
+    with torch.no_grad():
+        own = own_logprobs(model.eval(), samples)
+    policy = Policy(model).train()  # as the engine does: what models do in training only counts
+    called: set[int] = set()
+
+    def noted(module: nn.Module, *given: Tensor, **named: object) -> tuple[Tensor, None]:
+        called.add(id(module))
+        return packed_attention(module, *given, **named)  # type: ignore[arg-type]
+
+    AttentionInterface.register(PACKED, noted)
+    try:
+        with torch.no_grad():
+            alone = [packed_logprobs(policy, [sample])[0] for sample in samples]
+            packed = packed_logprobs(policy, samples)
+            policy.eval()
+            still = [packed_logprobs(policy, [sample])[0] for sample in samples]
+            policy.train()
+    except TypeError as error:
+        if "packed_layout" in str(error):
+            raise Unpacked(
+                "its layers do not hand on to attention which tokens are of one sample"
+            ) from error
+        raise
+    finally:
+        AttentionInterface.register(PACKED, packed_attention)
+    largest = _largest(alone, own), _largest(packed, own)
+    gradients = float("nan")
+    if max(largest) <= tolerance:
+        ours = _gradients(model, packed_logprobs(policy, samples))
+        model.set_attn_implementation(attention)
+        gradients = _largest_share(ours, _gradients(model, own_logprobs(model.eval(), samples)))
+    return Differences(
+        alone=largest[0],
+        packed=largest[1],
+        in_evaluation=_largest(still, own),
+        gradients=gradients,
+        tolerance=tolerance,
+        without_attention=_without_attention(model, called),
+    )
+
+
+def recurrent(model: PreTrainedModel) -> tuple[str, ...]:
+    """Classes of the decoder's modules that carry a state from token to token.
+
+    By their names, and by the convolution over tokens that most begin with.
+    """
+    own = type(model).__name__.partition("For")[0]  # RecurrentGemma's norms are not recurrent
+    names = {
+        type(module).__name__
+        for layer in layers(model.get_decoder())
+        for module in layer.modules()
+        if module is not layer and not isinstance(module, nn.Conv1d)
+        if _RECURRENT.search(type(module).__name__.removeprefix(own))
+        or any(isinstance(part, nn.Conv1d) for part in module.children())
+    }
+    return tuple(sorted(names))
+
+
+def _gradients(model: PreTrainedModel, logprobs: list[Tensor]) -> dict[str, Tensor]:
+    """Of a sum of all log-probs, each with a factor of its own."""
+    flat = torch.cat(logprobs)
+    factors = torch.randn(len(flat), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    (flat * factors).sum().backward()
+    return {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+
+
+def _largest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return float((torch.cat(ours) - torch.cat(theirs)).abs().max())
+
+
+def _largest_share(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """max |g - g'| / max |g'| over the weights; where one has no gradient, it is 0."""
+    most = max(float(gradient.abs().max()) for gradient in theirs.values())
+    shares = [0.0]
+    for name in ours.keys() | theirs.keys():
+        mine, wanted = ours.get(name), theirs.get(name)
+        if mine is None or wanted is None:  # untouched by one: then zero by the other
+            one = mine if wanted is None else wanted
+            assert one is not None
+            shares.append(float(one.abs().max()) / most)
+            continue
+        scale = max(float(wanted.abs().max()), 0.01 * most)
+        shares.append(float((mine - wanted).abs().max()) / scale)
+    return max(shares) if all(share == share for share in shares) else float("nan")
+
+
+def _without_attention(model: PreTrainedModel, called: set[int]) -> tuple[str, ...]:
+    """Of each layer in which no module called the packed attention, what may mix its tokens."""
+    found = set()
+    for layer in layers(model.get_decoder()):
+        if not any(id(module) in called for module in layer.modules()):
+            found |= {
+                type(child).__name__
+                for child in layer.children()
+                if not _NO_MIXER.search(type(child).__name__)
+            } or {type(layer).__name__}
+    return tuple(sorted(found))

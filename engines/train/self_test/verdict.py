@@ -1,0 +1,24 @@
+"""What the self-test says of a model; without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Of a model at a length of samples. Example: Verdict(largest=2e-6), which is exact."""
+
+    refused: str | None = None  # why the train engine may not train it; a clause
+    untested: str | None = None  # why it could not be tested; a clause
+    largest: float | None = None  # nats by which log-probs differed at most
+
+    def to_json(self) -> str:
+        """In one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Verdict:
+        """What `to_json` made; ValueError or TypeError for anything else."""
+        return cls(**json.loads(text))

@@ -1,0 +1,92 @@
+"""Whether the train engine computes what the models of a run are: the check that starts processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.model import PretrainedModel
+from configs.teachers import VllmTeaching
+from engines.model_facts import model_facts
+from engines.models import present
+from engines.train.self_test.testing import self_test
+from engines.train.self_test.verdict import Verdict
+from tasks.run.preflight import Finding, PreflightError
+
+
+@contextmanager
+def models_tested(
+    config: GRPOConfig, resumed: bool = False
+) -> Iterator[Callable[[], list[Finding]]]:
+    """Begin the self-tests of a run's models; what is given waits for what they say.
+
+    It raises PreflightError for a model of which the train engine would compute something else. A
+    resumed run is only warned: its steps were made so.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    waits: list[Callable[[], Finding]] = []
+    with ExitStack() as stack:
+        for where, model in _trained_models(config).items():
+            directory = present(model)
+            if directory is None:
+                waits.append(partial(_not_here, model.path))
+            else:
+                wait = stack.enter_context(self_test(directory, longest))
+                waits.append(partial(_judged, where, model.path, wait, resumed))
+        yield lambda: [wait() for wait in waits]
+
+
+def _trained_models(config: GRPOConfig) -> dict[str, PretrainedModel]:
+    """Those that the train engine runs, by their setting.
+
+    Random ones are not tested here: each is the same plain Llama, or OpenVLA's form of it.
+    """
+    models = {"model": config.model}
+    if isinstance(config, DistillConfig):
+        for name, teacher in config.teachers.items():
+            own = teacher.service is None and not isinstance(teacher.engine, VllmTeaching)
+            if own and teacher.model is not None:
+                models[f"teachers.{name}.model"] = teacher.model
+    return {
+        where: model
+        for where, model in models.items()
+        if isinstance(model, PretrainedModel) and _is_tested(model)
+    }
+
+
+def _is_tested(model: PretrainedModel) -> bool:
+    try:
+        facts = model_facts(model)
+    except ValueError:  # of a teacher that is not there, which the other checks say in its words
+        return False
+    return facts is None or facts.vision is None
+
+
+def _not_here(path: str) -> Finding:
+    found = f"{path}: its files are not here yet; its weights are compared when the trainer stands"
+    return Finding(check="self-test", found=found)
+
+
+def _judged(where: str, path: str, wait: Callable[[], Verdict], resumed: bool) -> Finding:
+    verdict = wait()
+    if verdict.untested is not None:
+        return Finding(
+            check="self-test",
+            found=f"{where}.path = {path} was not tested beside transformers: {verdict.untested}.",
+            warning=True,
+        )
+    if verdict.refused is None:
+        return Finding(
+            check="self-test",
+            found=f"{path}: a small one of its kind gives transformers' own log-probs and gradients",
+        )
+    wrong = ""
+    if verdict.largest is not None:
+        wrong = f", so the train engine's log-probs would be wrong by {verdict.largest:.2g} nats"
+    said = f"{where}.path = {path}: {verdict.refused}{wrong}."
+    if not resumed:
+        raise PreflightError(f"{said} Set {where}.path to another model.")
+    return Finding(check="self-test", found=f"{said} A new run would be refused.", warning=True)

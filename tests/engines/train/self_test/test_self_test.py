@@ -1,0 +1,168 @@
+"""The self-test of models: a small one of the same kind, by the train engine and by transformers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+
+from engines.train.self_test.child import verdict
+from engines.train.self_test.comparison import TOLERANCE
+from engines.train.self_test.testing import self_test
+from engines.train.self_test.twin import LONGEST, build, shrunken
+from engines.train.self_test.verdict import Verdict
+
+
+def saved(folder: Path, config: PretrainedConfig) -> Path:
+    config.save_pretrained(folder)
+    return folder
+
+
+def family(name: str, **values: object) -> PretrainedConfig:
+    """With the sizes that transformers has for it, often those of a real model."""
+    return AutoConfig.for_model(name, **values)
+
+
+EXACT = [
+    family("llama"),
+    family("gemma2", attn_logit_softcapping=None),
+    family("granite", logits_scaling=8.0),
+    family("cohere"),
+    family("phi", attention_dropout=0.0, resid_pdrop=0.0),
+]
+
+
+@pytest.mark.parametrize("config", EXACT, ids=lambda config: config.model_type)
+def test_models_of_other_heads_are_exact(tmp_path: Path, config: PretrainedConfig) -> None:
+    found = verdict(saved(tmp_path, config), longest=512)
+    assert (found.refused, found.untested) == (None, None)
+    assert found.largest is not None
+    assert found.largest <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (family("lfm2", full_attn_idxs=[2]), r"recurrent layers \(Lfm2ShortConv\)"),
+        (family("falcon", new_decoder_architecture=True), "FalconAttention computes attention by"),
+        (family("opt", dropout=0.1), "in training it changes numbers at random"),
+        (family("bloom"), "transformers cannot build it"),
+        (
+            family("stablelm"),
+            "do not hand on to attention which tokens are of one sample",
+        ),
+        (
+            family("mistral", sliding_window=100),
+            "its sliding_window = 100 is shorter than samples of up to 512 tokens",
+        ),
+        (
+            family(
+                "phi3",
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 256,
+                    "short_factor": [1.0] * 48,
+                    "long_factor": [4.0] * 48,
+                },
+                original_max_position_embeddings=256,
+            ),
+            "original_max_position_embeddings = 256 is shorter than samples",
+        ),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "",
+)
+def test_what_differs_is_refused_with_its_cause(
+    tmp_path: Path, config: PretrainedConfig, says: str
+) -> None:
+    found = verdict(saved(tmp_path, config), longest=512)
+    assert found.refused is not None
+    assert re.search(says, found.refused), found.refused
+
+
+def test_a_model_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobodys"}')
+    found = verdict(tmp_path, longest=64)
+    assert found.refused is not None
+    assert "transformers cannot build it" in found.refused
+    assert "nobodys" in found.refused
+
+
+def test_a_twin_is_small_and_has_each_kind_of_layer() -> None:
+    big = family("gemma3_text", sliding_window=1024)
+    small = shrunken(big, longest=700)
+    assert set(small.layer_types) == set(big.layer_types)
+    assert small.sliding_window >= LONGEST  # as samples of 700 tokens are within it
+    assert shrunken(big, longest=4096).sliding_window < LONGEST
+    assert sum(weight.numel() for weight in build(small).parameters()) < 30e6
+
+
+def test_verdicts_are_kept_in_a_folder_of_the_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = saved(
+        tmp_path / "model",
+        family(
+            "llama",
+            hidden_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+        ),
+    )
+    with self_test(model, 64) as wait:
+        first = wait()
+    assert first.largest is not None
+    folder = tmp_path / "cache" / "refrain" / "self-tests"
+    assert folder.stat().st_mode & 0o077 == 0
+    (file,) = folder.iterdir()
+    file.write_text(Verdict(refused="kept").to_json())
+    with self_test(model, 64) as wait:
+        assert wait() == Verdict(refused="kept")
+    folder.chmod(0o770)  # others may have written what is in it
+    with self_test(model, 64) as wait:
+        assert wait() == first
+
+
+def test_a_child_that_breaks_off_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    model = saved(tmp_path / "model", family("llama"))
+    with self_test(model, 64) as wait:
+        found = wait()
+    assert found.untested is not None
+    assert "broke off" in found.untested
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+# What transformers' classes of causal models have for sizes; as many kinds of models as there are.
+FAMILIES = {
+    **dict.fromkeys(
+        (
+            *("qwen2", "qwen3", "mistral", "ministral3", "olmo2", "olmo3", "smollm3", "glm4"),
+            *("gemma3_text", "gemma3n_text", "gemma4_text", "ernie4_5", "hunyuan_v1_dense"),
+            *("cohere2", "granitemoe", "nanochat", "starcoder2", "exaone4", "apertus"),
+            *("qwen3_moe", "glm4_moe", "mixtral", "olmoe", "afmoe", "arcee"),
+            *("helium", "gpt2", "gpt_neox", "flex_olmo"),
+        ),
+        "exact",
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "minimax", "nemotron_h", "bamba"), "recurrent"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_is_silently_wrong(tmp_path: Path, name: str) -> None:
+    found = verdict(saved(tmp_path, family(name)), longest=128)
+    if FAMILIES[name] == "exact":
+        assert (found.refused, found.untested) == (None, None)
+    else:
+        assert found.refused is not None
+        assert FAMILIES[name] in found.refused
