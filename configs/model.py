@@ -1,8 +1,9 @@
 """Which language model is trained: a pretrained one, or a random one made on the spot."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from configs.base import Settings
 
@@ -69,4 +70,13 @@ class RandomModel(Settings):
     )
 
 
-Model = Annotated[PretrainedModel | RandomModel, Field(discriminator="kind")]
+def _with_kind(given: object) -> object:
+    """A model that has a path and no kind is a pretrained one."""
+    if isinstance(given, Mapping) and "path" in given and "kind" not in given:
+        return {"kind": "pretrained", **given}
+    return given
+
+
+Model = Annotated[
+    PretrainedModel | RandomModel, Field(discriminator="kind"), BeforeValidator(_with_kind)
+]
