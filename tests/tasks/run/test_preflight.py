@@ -369,6 +369,20 @@ def test_what_measures_progress_is_looked_at_before_a_run(
     assert "pip install 'refrain-rl[environments]'" in said()
 
 
+@pytest.mark.parametrize("python", ["/not/there/python", "no-such-python", "{folder}/no-program"])
+def test_an_interpreter_of_environments_that_is_not_there_is_refused(
+    tmp_path: Path, python: str
+) -> None:
+    named = python.format(folder=tmp_path)
+    (tmp_path / "no-program").touch(mode=0o644)
+    recipe = str(ROOT / "examples" / "guessing.yaml")
+    config = load_recipe(
+        GRPOConfig, recipe, [f"store.uri={tmp_path}/store", f"episodes.python={named}"]
+    )
+    with pytest.raises(PreflightError, match=f"^episodes.python = {named} is no program on "):
+        check(config)
+
+
 def test_rewards_that_are_models_are_looked_at_before_a_run(tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.md"
     rubric.write_text("{completion}")
