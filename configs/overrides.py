@@ -101,6 +101,10 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         raise ConfigError(
             f"{word} is no setting. Write key=value, such as train.learning_rate=1e-6."
         )
+    if "[]" in key:  # as messages name a setting of any of them
+        raise ConfigError(
+            f"{key}: [] stands for the number of one. Write {key.replace('[]', '.0')}=… for the first."
+        )
     value = _value(text)
     if key.startswith("cluster.pools.") and "pools" not in raw.get("cluster", {}):
         raw.setdefault("cluster", {})["pools"] = ClusterConfig().model_dump()["pools"]

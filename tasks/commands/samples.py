@@ -23,7 +23,7 @@ from storage.batches.refs import BatchRef
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import start_of
+from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans
@@ -101,7 +101,7 @@ def committed(files: RunStore, step: int | None) -> Commit:
         raise ValueError(f"Run {files.run} has no committed step yet.")
     if step is not None and not first <= step <= last:
         raise ValueError(
-            f"Run {files.run} has no committed step {step}. Name one from {first} to {last}."
+            f"Run {files.run} has no committed step {step}. {numbered(first, last)}"
         )
     return read_commit(files, step or last)
 

@@ -29,7 +29,7 @@ from engines.rollout.vllm_plugin import OWNER_VARIABLE
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
-from storage.runs.origins import start_of
+from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import MANIFEST, WeightsRef, open_manifest_at
 from storage.runs.weights_writing import copy_whole
@@ -97,7 +97,7 @@ def named(config: ServeConfig, store: Store) -> Served:
     number = last if step is None else step
     if not first <= number <= last:
         raise ConfigError(
-            f"Run {run.run} has no policy version {number}. Name one from {first} to {last}."
+            f"Run {run.run} has no policy version {number}. {numbered(first, last)}"
         )
     weights = version_weights(run, number)
     if not store.exists(f"{weights.key}/{MANIFEST}"):

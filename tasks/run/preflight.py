@@ -272,10 +272,12 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
         if limit is not None and config.longest_sequence > max(limit, longest):
+            suites = config.longest_of_suites
+            where = f"evaluation.suites.{max(suites, key=lambda name: suites[name])}"
             raise PreflightError(
-                f"The longest sequence of evaluation.suites has {config.longest_sequence} tokens, "
-                f"prompt and completion together, more than the {limit} of the model's {of}. Set a "
-                "suite's prompt.max_prompt_tokens or max_new_tokens lower."
+                f"The longest sequence of {where} has {config.longest_sequence} tokens, prompt and "
+                f"completion together, more than the {limit} of the model's {of}. Set "
+                f"{where}.prompt.max_prompt_tokens or {where}.max_new_tokens lower."
             )
     if not _gpus_of(config, "rollout"):
         _check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
