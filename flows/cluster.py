@@ -18,6 +18,7 @@ from pathlib import Path
 from configs.cluster.kinds import SlurmConfig
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe
+from tasks.reporting.output import until_nobody_reads
 from tasks.launch.submission import (
     BusySlurm,
     Submission,
@@ -32,6 +33,7 @@ FAILED = 1
 BAD_SETTINGS = 2
 
 
+@until_nobody_reads
 def main(words: Sequence[str] = ()) -> int:
     """Do what the words say; returns the exit code."""
     arguments = _parser().parse_args(list(words) or sys.argv[1:])

@@ -26,6 +26,7 @@ from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
 from engines.processes.process_setup import imports_uncollected
+from tasks.reporting.output import until_nobody_reads
 
 if TYPE_CHECKING:
     from tasks.reporting.progress import Terminal
@@ -38,6 +39,7 @@ BAD_SETTINGS = 2  # exit codes
 FAILED = 1
 
 
+@until_nobody_reads
 def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     """Run a flow from the command line's words; returns the exit code.
 
