@@ -13,6 +13,7 @@ from rich.status import Status
 from rich.text import Text
 
 from tasks.reporting.output import drop_output
+from tasks.reporting.run_log import LINES
 from tasks.results import Metrics
 
 SHOWN = (
@@ -203,6 +204,7 @@ class Terminal:
         """Print a line that stays."""
         with self._lock:
             self.console.print(Text(text, style=style))
+        LINES.info("%s", text)
 
     def facts(self, title: str, lines: dict[str, str]) -> None:
         """Print a title and a block of name: value lines."""

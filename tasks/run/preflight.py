@@ -66,6 +66,21 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         Finding(check="model", found=model),
         Finding(check="devices", found=devices),
         *(Finding(check="memory", found=line) for line in memory),
+        *(Finding(check="warning", found=line) for line in warnings(config)),
+    ]
+
+
+def warnings(config: GRPOConfig) -> list[str]:
+    """What may start and yet end early."""
+    played = config.episodes
+    if played is None or played.environment.kind != "agent":
+        return []
+    if config.rewards.on_failure != "drop" or config.group_size == 1:
+        return []
+    return [
+        "an agent that raises fails its episode, and rewards.on_failure = drop leaves out the whole "
+        "group; a step without a whole group ends the run. Set rewards.on_failure = complete to "
+        "train on the other episodes of a group."
     ]
 
 
