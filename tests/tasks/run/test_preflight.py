@@ -23,7 +23,7 @@ from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
 from tasks.run import packages, preflight, preflight_data
-from tasks.run.preflight import PreflightError, check, check_settings
+from tasks.run.preflight import PreflightError, check, check_settings, warnings
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GPU = "cluster.pools.rollout.gpus=1"
@@ -367,6 +367,23 @@ def test_what_measures_progress_is_looked_at_before_a_run(
     )
     monkeypatch.setattr(preflight_data, "find_spec", lambda package: None)
     assert "pip install 'scikit-learn>=1.5'" in said()
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ([], True),
+        (["rewards.on_failure=complete"], False),
+        (["rewards.on_failure=abort"], False),
+        (["group_size=1"], False),
+        (["episodes.environment={kind: class, path: 'guessing.py:Guessing'}"], False),
+    ],
+)
+def test_an_agent_whose_failure_costs_a_group_is_warned_of(words: list[str], warned: bool) -> None:
+    agent = "episodes.environment={kind: agent, path: 'guessing.py:play'}"
+    recipe = str(ROOT / "examples" / "guessing.yaml")
+    found = warnings(load_recipe(GRPOConfig, recipe, [agent, *words]))
+    assert [("rewards.on_failure = complete" in one) for one in found] == [True] * warned
 
 
 @pytest.mark.parametrize("python", ["/not/there/python", "no-such-python", "{folder}/no-program"])
