@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.base import FunctionPath, Settings
+from configs.base import FileAddress, FunctionPath, Settings
 
 
 class MultipleChoice(Settings):
@@ -38,7 +38,7 @@ class FileSource(_Rows):
     """Rows of JSONL or Parquet files, local or at any fsspec address."""
 
     kind: Literal["file"] = "file"
-    path: str = Field(
+    path: FileAddress = Field(
         description="Path or fsspec URL of a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file, of a "
         "folder of them, or a pattern (data/*.parquet). Several are read in the order of their paths."
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.base import Settings
+from configs.base import ModelPath, Settings
 from configs.model import PretrainedModel
 
 
@@ -31,7 +31,7 @@ class VisionEncoder(FramesSettings):
     """A vision model of transformers, of images or videos: the mean over its last layer's tokens."""
 
     kind: Literal["transformers"] = "transformers"
-    model: str = Field(
+    model: ModelPath = Field(
         description="Hub id or directory of a vision model, such as DINOv2, ViT, CLIP's vision "
         "tower or V-JEPA 2. It lives on the pool of cluster.roles.encoder."
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from configs.base import FunctionPath, Settings
+from configs.base import FunctionPath, ProgramPath, Settings
 from configs.retraining import CONTINUE_FROM
 
 Param = int | float | bool | str
@@ -173,7 +173,7 @@ class EpisodesConfig(Settings):
     memory_gib: float = Field(
         4.0, gt=0, description="Memory of one process of environments, in GiB; beyond it, it fails."
     )
-    python: str | None = Field(
+    python: ProgramPath | None = Field(
         None,
         description="Interpreter that the environments run with, where their libraries do not go "
         "with Refrain's. None: this one.",

@@ -77,6 +77,17 @@ class GRPOConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _shards_suit_the_prompts(self) -> Self:
+        """As many as there are prompts, at most, where the settings do not say; see over_sampling."""
+        shards = min(self.rollout.shards, self.prompts_per_step)
+        if self.over_samples:
+            shards = self.prompts_per_step
+        if "shards" not in self.rollout.model_fields_set and shards != self.rollout.shards:
+            self.__dict__["rollout"] = self.rollout.model_copy(update={"shards": shards})
+            self.__pydantic_fields_set__.add("rollout")
+        return self
+
+    @model_validator(mode="after")
     def _engines_on_gpus_have_their_shards(self) -> Self:
         """Slots of GPU pools that sample, where the settings do not say: for a step's shards.
 

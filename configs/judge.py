@@ -1,13 +1,12 @@
 """Language models that score samples by a rubric: asked over HTTP, or on workers of the run."""
 
-import os
 import re
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from configs.base import Settings
+from configs.base import LocalFile, ModelPath, Settings
 from configs.environment import refuse_password, refuse_secrets
 from configs.model import PretrainedModel
 from configs.rollout import RolloutConfig
@@ -22,16 +21,12 @@ HOW_ASKED = (
 OURS = ("model", "messages", "temperature", "max_tokens", "seed", "n", "stream")
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
-
-
 class Judging(Settings):
     """What judges have in common: a rubric, and how an answer becomes a score."""
 
     name: str = Field("judge", description="Name under which the score is logged.")
     weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
-    rubric: Annotated[str, AfterValidator(_absolute)] = Field(
+    rubric: LocalFile = Field(
         description="File with what the judge is asked. {prompt}, {completion} and any column of "
         "the data, such as {answer}, are put in; other braces stay. It has to be under the same "
         "path on every machine that scores."
@@ -182,7 +177,7 @@ class LocalJudgeReward(Judging):
     """A frozen model that scores each sample by a rubric, on the pool of the reward models."""
 
     kind: Literal["local_judge"] = "local_judge"
-    model: str = Field(
+    model: ModelPath = Field(
         description="Hub id or directory of a language model. It lives on the pool of "
         "cluster.roles.reward_model, each worker holds one."
     )

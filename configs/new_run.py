@@ -36,13 +36,30 @@ def check_new_run(config: GRPOConfig) -> None:
 
 def warnings_of(config: GRPOConfig) -> list[str]:
     """What a person should know of settings that are allowed."""
-    cut = cut_by(config.rollout)
+    return [*_bias(config.rollout), *_early_end(config)]
+
+
+def _bias(rollout: RolloutConfig) -> list[str]:
+    cut = cut_by(rollout)
     if not cut:
         return []
     return [
         f"{cut} draws from a part of the policy's distribution, and the policy is trained as if from "
         "the whole: the gradient is biased, and more so as the part gets smaller. Set "
         f"{WHOLE}, unless that is wanted."
+    ]
+
+
+def _early_end(config: GRPOConfig) -> list[str]:
+    played = config.episodes
+    if played is None or played.environment.kind != "agent":
+        return []
+    if config.rewards.on_failure != "drop" or config.group_size == 1:
+        return []
+    return [
+        "an agent that raises fails its episode, and rewards.on_failure = drop leaves out the whole "
+        "group; a step without a whole group ends the run. Set rewards.on_failure = complete to "
+        "train on the other episodes of a group."
     ]
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from configs.base import Origin
 from configs.cluster.cluster import ClusterConfig
-from configs.settings_help import fields
+from configs.setting_paths import like, place_of
 from configs.yaml_text import KeyTwice, read_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -23,24 +24,72 @@ class ConfigError(ValueError):
     """The user's settings are wrong; the message is one clear sentence for each mistake."""
 
 
-def change(model: type[Config], settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Plain settings with key=value overrides applied, checked."""
+def change(
+    model: type[Config],
+    settings: Mapping[str, Any],
+    overrides: Sequence[str],
+    folder: Path | None = None,
+) -> Config:
+    """Plain settings with key=value overrides applied, checked.
+
+    folder: where files that the settings name are looked for first; None: in the working folder.
+    """
     raw = copy.deepcopy(dict(settings))
-    for word in sorted(overrides, key=_turn):
+    words = sorted(overrides, key=_turn)
+    kinds = {word.partition("=")[0] for word in words if _turn(word) == 1}
+    for word in words:
+        group, _, name = word.partition("=")[0].rpartition(".")
+        if name == "path" and _is_model(group) and f"{group}.kind" not in kinds:
+            _apply(raw, f"{group}.kind=pretrained")
         _apply(raw, word)
-    return validate(model, raw)
+    _fit_shards(raw, {word.partition("=")[0] for word in words})
+    if folder is None:
+        return validate(model, raw)
+    named = {path for word in words for path in _paths(_value(word.partition("=")[2]))}
+    return validate(model, raw, Origin(folder=str(folder), words=frozenset(named)))
+
+
+def _paths(value: Any) -> Iterator[str]:
+    """The texts of a value, and what stands before the name of a function."""
+    if isinstance(value, str):
+        yield from (value, value.rpartition(":")[0])
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _paths(inner)
+
+
+def _fit_shards(raw: dict[str, Any], keys: Collection[str]) -> None:
+    """Leave out a recipe's shards where the words, which name none, ask for what they do not fit."""
+    prompts, rollout = raw.get("prompts_per_step"), raw.get("rollout")
+    if "rollout.shards" in keys or not isinstance(rollout, dict) or not isinstance(prompts, int):
+        return
+    shards, over = rollout.get("shards"), "rollout.over_sampling" in keys
+    if isinstance(shards, int) and (over or ("prompts_per_step" in keys and shards > prompts)):
+        del rollout["shards"]
 
 
 def _turn(word: str) -> int:
-    """Which suites there are before settings of one; a kind before what it has: it drops the old."""
+    """Which suites there are first, then a kind, which drops the settings of the one before.
+
+    The path of a model is its kind too: a model with one is a pretrained one.
+    """
     key = word.partition("=")[0]
-    return 0 if key == SUITES else 1 if key.endswith("kind") else 2
+    group, _, name = key.rpartition(".")
+    if key == SUITES:
+        return 0
+    if name == "kind":
+        return 1
+    return 2 if name == "path" and _is_model(group) else 3
 
 
-def validate(model: type[Config], raw: Mapping[str, Any]) -> Config:
+def _is_model(group: str) -> bool:
+    return group.rpartition(".")[2] == "model"
+
+
+def validate(model: type[Config], raw: Mapping[str, Any], origin: Origin | None = None) -> Config:
     """Check plain settings against a model; ConfigError with one line for each mistake."""
     try:
-        return model.model_validate(raw)
+        return model.model_validate(raw, context=origin)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentence(model, item) for item in error.errors())) from None
 
@@ -51,14 +100,14 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         raise ConfigError(
             f"{word} is no setting. Write key=value, such as train.learning_rate=1e-6."
         )
+    if "[]" in key:  # as messages name a setting of any of them
+        raise ConfigError(
+            f"{key}: [] stands for the number of one. Write {key.replace('[]', '.0')}=… for the first."
+        )
     try:
-        value = read_yaml(text)
+        value = _value(text)
     except KeyTwice as error:
         raise ConfigError(f"{word}: {error}. Remove one.") from None
-    except yaml.YAMLError:
-        value = text
-    if value == text:  # and not in quotes
-        value = _number(text)
     if key.startswith("cluster.pools.") and "pools" not in raw.get("cluster", {}):
         raw.setdefault("cluster", {})["pools"] = ClusterConfig().model_dump()["pools"]
     if key.startswith(f"{SUITES}.") and isinstance(raw.get("evaluation"), dict):
@@ -68,23 +117,39 @@ def _apply(raw: dict[str, Any], word: str) -> None:
     *parents, last = key.split(".")
     place: Any = raw
     for position, parent in enumerate(parents):
+        empty: Any = [] if key.split(".")[position + 1] == "0" else {}
         if isinstance(place, list):
-            place = place[_index(parent, place, word)]
+            index = _index(parent, place, word)
+            if index == len(place):
+                place.append(empty)
+            place = place[index]
             continue
-        inner = place.setdefault(parent, {})
+        if place.get(parent) is None:  # null in a recipe too
+            place[parent] = empty
+        inner = place[parent]
         if not isinstance(inner, dict | list):
             raise ConfigError(
                 f"{word}: {'.'.join(parents[: position + 1])} is a single value, not a group."
             )
         place = inner
     if isinstance(place, list):
-        place[_index(last, place, word)] = value
+        index = _index(last, place, word)
+        place[index : index + 1] = [value]
     else:
         if key == "cluster.kind":  # all kinds share their settings, but for this one
             place.pop("address", None)
         elif last == "kind" and place.get("kind") != value:
             place.clear()
         place[last] = value
+
+
+def _value(text: str) -> Any:
+    """What stands after the equals sign, read as YAML."""
+    try:
+        value = read_yaml(text)
+    except yaml.YAMLError:
+        value = text
+    return _number(text) if value == text else value  # a number in quotes is a text
 
 
 def _number(text: str) -> str | float:
@@ -96,57 +161,44 @@ def _number(text: str) -> str | float:
 
 
 def _index(text: str, place: list[Any], word: str) -> int:
-    if not text.isdigit() or int(text) >= len(place):
+    """A position in a list, or the one after its last, where something is added."""
+    if not text.isdecimal() or int(text) > len(place):
         raise ConfigError(
-            f"{word}: {text} is no position in a list of {len(place)}; they count from 0."
+            f"{word}: {text} is no position in a list of {len(place)}. They count from 0, and "
+            f"{len(place)} adds one."
         )
     return int(text)
 
 
 def _sentence(model: type[BaseModel], item: Any) -> str:
-    known = {path for path, *_ in fields(model)}
-    key = ".".join(str(part) for part in item["loc"])
-    plain = ".".join(
-        str(part)
-        for part in item["loc"]
-        if part not in _tags(model) or str(part) == item["loc"][-1]
-    )
+    place = place_of(model, item["loc"])
+    path = place.path
+    group, _, name = path.rpartition(".")
     if item["type"] == "extra_forbidden":
-        if plain in known:
-            group = plain.rpartition(".")[0]
-            return f"{plain}: {group} has no such setting with this {group}.kind. Remove it."
-        near = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
-        hint = f" Did you mean {near[0]}?" if near else " See --help for all settings."
-        return f"{plain}: there is no such setting.{hint}"
+        if others := place.kinds_with(name):
+            return (
+                f"{path}: {group}.kind = {place.kind} has no such setting. Set {group}.kind to "
+                f"{_or(others)}, or remove it."
+            )
+        near = like(model, path)
+        hint = f" Did you mean {near}?" if near else " See --help for all settings."
+        return f"{path}: there is no such setting.{hint}"
+    if item["type"] == "too_short":
+        return f"{path} is empty, and it needs {item['ctx']['min_length']} or more. Set {path}."
     if item["type"] == "missing":
-        return f"{plain}: a value is needed. Set {plain}=…"
+        return f"{path}: a value is needed. Set {path}=…"
+    if item["type"] == "union_tag_not_found":
+        return f"{path}.kind: a value is needed. Set {path}.kind to {_or(place.kinds)}."
     if item["type"] == "union_tag_invalid":
-        given, choices = item["ctx"]["tag"], item["ctx"]["expected_tags"]
-        return f"{plain}.kind = {given!r}: it must be one of {choices}."
+        kinds = place.kinds
+        near = difflib.get_close_matches(str(item["ctx"]["tag"]), kinds, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return f"{path}.kind = {item['ctx']['tag']}: it must be {_or(kinds)}.{hint}"
     message = item["msg"].removeprefix("Value error, ")
-    if not key:
+    if not path or item["type"] == "value_error":
         return message
-    if item["type"] == "value_error":
-        return message
-    return f"{plain} = {item['input']!r}: {message[0].lower()}{message[1:]}."
+    return f"{path} = {item['input']!r}: {message[0].lower()}{message[1:]}."
 
 
-def _tags(model: type[BaseModel]) -> set[str]:
-    """The discriminator values that pydantic puts into error locations."""
-    found = set()
-    for inner in _models(model):
-        kind = inner.model_fields.get("kind")
-        if kind is not None and isinstance(kind.default, str):
-            found.add(kind.default)
-    return found
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-        for field in annotation.model_fields.values():
-            yield from _models(field.annotation)
-    elif get_origin(annotation) in (Annotated, Union, UnionType, tuple, list, dict):
-        for part in get_args(annotation):
-            if not isinstance(part, str):
-                yield from _models(part)
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -45,7 +45,11 @@ class PPOConfig(GRPOConfig):
     def _gae_by_default(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not isinstance(given.get("algorithm", {}), dict):
             return given
-        return {**given, "algorithm": {"advantage": {"kind": "gae"}, **given.get("algorithm", {})}}
+        algorithm = given.get("algorithm", {})
+        advantage = algorithm.get("advantage", {})
+        if isinstance(advantage, dict):
+            advantage = {"kind": "gae", **advantage}
+        return {**given, "algorithm": {**algorithm, "advantage": advantage}}
 
     @model_validator(mode="after")
     def _estimator_has_its_inputs(self) -> Self:

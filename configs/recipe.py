@@ -38,6 +38,7 @@ def load_recipe(model: type[Config], recipe: str = DEMO, overrides: Sequence[str
     """Read a recipe, apply key=value overrides in order, and check the whole.
 
     Values are read as YAML, so steps=5, train.learning_rate=1e-6 and rollout.stop=[a,b] work.
+    Files that the recipe names are looked for beside it first.
     """
     path = find_recipe(recipe)
     try:
@@ -48,4 +49,4 @@ def load_recipe(model: type[Config], recipe: str = DEMO, overrides: Sequence[str
         raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
-    return change(model, raw, overrides)
+    return change(model, raw, overrides, path.absolute().parent)

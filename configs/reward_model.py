@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from configs.base import Settings
+from configs.base import ModelPath, Settings
 from configs.model import PretrainedModel
 
 
@@ -42,7 +42,7 @@ class RewardModelReward(Settings):
     kind: Literal["reward_model"] = "reward_model"
     name: str = Field("reward_model", description="Name under which the score is logged.")
     weight: float = Field(1.0, description="Factor in the weighted sum of rewards.")
-    model: str = Field(
+    model: ModelPath = Field(
         description="Hub id or directory of a transformers checkpoint of a class …ForSequence"
         "Classification with one label. It lives on the pool of cluster.roles.reward_model."
     )

@@ -113,7 +113,11 @@ class UnitTestsReward(Settings):
     score: Literal["share", "all"] = Field(
         "all", description="The share of the tests that pass, or 1 if all do and else 0."
     )
-    test_timeout: float = Field(5.0, gt=0, description="Deadline of one test, in seconds.")
+    test_timeout: float = Field(
+        5.0,
+        gt=0,
+        description="Deadline of one test, in seconds. Unless set, at most sandbox.timeout.",
+    )
     max_tests: int = Field(
         50, ge=1, le=100, description="Tests of a row that are run; the first ones."
     )
@@ -133,6 +137,8 @@ class UnitTestsReward(Settings):
 
     @model_validator(mode="after")
     def _tests_fit(self) -> "UnitTestsReward":
+        if "test_timeout" not in self.model_fields_set:
+            self.__dict__["test_timeout"] = min(self.test_timeout, self.sandbox.timeout)
         if self.test_timeout > self.sandbox.timeout:
             raise ValueError(
                 f"One test may take {self.test_timeout:g} s (test_timeout) and all of a sample "

@@ -56,7 +56,8 @@ class RolloutConfig(Settings):
         8,
         ge=1,
         description="Parts into which a step's prompts are split; the unit of retry. An engine works "
-        "on as many at once as its pool has slots.",
+        "on as many at once as its pool has slots. Unless set, at most prompts_per_step, and as many "
+        "with over_sampling.",
     )
     max_sequences: int = Field(
         64,

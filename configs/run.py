@@ -257,12 +257,18 @@ class RunConfig(Settings):
     @property
     def longest_sequence(self) -> int:
         """The longest that an engine samples, prompt and completion together, in tokens."""
+        own = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return max(own, *self.longest_of_suites.values(), 0)
+
+    @property
+    def longest_of_suites(self) -> dict[str, int]:
+        """The same of each suite, by its name."""
         data, longest = self.data.max_prompt_tokens, self.rollout.max_new_tokens
-        found = [data + longest]
-        for suite in {} if self.evaluation is None else self.evaluation.suites.values():
+        found = {}
+        for name, suite in {} if self.evaluation is None else self.evaluation.suites.items():
             prompt = data if suite.prompt is None else suite.prompt.max_prompt_tokens
-            found.append(prompt + (suite.max_new_tokens or longest))
-        return max(found)
+            found[name] = prompt + (suite.max_new_tokens or longest)
+        return found
 
     @property
     def used_pools(self) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -14,7 +14,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str,
     """Every setting as (dotted name, type, default, meaning), depth first."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        inner = list(_direct(field.annotation))
+        inner = list(groups_of(field.annotation))
         if inner:
             many = get_origin(field.annotation) in (tuple, list)
             keyed = get_origin(field.annotation) is dict
@@ -38,20 +38,30 @@ def _choice(choice: type[BaseModel], place: str) -> Iterator[tuple[str, str, str
             yield line
 
 
-def _direct(annotation: Any) -> Iterator[type[BaseModel]]:
+def groups_of(annotation: Any) -> Iterator[type[BaseModel]]:
     """Settings models that a field holds: itself, in a union, in a list or in a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif get_origin(annotation) in (Annotated, Union, UnionType, tuple, list, dict):
         for part in get_args(annotation):
             if not isinstance(part, str):
-                yield from _direct(part)
+                yield from groups_of(part)
 
 
 def _type_name(annotation: Any) -> str:
-    if isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("Literal", "one of ")
+    """A type as people write it: `int | None`, without what is checked of it."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(parts[0])
+    if origin is Literal:
+        return f"one of {list(parts)}"
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_name, parts))
+    if origin in (tuple, list, dict):
+        return f"{origin.__name__}[{', '.join(map(_type_name, parts))}]"
+    if annotation in (None, type(None)):
+        return "None"
+    return "..." if annotation is Ellipsis else str(annotation.__name__)
 
 
 def _default(field: Any) -> str:

@@ -72,7 +72,8 @@ class NoWorkers(InfrastructureError):
     def __init__(self, pool: str, waited: float, found: int = 0, needed: int = 1) -> None:
         super().__init__(
             f"pool {pool!r} has {found} of {needed} live workers after {waited:.0f} s. "
-            "Look at the workers' logs or raise cluster.no_workers_timeout; the run can be resumed."
+            "Look at what they printed (refrain logs RUN --workers) or raise "
+            "cluster.no_workers_timeout; the run can be resumed."
         )
         self.pool = pool
         self.waited = waited

@@ -13,11 +13,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.reporting.output import until_nobody_reads
+
 USAGE = "usage: refrain COMMAND [word …]        refrain COMMAND --help says what a command takes"
 BAD_COMMAND = 2  # exit code
 STARTED = '__name__ == "__main__"'  # in the text of a module that can be started
 
 
+@until_nobody_reads
 def main(words: Sequence[str] = ()) -> int:
     """Run the command that the first word names, with the others; returns the exit code."""
     name, *rest = list(words) or sys.argv[1:] or ["--help"]

@@ -27,12 +27,14 @@ from tasks.launch.submission import (
     new_submission,
     submitted,
 )
+from tasks.reporting.output import until_nobody_reads
 
 FOLDER = SlurmConfig().folder
 FAILED = 1
 BAD_SETTINGS = 2
 
 
+@until_nobody_reads
 def main(words: Sequence[str] = ()) -> int:
     """Do what the words say; returns the exit code."""
     arguments = _parser().parse_args(list(words) or sys.argv[1:])

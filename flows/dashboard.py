@@ -10,8 +10,10 @@ import signal
 import sys
 
 from tasks.launch.command_line import HOME
+from tasks.reporting.output import until_nobody_reads
 
 
+@until_nobody_reads
 def main() -> int:
     """Serve the dashboard until Ctrl-C; returns the exit code."""
     argparse.ArgumentParser(prog="refrain dashboard", description=__doc__).parse_args()

@@ -15,8 +15,10 @@ import sys
 
 from configs.overrides import ConfigError
 from configs.recipe import DEMO
+from tasks.reporting.output import until_nobody_reads
 
 
+@until_nobody_reads
 def main() -> int:
     """Register everything; returns the exit code."""
     parser = argparse.ArgumentParser(

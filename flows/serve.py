@@ -11,10 +11,12 @@ import sys
 from configs.overrides import ConfigError, change
 from configs.serve import ServeConfig
 from configs.settings_help import fields
+from tasks.reporting.output import until_nobody_reads
 
 BAD_SETTINGS = 2  # exit code
 
 
+@until_nobody_reads
 def main() -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code."""
     lines = [

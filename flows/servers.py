@@ -20,7 +20,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.reporting.output import until_nobody_reads
 
+
+@until_nobody_reads
 def main(words: Sequence[str] = ()) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code."""
     parser = argparse.ArgumentParser(

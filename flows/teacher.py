@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from configs.overrides import ConfigError, change
 from configs.settings_help import fields
 from configs.teachers import KEY_VARIABLE, TeacherServiceConfig
+from tasks.reporting.output import until_nobody_reads
 
 BAD_SETTINGS = 2
 
 
+@until_nobody_reads
 def main(words: Sequence[str] = ()) -> int:
     """Do what the words say; returns the exit code."""
     parser = argparse.ArgumentParser(

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from prefect import task
 
-from engines.data.results import AdvantageParts, AdvantagesResult, PartResult, joined
+from engines.data.results import (
+    AdvantageParts,
+    AdvantagesResult,
+    NothingToTrain,
+    PartResult,
+    RewardsFailed,
+    TooFewGroups,
+    joined,
+)
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.parts import Part, discard, slices, spread
@@ -15,6 +23,7 @@ from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
+from tasks.scoring_causes import causes_of
 
 PART_TOKENS = 4_000_000  # response tokens of a part: some hundred MB in its worker
 MOST_PARTS = 256
@@ -60,7 +69,7 @@ def advantage(
     )
     out_key = run.files.stage_key(step, "advantage", 1, key)
     with repetitions(run, step, samples, key) as repetition:
-        with attempted(run, step, "advantage") as attempt:
+        with telling_causes(run, samples, scored), attempted(run, step, "advantage") as attempt:
             result: AdvantagesResult | AdvantageParts = run.engines.scorers.call(
                 "advantages",
                 run.call_id(step, f"advantages-{key}"),
@@ -87,6 +96,16 @@ def advantage(
         baselines=baselines,
         taught=BatchRef.concat(taught) if taught else None,
     )
+
+
+@contextlib.contextmanager
+def telling_causes(run: Run, samples: BatchRef, scored: Sequence[Scored]) -> Iterator[None]:
+    """Where too few samples were scored, say what kept them from a reward."""
+    try:
+        yield
+    except (NothingToTrain, RewardsFailed, TooFewGroups) as error:
+        causes = causes_of(run.config, run.store, samples, scored)
+        raise type(error)(" ".join(filter(None, (str(error), causes)))) from error
 
 
 def left_out(run: Run, step: int) -> BatchRef | None:

@@ -24,21 +24,17 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from configs.dapo import DAPOConfig
-from engines.data.results import InformativeResult
+from engines.data.results import InformativeResult, TooFewGroups
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Exhausted
-from tasks.advantage import repetitions
+from tasks.advantage import repetitions, telling_causes
 from tasks.draw import check_enough, draw_groups
 from tasks.results import Carried, Prompts, Scored
 from tasks.reward import samples_of
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
-
-
-class TooFewGroups(RuntimeError):
-    """After dynamic_sampling.max_rounds too few groups would train, and on_shortage = stop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +132,7 @@ def choose_groups(
     key = key_of("selection", samples.to_json(), algorithm.model_dump(mode="json"), wanted)
     with (
         repetitions(run, step, samples, key) as repetition,
+        telling_causes(run, samples, every),
         attempted(run, step, "selection") as attempt,
     ):
         found: InformativeResult = run.engines.scorers.call(
@@ -147,7 +144,8 @@ def choose_groups(
             most_groups=wanted,
             repetition=repetition,
         )
-    over = is_over(settings(run), step, drawn, found.groups)
+    with telling_causes(run, samples, every):
+        over = is_over(settings(run), step, drawn, found.groups)
     if over:
         run.has_drawn(step, prompts.cursor, Carried())
         if found.groups < wanted:

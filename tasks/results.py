@@ -113,6 +113,15 @@ def samples_of_shards(sampled: Iterable[WholeShards]) -> BatchRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FailureCause:
+    """What kept some samples from a reward."""
+
+    function: str
+    error: str  # of one line
+    samples: int  # that it befell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
     """Some shards, sampled and scored."""
 
@@ -124,6 +133,7 @@ class Scored:
     metrics: dict[str, LoggedMetric]  # what they gave to log_metric, by its name
     # Of the step's successful episodes, by which progress was measured; the same in all its shards.
     clusters: BatchRef | None = None
+    causes: tuple[FailureCause, ...] = ()  # of the failures
 
 
 def nodes_of(scored: Iterable[Scored]) -> BatchRef | None:

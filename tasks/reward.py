@@ -17,7 +17,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor
-from tasks.results import Scored, WholeShards, samples_of_shards
+from tasks.results import FailureCause, Scored, WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
 from tasks.run.run import Run
 from tasks.run.stage_view import StageView
@@ -66,6 +66,10 @@ def scored(run: Run, step: int, sampled: WholeShards, number: int) -> Scored:
         code=result.code,
         seconds=result.seconds,
         metrics=result.metrics,
+        causes=tuple(
+            FailureCause(function=function, error=error, samples=len(failed))
+            for (function, error), failed in by_cause(result.failures).items()
+        ),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from prefect import task
 from prefect.settings import PREFECT_API_URL
 
@@ -36,6 +38,9 @@ def announce(run: Run) -> None:
         flow_run=None if flow is None else str(flow),
         epoch=run.epoch,
         certificates=None if made is None else made.model_dump(),
+        host=os.uname().nodename,
+        logs=str(run.logs),
+        worker_logs=run.engines.worker_logs,
     )
     write_live(run.files, live)
 

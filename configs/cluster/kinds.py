@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.base import Settings
+from configs.base import LocalFile, Settings
 
 
 class NoTls(Settings):
@@ -23,9 +23,11 @@ class TlsFiles(Settings):
     """Certificates that every machine has at the same path."""
 
     kind: Literal["files"] = "files"
-    ca_file: str = Field(description="The authority's certificate, PEM.")
-    cert: str = Field(description="The certificate of this cluster's processes, PEM.")
-    key: str = Field(description="Path of its private key, PEM; the key itself stays in the file.")
+    ca_file: LocalFile = Field(description="The authority's certificate, PEM.")
+    cert: LocalFile = Field(description="The certificate of this cluster's processes, PEM.")
+    key: LocalFile = Field(
+        description="Path of its private key, PEM; the key itself stays in the file."
+    )
 
 
 Tls = Annotated[NoTls | TemporaryTls | TlsFiles, Field(discriminator="kind")]

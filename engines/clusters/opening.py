@@ -57,12 +57,14 @@ def open_cluster(
     worker_env: Environments | None = None,
     cancel: threading.Event | None = None,
     preload: Sequence[str] = (),
+    output: Path | None = None,
 ) -> Cluster:
     """Start or join the cluster and wait until every pool has its workers.
 
     Use it as a context manager. `worker_env`: environment variables of the workers by pool; the
     pools' own `env` goes before it. `cancel` ends the wait. `preload`: modules that workers on this
-    machine are forked with (NodePlan.preloaded says when).
+    machine are forked with (NodePlan.preloaded says when). `output`: a file that gets what workers
+    on this machine print, beside this process's standard error.
     Raises ValueError for a plan that cannot fit, NoWorkers when workers are missing after
     cluster.start_timeout.
     """
@@ -76,7 +78,9 @@ def open_cluster(
         cluster = _join(config, certificates)
         plugin = EngineHost(env=env)
     elif config.kind == "local":
-        cluster = _connected(config, certificates, _start_local(config, env, certificates, preload))
+        cluster = _connected(
+            config, certificates, _start_local(config, env, certificates, preload, output)
+        )
     else:
         start: Start = imported(f"{KINDS[config.kind]}:start")
         cluster = _connected(config, certificates, start(config, env, certificates))
@@ -118,6 +122,7 @@ def _start_local(
     env: Environments,
     certificates: Certificates | None,
     preload: Sequence[str],
+    output: Path | None,
 ) -> Started:
     """Start scheduler and workers on this machine."""
     check_shared_memory()
@@ -136,7 +141,7 @@ def _start_local(
         dashboard=config.dashboard,
         preload=tuple(preload),
     )
-    node = NodeProcess(plan, config.start_timeout)
+    node = NodeProcess(plan, config.start_timeout, output=output)
     return Started(address=node.address, node=node)
 
 

@@ -230,6 +230,10 @@ class RewardsFailed(RuntimeError):
     """Scoring failed for some sample, and rewards.on_failure = abort."""
 
 
+class TooFewGroups(RuntimeError):
+    """After dynamic_sampling.max_rounds too few groups would train, and on_shortage = stop."""
+
+
 # Why an episode ended (column `episode`).
 DONE = "done"  # the environment said so, or the model called no tool
 TURNS = "turns"  # episodes.max_turns

@@ -59,8 +59,7 @@ class Choice:
         """NothingToTrain where no group came through scoring; what selection leaves may be none."""
         if not self.trained and not self.filtered:
             raise NothingToTrain(
-                "Scoring failed for samples of every group of the step, so none of them may train. "
-                "Look at the log of the reward tasks."
+                "Scoring failed for samples of every group of the step, so none of them may train."
             )
 
     def with_columns(self, store: Store, kept: BatchRef) -> Choice:

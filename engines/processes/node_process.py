@@ -10,8 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
@@ -19,6 +21,7 @@ from engines.processes.node import AT_END_TIMEOUT, NodePlan
 from engines.processes.process_setup import C_LIBRARIES
 from engines.processes.process_tree import kill_all, session
 
+STDERR = 2  # file descriptor
 END_TIMEOUT = 3.0  # seconds in which the node process ends all below it and itself
 # Python's helper reports what killed workers left to it as leaks, after it has cleaned up.
 NO_LEAK_WARNING = "ignore::UserWarning:multiprocessing.resource_tracker"
@@ -28,11 +31,16 @@ class NodeProcess:
     """The node process of this flow process."""
 
     def __init__(
-        self, plan: NodePlan, start_timeout: float, command: Sequence[str] | None = None
+        self,
+        plan: NodePlan,
+        start_timeout: float,
+        command: Sequence[str] | None = None,
+        output: Path | None = None,
     ) -> None:
         """Start it and wait (at most `start_timeout` seconds) until its scheduler listens.
 
         The workers follow. `command` starts it on another machine, and passes its streams on.
+        `output`: a file that gets what it and all below it print, beside our standard error.
         """
         self._scratch = tempfile.mkdtemp(prefix="refrain-")
         self._certificates = plan.certificates
@@ -45,6 +53,7 @@ class NodeProcess:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=None if output is None else subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
             env={
                 **C_LIBRARIES,
@@ -57,6 +66,11 @@ class NodeProcess:
                 "MKL_NUM_THREADS": "1",
             },
         )
+        self._copying: threading.Thread | None = None
+        if self._process.stderr is not None and output is not None:
+            copied = (self._process.stderr, output)
+            self._copying = threading.Thread(target=_pass_on, args=copied, daemon=True)
+            self._copying.start()
         try:
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it died at once; said below
@@ -108,7 +122,19 @@ class NodeProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+        if self._copying is not None:
+            self._copying.join(END_TIMEOUT)
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _pass_on(stream: IO[bytes], output: Path) -> None:
+    """Copy a stream to our standard error and to a file's end, until all who write to it are gone."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with stream, output.open("ab", buffering=0) as file:
+        while data := os.read(stream.fileno(), 65536):
+            file.write(data)
+            with contextlib.suppress(OSError):  # nobody reads ours any more
+                os.write(STDERR, data)
 
 
 def python_path() -> str:

@@ -110,8 +110,8 @@ class _TokenStatistics(torch.autograd.Function):
         cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        plain = not tailed and bias is None and cap is None and kind == torch.float32
-        ctx.fused = fused = plain and available(hidden)
+        usual = not tailed and bias is None and cap is None and kind == torch.float32
+        ctx.fused = fused = usual and available(hidden)
         width = block_width(hidden, weight, chunk * FUSED if fused else chunk)
         blocks = Blocks(hidden, weight, temperature, kind, width, bias, cap)
         ctx.logits = None  # all of them, where one block holds them: they are not made again then
@@ -148,8 +148,8 @@ class _TokenStatistics(torch.autograd.Function):
         if ctx.fused:
             slope = grad_entropy if ctx.entropy_gradient else None
             whole, ctx.logits = ctx.logits, None
-            slopes = (picked, peaks + logs, entropy, grad_logprobs[:, 0], slope)
-            for start, cast in _slopes_by_kernel(blocks, *slopes, whole):
+            known = (picked, peaks + logs, entropy, grad_logprobs[:, 0], slope)
+            for start, cast in _slopes_by_kernel(blocks, *known, whole):
                 if grad_hidden is not None and cast.shape[1] == weight.shape[0]:
                     grad_hidden = cast @ blocks.weight_at(start)
                 elif grad_hidden is not None:

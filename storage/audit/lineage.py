@@ -28,7 +28,7 @@ from storage.audit.step_search import (
 )
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, Outline, head, read_commit, read_outline
-from storage.runs.origins import start_of
+from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 
 LIMIT = 20  # steps, and samples, that are read where nothing else is asked for
@@ -93,7 +93,7 @@ def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin
     """
     newest = last_version(run)
     if not 0 <= version <= newest:
-        raise ValueError(f"Run {run.run} has no policy version {version}; it has 0 to {newest}.")
+        raise ValueError(f"Run {run.run} has no policy version {version}. {numbered(0, newest)}")
     updates = sum(map(len, segments(run, version)))
     if not updates:
         return _first_version(run, newest)

@@ -104,7 +104,7 @@ def origins_of(
                 tokens=columns.lengths[row],
                 finish_reason=columns.text("finish_reason")[row],
                 status=int(columns.numbers("status")[row]),
-                reward=_finite(columns.numbers("reward")[row]),
+                reward=_finite(columns.numbers("reward")[row]) if "reward" in columns else None,
                 scores={
                     name.removeprefix(SCORE): _finite(columns.numbers(name)[row]) for name in scores
                 },

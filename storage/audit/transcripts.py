@@ -71,6 +71,14 @@ def transcripts(run: RunStore, commit: Commit, rows: Sequence[int]) -> list[Tran
     return transcribed(run, commit.refs["samples"].take(numbers), origins, words)
 
 
+def transcripts_under_way(
+    run: RunStore, step: int, samples: BatchRef, rows: Sequence[int]
+) -> list[Transcript]:
+    """The same of a step that is not committed, whose samples [N] are given. Raises NoTokenizer."""
+    ref = samples.take(np.asarray(rows, dtype=np.int64))
+    return transcribed(run, ref, origins_of(run, ref, step, {}), tokenizer_of(run, ()))
+
+
 def evaluation_transcripts(
     run: RunStore, result: EvaluationResult, rows: Sequence[int]
 ) -> list[Transcript]:
@@ -116,9 +124,10 @@ def by_author(
 
 def judged(run: RunStore, samples: BatchRef) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each of a step's samples: its reward, whether it failed, its group; [N] each."""
-    wanted = ("reward", "status", "group_id")
+    wanted = [name for name in ("reward", "status", "group_id") if name in samples.names]
     read = reading.read_columns(run.store, samples[wanted].columns)
-    rewards, status, groups = (read[name].numpy()[0] for name in wanted)
+    status, groups = (read[name].numpy()[0] for name in ("status", "group_id"))
+    rewards = read["reward"].numpy()[0] if "reward" in read else np.full(len(samples), np.nan)
     return rewards, (status == SampleStatus.FAILED) | ~np.isfinite(rewards), groups
 
 

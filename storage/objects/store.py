@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
+from configs.optional_packages import pip_install
 from storage.objects.backends import Backend, FsspecBackend, Keys, LocalBackend, Range
 from storage.objects.cache import ByteCache, merge_ranges
 from storage.objects.errors import (
@@ -349,7 +350,7 @@ def _open_backend(uri: str, options: Mapping[str, object]) -> Backend:
             return S3Backend(path, options)
         except ImportError as error:
             raise StoreError(
-                f"{uri} needs the package s3fs. Install it: pip install 'refrain-rl[s3]'."
+                f"{uri} needs the package s3fs. Install it: {pip_install('s3fs')}."
             ) from error
     import fsspec
 

@@ -22,6 +22,7 @@ import xxhash
 from pydantic import TypeAdapter
 
 from configs.data import FileSource, FunctionSource, HubSource, ReasoningGymSource, Source
+from configs.optional_packages import pip_install
 from storage.objects.json_values import Row, pack, plain
 from storage.prompts.chosen import ChosenRows
 from storage.prompts.files import Shards, locate, open_file
@@ -107,8 +108,8 @@ class HubRows(PromptSource):
         except ImportError:
             raise ValueError(
                 f"data.source is the hub dataset {config.name}, and the datasets library is not "
-                "installed. Install the extra 'hub' (pip install 'refrain-rl[hub]'), or give a file "
-                "with data.source.kind = file."
+                f"installed. Install it: {pip_install('datasets')}, or give a file with "
+                "data.source.kind = file."
             ) from None
         self.name = config.name
         try:

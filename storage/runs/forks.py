@@ -14,7 +14,7 @@ from storage.objects import documents
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.runs import snapshots
 from storage.runs.commit_log import head, read_commit, read_commit_digest
-from storage.runs.origins import Origin, committer, origin_of, parent_of
+from storage.runs.origins import Origin, committer, numbered, origin_of, parent_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_chain
 
@@ -47,8 +47,7 @@ def begin_at(
     wanted = last if step is None else step
     if not 1 <= wanted <= last:
         raise NoSuchOrigin(
-            f"Run {run.run} has no committed step {wanted}: its last is {last}. "
-            f"Name a step from 1 to {last}."
+            f"Run {run.run} has no committed step {wanted}: its last is {last}. {numbered(1, last)}"
         )
     owner, number = committer(run, wanted)
     origin = Origin(

@@ -36,6 +36,9 @@ class Live(BaseModel):
     # Paths of the PEM files ca, cert and key by which its scheduler can be asked; None: no TLS, or
     # the files that the settings name.
     certificates: dict[str, str] | None = None
+    host: str | None = None  # name of the machine that the flow is on; None of an older Refrain's
+    logs: str | None = None  # folder there of the flow's log and of workers on that machine
+    worker_logs: str | None = None  # folder of workers' own log files, where they have such
     ended: bool = False  # the flow has ended its workers in order; it may still be at work itself
 
 

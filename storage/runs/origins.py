@@ -76,6 +76,13 @@ def start_of(run: RunStore) -> int:
     return 0 if origin is None else origin.at
 
 
+def numbered(first: int, last: int) -> str:
+    """Which steps or versions there are to name, as a sentence."""
+    if last < first:
+        return "There is none yet."
+    return f"Name {first}, the only one." if first == last else f"Name one from {first} to {last}."
+
+
 def parent_of(run: RunStore, origin: Origin) -> RunStore:
     """The run that an origin names."""
     return replace(run, run=origin.run)

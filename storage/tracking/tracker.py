@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import yaml
 
+from configs.optional_packages import pip_install
 from configs.storage import TrackingConfig
 from storage.objects.json_values import JsonValue
 from storage.tracking.connection import Place, TrackingError, as_tracking_errors, has_pages
@@ -109,7 +110,7 @@ class Tracker:
         page = f"/#/experiments/{self._run.info.experiment_id}/runs/{self.run_id}{CURVES}"
         if self._place.uri.startswith("http"):
             return self._place.uri.rstrip("/") + page
-        needs = "" if has_pages() else " (needs pip install 'refrain-rl[ui]')"
+        needs = "" if has_pages() else f" (needs {pip_install('mlflow')})"
         return f"mlflow ui --backend-store-uri {self._place.uri}{needs}, then {UI_ADDRESS}{page}"
 
     @property

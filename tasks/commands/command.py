@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tasks.reporting.output import until_nobody_reads
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
@@ -83,6 +85,7 @@ def parser(
     return found
 
 
+@until_nobody_reads
 def run(
     words_of: argparse.ArgumentParser,
     work: Callable[[Request], Answer],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from storage.audit.all_curves import Point, as_csv, points_of
 from tasks.commands.command import Answer, Request, text
@@ -80,5 +81,5 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"--to {name} needs the package {name}. Install it: pip install 'refrain-rl[{name}]'."
+            f"--to {name} needs the package {name}. Install it: {pip_install(name)}."
         ) from error

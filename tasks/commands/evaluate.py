@@ -13,6 +13,7 @@ from configs.evaluation import BackFillConfig
 from configs.flows import command
 from configs.overrides import ConfigError, change
 from tasks.commands.command import console, heading, table, text
+from tasks.reporting.output import until_nobody_reads
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT = 1, 2  # exit codes
 
 
+@until_nobody_reads
 def main(flow: str) -> int:
     """Evaluate as the command line says; returns the exit code. `flow`: package.module:function."""
     asked = _parser().parse_intermixed_args()

@@ -8,7 +8,7 @@ from configs.overrides import ConfigError
 from engines.adapters import export_adapter, stream_whole
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
-from storage.runs.origins import start_of
+from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import MANIFEST, WeightsRef
 from storage.runs.weights_writing import copy_whole
@@ -23,9 +23,7 @@ def answer(request: Request) -> Answer:
         raise ConfigError(f"Run {run.run} has no committed step, so no policy version.")
     version = last if request.arguments.version is None else request.arguments.version
     if not first <= version <= last:
-        raise ConfigError(
-            f"Run {run.run} has no policy version {version}. Name one from {first} to {last}."
-        )
+        raise ConfigError(f"Run {run.run} has no policy version {version}. {numbered(first, last)}")
     if folder.exists():
         raise ConfigError(f"--to: {folder} is there already. Name a folder that is not.")
     weights = version_weights(run, version)

@@ -22,7 +22,7 @@ from engines.workers.cluster import Cluster
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit, read_outline
 from storage.runs.forks import check_state
-from storage.runs.origins import committer, start_of
+from storage.runs.origins import committer, numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_way
@@ -85,7 +85,7 @@ def named_step(request: Request) -> tuple[RunStore, int]:
     newest = head(request.files) or start_of(request.files)
     if not 1 <= step <= newest:
         raise ValueError(
-            f"Run {request.files.run} has no committed step {step}. Name one from 1 to {newest}."
+            f"Run {request.files.run} has no committed step {step}. {numbered(1, newest)}"
         )
     return committer(request.files, step)  # it may be one of the run it was forked from
 

@@ -36,7 +36,7 @@ from storage.objects.errors import ObjectMissing
 from storage.objects.json_values import Row
 from storage.prompts.cursor import Cursor
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import committer, start_of
+from storage.runs.origins import committer, numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.reward import state_at
@@ -139,7 +139,7 @@ def steps_of(files: RunStore, word: str | None) -> list[int]:
         raise ValueError(f"--steps {word} is no range. Write A-B, such as {first}-{last}.")
     low, high = int(a), int(b or a)
     if not first <= low <= high <= last:
-        raise ValueError(f"--steps {word}: run {files.run} committed steps {first} to {last}.")
+        raise ValueError(f"Run {files.run} has no steps {word} of its own. {numbered(first, last)}")
     return list(range(low, high + 1))
 
 

@@ -18,12 +18,14 @@ from storage.audit.transcripts import (
     judged,
     printable,
     transcripts,
+    transcripts_under_way,
 )
+from storage.audit.uncommitted import samples_under_way
 from storage.batches.refs import BatchRef
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import Commit, head, read_commit
-from storage.runs.origins import start_of
+from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.lineage import spans
@@ -39,26 +41,44 @@ def answer(request: Request) -> Answer:
         raise ValueError(f"--limit {asked.limit} shows nothing. Give it a number from 1.")
     if asked.evaluation is not None:
         return of_evaluation(request)
-    commit = committed(files, asked.step)
+    step, commit = named_step(files, asked.step)
     try:
-        rewards, failed, groups = judged(files, commit.refs["samples"])
-        numbers = episodes_of(files, commit.refs["samples"])
-        rows = chosen(asked, rewards, failed, groups, numbers, f"Step {commit.step}")
-        found = transcripts(files, commit, rows)
+        samples = samples_under_way(files, step) if commit is None else commit.refs["samples"]
+        if samples is None:
+            raise NoSamples(files, asked.step)
+        rewards, failed, groups = judged(files, samples)
+        numbers = episodes_of(files, samples)
+        rows = chosen(asked, rewards, failed, groups, numbers, f"Step {step}")
+        if commit is None:
+            found = transcripts_under_way(files, step, samples, rows)
+        else:
+            found = transcripts(files, commit, rows)
     except ObjectMissing as error:
         raise ValueError(
-            f"The batches of step {commit.step} of {files.run} are no longer in the store "
+            f"The batches of step {step} of {files.run} are no longer in the store "
             f"({error}). Name a later step, or set store.keep_steps higher."
         ) from error
+    scored = "reward" in samples.names
+    state = (
+        f"{int(failed.sum())} of which could not be scored" if scored else "none of which is scored"
+    )
+    if commit is None:
+        state += "; the step is not committed"
     shown: list[RenderableType] = [
-        heading(
-            f"{len(found)} of {len(rewards)} samples of step {commit.step} of {files.run}, "
-            f"{int(failed.sum())} of which could not be scored"
-        )
+        heading(f"{len(found)} of {len(rewards)} samples of step {step} of {files.run}, {state}")
     ]
     for one in found:
-        shown += told(one, asked.characters)
+        shown += told(one, asked.characters, scored)
     return Answer(record=[record(one) for one in found], shown=shown)
+
+
+class NoSamples(ValueError):
+    """The step that was named, or any, has no samples."""
+
+    def __init__(self, files: RunStore, step: int | None) -> None:
+        first, last = start_of(files) + 1, head(files) or start_of(files)
+        what = "committed step yet, and no samples" if step is None else f"committed step {step}"
+        super().__init__(f"Run {files.run} has no {what}. {numbered(first, last)}")
 
 
 def of_evaluation(request: Request) -> Answer:
@@ -94,16 +114,17 @@ def evaluation_of(files: RunStore, name: str) -> EvaluationResult:
     raise ValueError(f"Run {files.run} has no evaluation {name}. {hint}")
 
 
-def committed(files: RunStore, step: int | None) -> Commit:
-    """A committed step of the run, the last where none is named. Raises ValueError."""
+def named_step(files: RunStore, step: int | None) -> tuple[int, Commit | None]:
+    """A step of the run, with its commit if there is one: the last where none is named.
+
+    Without any commit that is the first, which may be under way or have failed. NoSamples for a step
+    that cannot have begun.
+    """
     first, last = start_of(files) + 1, head(files) or start_of(files)
-    if last < first:
-        raise ValueError(f"Run {files.run} has no committed step yet.")
-    if step is not None and not first <= step <= last:
-        raise ValueError(
-            f"Run {files.run} has no committed step {step}. Name one from {first} to {last}."
-        )
-    return read_commit(files, step or last)
+    number = max(first, last) if step is None else step
+    if number < first:
+        raise NoSamples(files, step)
+    return number, read_commit(files, number) if number <= last else None
 
 
 def chosen(
@@ -155,10 +176,11 @@ def rows_of_episode(numbers: np.ndarray, sample: int) -> list[int]:
     return np.flatnonzero(np.isin(numbers[-1], numbers[-1][there])).tolist()
 
 
-def told(found: Transcript, characters: int) -> list[RenderableType]:
-    """A sample for people."""
+def told(found: Transcript, characters: int, scored: bool = True) -> list[RenderableType]:
+    """A sample for people. scored: whether its step's samples are."""
     origin = found.origin
     reward = "scoring failed" if origin.reward is None else f"reward {origin.reward:.4g}"
+    reward = reward if scored else "not scored"
     scores = ", ".join(f"{name} {value}" for name, value in origin.scores.items())
     trained = "did not train" if origin.advantage is None else f"advantage {origin.advantage:+.3f}"
     facts = (

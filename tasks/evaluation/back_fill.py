@@ -26,7 +26,7 @@ from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
 from storage.runs.forks import pin_version, unpin_version
 from storage.runs.opponents import opponent_of
-from storage.runs.origins import start_of
+from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef, open_chain
 from storage.tracking.connection import TrackingError
@@ -140,9 +140,7 @@ def versions_of(files: RunStore, asked: str) -> dict[int, WeightsRef]:
         numbers = sorted({n for a, _, b in edges for n in range(int(a), int(b or a) + 1)})
     for number in numbers:
         if number not in everything:
-            raise ValueError(
-                f"Run {files.run} has no version {number}. Name some from {start} to {last}."
-            )
+            raise ValueError(f"Run {files.run} has no version {number}. {numbered(start, last)}")
         if asked != "all" and not _is_there(files, number):
             raise ValueError(
                 f"The weights of version {number} of {files.run} are no longer in the store: "

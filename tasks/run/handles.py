@@ -25,6 +25,7 @@ from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.pool import EnginePool
 from storage.runs.run_store import RunStore
+from tasks.reporting.run_log import WORKERS, folder_of
 from tasks.run.decay import decay_steps
 from tasks.run.engine_specs import (
     TrainRole,
@@ -80,7 +81,13 @@ def open_engines(run: RunView, cluster: Cluster | None = None) -> Handles:
     if cluster is None:
         settings = config.cluster.model_copy(update={"pools": pools})
         environment = environments_of(config)
-        cluster = open_cluster(settings, environment, cancel=run.cancelled, preload=ENGINE_MODULES)
+        cluster = open_cluster(
+            settings,
+            environment,
+            cancel=run.cancelled,
+            preload=ENGINE_MODULES,
+            output=folder_of(run.name) / WORKERS,
+        )
     return Handles(
         cluster=cluster,
         actor=trainer_of(run, cluster, "actor", run.files, config),

@@ -20,6 +20,7 @@ from tasks.reporting.artifacts import show_picture, show_run, show_steps, show_t
 from tasks.reporting.flow_run import flow_run_id, flow_run_url
 from tasks.reporting.mlflow_page import metrics_of
 from tasks.reporting.progress import Terminal
+from tasks.reporting.run_log import kept
 from tasks.results import RunSummary
 from tasks.run.flow_options import one_client
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
@@ -58,7 +59,7 @@ def started(
     for line in warnings_of(opened.config):
         terminal.say(f"Warning: {line}", style="yellow")
     failure: BaseException | None = None
-    with signals_end(run.cancelled, last_words):
+    with kept(run.logs), signals_end(run.cancelled, last_words):
         try:
             with set_closes(run.cancelled, run.engines.close), terminal.live():
                 run.engines.launch(cluster)

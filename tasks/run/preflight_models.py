@@ -14,7 +14,7 @@ from engines.model_facts import model_facts
 from engines.models import present
 from engines.train.self_test.testing import self_test
 from engines.train.self_test.verdict import Verdict
-from tasks.run.preflight import Finding, PreflightError
+from tasks.run.findings import Finding, PreflightError
 
 
 @contextmanager

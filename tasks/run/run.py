@@ -26,6 +26,7 @@ from tasks.reporting.attempts import Attempt
 from tasks.reporting.mlflow_page import RunTracker
 from tasks.reporting.progress import Progress, Terminal
 from tasks.reporting.prometheus import LiveMetrics
+from tasks.reporting.run_log import folder_of
 from tasks.results import Carried, LeftOver
 from tasks.run.background import Background
 from tasks.run.continue_from import fresh_rows
@@ -48,8 +49,8 @@ class Run:
     __slots__ = (
         "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time",
         "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh", "gate",
-        "lease", "left_over", "live_metrics", "measured", "name", "origin", "position", "progress",
-        "rows", "shards", "source", "start", "stopped", "store", "terminal", "tracker",
+        "lease", "left_over", "live_metrics", "logs", "measured", "name", "origin", "position",
+        "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal", "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +83,7 @@ class Run:
         self.attempts = AttemptLog()
         self.device_time = DeviceTime()  # which attempts hold which workers
         self.terminal = terminal
+        self.logs = folder_of(opened.name)  # of this flow, and of workers on its machine
         self.progress = Progress(terminal, opened.config.steps)
         self.shards = _shards_of(opened.config)
         played = opened.config.episodes

@@ -142,7 +142,7 @@ class Gate:
                 if waited > self.deadline:
                     raise WaitTooLong(
                         f"Step {step} waited {waited:.0f} s for {what}, and no step was committed "
-                        "meanwhile. Look at the tasks of that step, or set rollout.deadline or "
-                        "train.deadline higher; the run can be resumed."
+                        "meanwhile. Look at the tasks of that step (refrain logs RUN), or set "
+                        "rollout.deadline or train.deadline higher; the run can be resumed."
                     )
                 self._changed.wait(SLICE)

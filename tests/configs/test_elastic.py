@@ -9,7 +9,8 @@ from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from tasks.memory.check import check_memory
-from tasks.run.preflight import PreflightError, check_lengths
+from tasks.run.findings import PreflightError
+from tasks.run.preflight import check_lengths
 from tasks.run.resuming import may_change
 
 ELASTIC = "train.engine=elastic"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from configs.evaluation import FOLDER, EvaluationConfig, suite_names
@@ -71,7 +73,7 @@ def test_a_suite_is_changed_setting_by_setting_and_a_file_takes_the_hubs_place()
         "evaluation.suites.gpqa.source.path=gpqa.jsonl",
         "evaluation.suites.gpqa.rows=50",
     ).suites["gpqa"]
-    assert found.source.kind == "file" and found.source.path == "gpqa.jsonl"
+    assert found.source.kind == "file" and found.source.path == str(Path("gpqa.jsonl").absolute())
     assert found.source.choices is not None, "its columns are the hub's"
     assert found.rows == 50
     assert found.rewards is not None and found.rewards.functions[0].kind == "choice"

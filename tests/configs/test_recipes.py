@@ -43,8 +43,8 @@ def test_the_named_recipes_are_there() -> None:
         (["train.sequence_parallel=2"], "Set train.sequence_parallel to a divisor of 1"),
         (["rollout.shards=5"], "Set rollout.shards to at most 4"),
         (["rollout.engine=vlm"], "rollout.engine = 'vlm': input should be 'vllm' or 'transformers'"),
-        (["data.source.kind=foo"], "data.source.kind = 'foo': it must be one of"),
-        (["model.path=x"], "model has no such setting with this model.kind"),
+        (["data.source.kind=foo"], "data.source.kind = foo: it must be file, hub, reasoning_gym or function"),
+        (["model.path=x", "model.kind=random"], "model.path: model.kind = random has no such setting. Set model.kind to pretrained"),
         (["model.kind=pretrained"], "model.path: a value is needed"),
         (["cluster.roles.actor=gpu"], "cluster.roles.actor = gpu is no pool"),
         (["cluster.address=tcp://h:1"], "contradict each other"),
@@ -56,6 +56,20 @@ def test_the_named_recipes_are_there() -> None:
         ([*INTERPOLATED, "max_staleness=0"], "Set max_staleness higher, algorithm.proximal = recompute"),
         ([*INTERPOLATED, "train.mini_batches=1"], "the update's first pass has the exact log-probs"),
         ([*INTERPOLATED, "train.recompute_old_logprobs=true"], "Set train.recompute_old_logprobs = auto"),
+        (["episodes.environment={kind: class, path: 'x.py:y'}", "episodes.environment.python=/x"],
+         "episodes.environment.python: there is no such setting. Did you mean episodes.python?"),
+        (["train.steps=1"], "Did you mean steps?"),
+        (["cluster.pools.rollout.gpuss=1"], "Did you mean cluster.pools.rollout.gpus?"),
+        (["episodes.environment.path=x.py:y"],
+         "episodes.environment.kind: a value is needed. Set episodes.environment.kind to class, tools, "),
+        (["rewards.functions.0.extract=whole"],
+         "Set rewards.functions.0.kind to reasoning_gym or unit_tests, or remove it."),
+        (["model.layers=3", "model.path=x"], "model.layers: model.kind = pretrained has no such setting"),
+        (["algorithm.correction.0.kind=trancate"], "Did you mean truncate?"),
+        (["evaluation.before=true"], "evaluation.suites is empty, and it needs 1 or more. Set evaluation.suites."),
+        (["prompts_per_step=6", "rollout.shards=8"], "Set rollout.shards to at most 6"),
+        (["rollout.over_sampling=1.5", "rollout.shards=2"], "Set rollout.shards = 4"),
+        (["rewards.functions[].weight=2"], "Write rewards.functions.0.weight=… for the first."),
         (["nonsense"], "nonsense is no setting"),
         (["steps.deep=1"], "steps is a single value, not a group"),
     ],
@@ -64,6 +78,52 @@ def test_a_wrong_setting_is_one_sentence(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match="^[^\n]+$") as error:
         load_recipe(GRPOConfig, "tiny", words)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "value"),
+    [
+        (["prompts_per_step=6"], "rollout.shards", 2),  # as the recipe says
+        (["prompts_per_step=1"], "rollout.shards", 1),
+        (["rollout={engine: transformers}", "prompts_per_step=6"], "rollout.shards", 6),
+        (["rollout={engine: transformers}", "prompts_per_step=9"], "rollout.shards", 8),
+        (["rollout.over_sampling=1.5"], "rollout.shards", 4),
+        (["rewards.functions=[{kind: unit_tests, sandbox: {timeout: 2}}]"], "rewards.functions.0.test_timeout", 2.0),
+        (["rewards.functions=[{kind: unit_tests}]"], "rewards.functions.0.test_timeout", 5.0),
+        (["model.path=org/name"], "model.kind", "pretrained"),
+        (["model.revision=main", "model.path=org/name"], "model.revision", "main"),
+        (["model={path: org/name}"], "model.kind", "pretrained"),
+        (["evaluation.suites=[gsm8k]", "evaluation.suites.gsm8k.rewards.functions.0.kind=math"],
+         "evaluation.suites.gsm8k.rewards.functions.0.kind", "math"),
+        (["rewards.functions.1.kind=math"], "rewards.functions.1.kind", "math"),
+        (["guards.0.metric=reward/mean", "guards.0.name=low", "guards.0.below=0"], "guards.0.below", 0.0),
+        (["rollout.stop.0=x", "rollout.stop.1=y"], "rollout.stop", ("x", "y")),
+        (["algorithm.loss.clip_high=0.3"], "algorithm.loss.clip_high", 0.3),
+        (["algorithm.advantage.normalize=batch"], "algorithm.advantage.normalize", "batch"),
+        (["algorithm={loss: {clip_high: 0.3}}"], "algorithm.loss.kind", "clipped"),
+    ],
+)  # fmt: skip
+def test_what_is_not_set_follows_from_what_is(
+    words: list[str], setting: str, value: object
+) -> None:
+    here: object = load_recipe(GRPOConfig, "tiny", words)
+    for part in setting.split("."):
+        if isinstance(here, dict):
+            here = here[part]
+        else:
+            here = here[int(part)] if part.isdigit() else vars(here)[part]
+    assert here == value
+
+
+def test_a_part_of_a_critics_estimator_can_be_set_alone() -> None:
+    config = load_recipe(PPOConfig, "tiny", ["algorithm.advantage.lam=0.9"])
+    assert config.algorithm.advantage.model_dump()["lam"] == 0.9
+
+
+def test_help_names_types_as_people_write_them() -> None:
+    for name, kind, default, _ in fields(GRPOConfig):
+        for ours in ("FieldInfo", "Annotated", "Optional", "Union", "<", "object at", "Pydantic"):
+            assert ours not in kind and ours not in default, (name, kind, default)
 
 
 def test_an_unknown_recipe_names_the_known_ones() -> None:

@@ -182,7 +182,7 @@ def test_which_versions_and_suites_can_be_back_filled(
     ]
     gone = min(set(range(7)) - set(there))
     for changes, said in (
-        ({"versions": "9"}, "has no version 9. Name some from 0 to 6"),
+        ({"versions": "9"}, "has no version 9. Name one from 0 to 6"),
         ({"versions": str(gone)}, f"weights of version {gone} of .* are no longer in the store"),
         ({"suites": ["gsm9k"]}, "There is no suite gsm9k"),
         ({"run": "gone"}, "There is no run gone"),

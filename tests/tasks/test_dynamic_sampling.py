@@ -12,6 +12,7 @@ import pytest
 
 from configs.dapo import DAPOConfig
 from configs.recipe import load_recipe
+from engines.data.results import TooFewGroups
 from engines.data.training_batch import choose
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -20,7 +21,7 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Cursor, Exhausted
 from storage.runs.commit_log import Commit, Ledger
 from tasks.commit import ledger_after
-from tasks.dynamic_sampling import Rounds, TooFewGroups, is_over, round_size
+from tasks.dynamic_sampling import Rounds, is_over, round_size
 from tasks.reporting.artifacts import left_out, sampled_in_rounds
 from tasks.reporting.progress import Progress, Terminal
 from tasks.results import LeftOver, Prompts, TrainBatch

@@ -99,5 +99,5 @@ def test_versions_that_there_are_not(run: RunStore) -> None:
     small_run.make(run, steps=2)
     assert of_version(run, 0).steps == []
     for version in (-1, 3):
-        with pytest.raises(ValueError, match=f"no policy version {version}; it has 0 to 2"):
+        with pytest.raises(ValueError, match=f"no policy version {version}. Name one from 0 to 2"):
             of_version(run, version)

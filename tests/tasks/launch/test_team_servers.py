@@ -14,5 +14,5 @@ def test_the_missing_half_of_mlflow_is_named(
 ) -> None:
     monkeypatch.setattr(team_servers, "installed", lambda name: None)
     assert team_servers.serve("127.0.0.1", 4200, 5000, tmp_path / "servers") == 2
-    assert "Install it: pip install 'refrain-rl[ui]'." in capsys.readouterr().err
+    assert "Install it: pip install mlflow==3.17.2." in capsys.readouterr().err
     assert not (tmp_path / "servers").exists()

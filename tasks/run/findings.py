@@ -1,0 +1,20 @@
+"""What a check before the start says: that something is good, or one sentence why no run begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.overrides import ConfigError
+
+
+class PreflightError(ConfigError):
+    """The run cannot start; the message says what, which value, and what to set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one check looked at and found good."""
+
+    check: str  # one word
+    found: str  # for people
+    warning: bool = False  # nothing that stops the run, and still to be read before it

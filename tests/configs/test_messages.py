@@ -1,0 +1,85 @@
+"""What messages say to set is a setting."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.dapo import DAPOConfig
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.ppo import PPOConfig
+from configs.serve import ServeConfig
+from configs.settings_help import fields
+from configs.srpo import SRPOConfig
+from configs.teachers import TeacherServiceConfig
+from configs.tree import TreeConfig
+
+ROOT = Path(__file__).parents[2]
+MODELS = (
+    GRPOConfig, PPOConfig, DAPOConfig, DistillConfig, TreeConfig, SRPOConfig, TeacherServiceConfig, ServeConfig,
+)  # fmt: skip
+NAME = re.compile(r"(?<![\w./:*`])([a-z_]+(?:\.(?:[a-z_]+|\d+|\*|NAME))+)(?![\w(/*]|\.[\w*])")
+# Short forms of evaluation, and what an example calls its suite and pool.
+OTHER = ("evaluation.source", "evaluation.rows", "evaluation.samples", "evaluation.greedy")
+
+
+def known() -> set[str]:
+    """Every setting and group of every flow, with * for a number or a name."""
+    found: set[str] = set()
+    for model in MODELS:
+        for name, kind, *_ in fields(model):
+            if kind.startswith("dict"):
+                name += ".0"
+            parts = ["*" if p in ("0", "NAME") else p for p in name.partition(" ")[0].split(".")]
+            found |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return found
+
+
+def texts(file: Path) -> Iterator[str]:
+    """What errors are raised with in a file, * in the place of values."""
+    for raised in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(raised, ast.Raise) or raised.exc is None:
+            continue
+        for node in ast.walk(raised.exc):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    str(p.value) if isinstance(p, ast.Constant) else "*" for p in node.values
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def unknown(text: str, settings: set[str]) -> list[str]:
+    """Names in a text that begin like a setting and are none."""
+    found = []
+    for name in NAME.findall(text.replace("functions[]", "functions.*")):
+        if name in OTHER or name.partition(".")[0] not in settings:
+            continue
+        name = name.removesuffix(".*")  # an entry of a mapping, or the next sentence
+        parts = ["*" if p.isdigit() or p == "NAME" else p for p in name.split(".")]
+        pattern = re.compile(r"\.".join(r"[\w*]+" if p == "*" else rf"(?:{p}|\*)" for p in parts))
+        if not any(map(pattern.fullmatch, settings)):
+            found.append(name)
+    return found
+
+
+def test_every_setting_that_an_error_names_is_one() -> None:
+    settings = known()
+    files = [
+        f
+        for folder in ("configs", "engines", "storage", "tasks", "flows")
+        for f in (ROOT / folder).rglob("*.py")
+    ]
+    said = [(file, text) for file in files for text in texts(file) if " " in text]
+    assert len(said) > 300
+    assert not {(str(file), name) for file, text in said for name in unknown(text, settings)}
+
+
+def test_a_name_that_is_no_setting_is_seen() -> None:
+    assert unknown("Set rollout.shard lower, or episodes.environment.python.", known()) == [
+        "rollout.shard", "episodes.environment.python",
+    ]  # fmt: skip
+    assert unknown("Set cluster.pools.*.gpus = 1 and teachers.NAME.model.", known()) == []
