@@ -85,9 +85,7 @@ def _is_model(group: str) -> bool:
     return group.rpartition(".")[2] == "model"
 
 
-def validate(
-    model: type[Config], raw: Mapping[str, Any], origin: Origin | None = None
-) -> Config:
+def validate(model: type[Config], raw: Mapping[str, Any], origin: Origin | None = None) -> Config:
     """Check plain settings against a model; ConfigError with one line for each mistake."""
     try:
         return model.model_validate(raw, context=origin)
@@ -103,7 +101,8 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         )
     if "[]" in key:  # as messages name a setting of any of them
         raise ConfigError(
-            f"{key}: [] stands for the number of one. Write {key.replace('[]', '.0')}=… for the first."
+            f"{key}: [] stands for the number of one. Write {key.replace('[]', '.0')}=… for the "
+            "first."
         )
     value = _value(text)
     if key.startswith("cluster.pools.") and "pools" not in raw.get("cluster", {}):
@@ -189,8 +188,8 @@ def _sentence(model: type[BaseModel], item: Any) -> str:
         return f"{path}.kind: a value is needed. Set {path}.kind to {_or(place.kinds)}."
     if item["type"] == "union_tag_invalid":
         kinds = place.kinds
-        near = difflib.get_close_matches(str(item["ctx"]["tag"]), kinds, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        alike = difflib.get_close_matches(str(item["ctx"]["tag"]), kinds, n=1)
+        hint = f" Did you mean {alike[0]}?" if alike else ""
         return f"{path}.kind = {item['ctx']['tag']}: it must be {_or(kinds)}.{hint}"
     message = item["msg"].removeprefix("Value error, ")
     if not path or item["type"] == "value_error":

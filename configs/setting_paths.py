@@ -18,7 +18,9 @@ class Place:
     """A setting, as `key=value` names it."""
 
     path: str  # dotted: rewards.functions.0.path
-    choices: tuple[type[BaseModel], ...]  # the kinds of the group that it is or, if it is none, is in
+    choices: tuple[
+        type[BaseModel], ...
+    ]  # the kinds of the group that it is or, if it is none, is in
     kind: str | None  # of its group, where that has one
 
     def kinds_with(self, name: str) -> list[str]:
@@ -101,7 +103,7 @@ def _as_in(path: str, name: str) -> str:
 
 
 def _unwrapped(annotation: Any) -> tuple[type | None, Any]:
-    """What holds many (tuple, list, dict) or None, and the type without None and what is said of it."""
+    """What holds many (tuple, list, dict) or None, and the type without None and annotations."""
     if get_origin(annotation) is Annotated:
         return _unwrapped(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

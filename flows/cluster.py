@@ -18,7 +18,6 @@ from pathlib import Path
 from configs.cluster.kinds import SlurmConfig
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe
-from tasks.reporting.output import until_nobody_reads
 from tasks.launch.submission import (
     BusySlurm,
     Submission,
@@ -27,6 +26,7 @@ from tasks.launch.submission import (
     new_submission,
     submitted,
 )
+from tasks.reporting.output import until_nobody_reads
 
 FOLDER = SlurmConfig().folder
 FAILED = 1

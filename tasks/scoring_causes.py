@@ -16,9 +16,7 @@ from tasks.results import Scored
 MOST = 3  # causes that are told, those of the most samples
 
 
-def causes_of(
-    config: GRPOConfig, store: Store, samples: BatchRef, scored: Sequence[Scored]
-) -> str:
+def causes_of(config: GRPOConfig, store: Store, samples: BatchRef, scored: Sequence[Scored]) -> str:
     """Sentences on what kept samples from a reward, by number; empty where nothing is known.
 
     samples: [N] of the step, scored; scored: the same by shards.

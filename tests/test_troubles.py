@@ -12,9 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubles.md"
 # What stands for something else, or is a value: capitals, numbers, paths, an ellipsis, settings.
-HOLES = re.compile(r"…|\b[A-Z]+\b|\b\d+\b|'[^']*'|[\w./]*\.\w[\w./]*|\b\w+ = \w+|[=:;()`\[\]|]|\. |\bturn_tokens\b|\bfailed$|failed:")
+HOLES = re.compile(
+    r"…|\b[A-Z]+\b|\b\d+\b|'[^']*'|[\w./]*\.\w[\w./]*|\b\w+ = \w+|[=:;()`\[\]|]|\. |\bturn_tokens\b|\bfailed$|failed:"
+)
 # Prefect's, Dask's and the job system's own words, and rows without a sentence.
-OTHERS = ("Can't locate revision", "allowed-failures", "mine", "my_flow.py", "is stuck in phase", "sbatch refused")
+OTHERS = (
+    "Can't locate revision",
+    "allowed-failures",
+    "mine",
+    "my_flow.py",
+    "is stuck in phase",
+    "sbatch refused",
+)
 
 
 @cache
@@ -25,7 +34,11 @@ def printed() -> str:
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.JoinedStr):
-                    found.append("".join(p.value if isinstance(p, ast.Constant) else "…" for p in node.values))
+                    found.append(
+                        "".join(
+                            p.value if isinstance(p, ast.Constant) else "…" for p in node.values
+                        )
+                    )
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(node.value)
     return "\n".join(found)
@@ -38,7 +51,11 @@ def pieces(sentence: str) -> list[str]:
 
 def sentences() -> list[str]:
     """What stands in backquotes in the first column of the page's tables."""
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "|---" not in line]
+    rows = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| ") and "|---" not in line
+    ]
     cells = [row.split(" | ")[0] for row in rows]
     said = [part for cell in cells for part in re.findall(r"`([^`]+)`", cell)]
     return [one for one in said if " " in one and not any(other in one for other in OTHERS)]

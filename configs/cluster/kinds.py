@@ -25,7 +25,9 @@ class TlsFiles(Settings):
     kind: Literal["files"] = "files"
     ca_file: LocalFile = Field(description="The authority's certificate, PEM.")
     cert: LocalFile = Field(description="The certificate of this cluster's processes, PEM.")
-    key: LocalFile = Field(description="Path of its private key, PEM; the key itself stays in the file.")
+    key: LocalFile = Field(
+        description="Path of its private key, PEM; the key itself stays in the file."
+    )
 
 
 Tls = Annotated[NoTls | TemporaryTls | TlsFiles, Field(discriminator="kind")]

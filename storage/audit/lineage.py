@@ -93,9 +93,7 @@ def of_version(run: RunStore, version: int, limit: int = LIMIT) -> VersionOrigin
     """
     newest = last_version(run)
     if not 0 <= version <= newest:
-        raise ValueError(
-            f"Run {run.run} has no policy version {version}. {numbered(0, newest)}"
-        )
+        raise ValueError(f"Run {run.run} has no policy version {version}. {numbered(0, newest)}")
     updates = sum(map(len, segments(run, version)))
     if not updates:
         return _first_version(run, newest)

@@ -36,7 +36,9 @@ def _with_scores(run: RunStore, step: int, samples: BatchRef) -> BatchRef:
     calls = _by_number(run, step, SCORED, DATA_SUFFIX)
     if not calls or _over_samples(run) or any(len(keys) > 1 for keys in calls.values()):
         return samples
-    scores = BatchRef.concat([stored_batch(run.store, keys[0]) for _, keys in sorted(calls.items())])
+    scores = BatchRef.concat(
+        [stored_batch(run.store, keys[0]) for _, keys in sorted(calls.items())]
+    )
     if len(scores) != len(samples):
         return samples
     return samples.drop([n for n in samples.names if n in scores.names]).with_columns(scores)

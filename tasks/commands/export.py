@@ -23,9 +23,7 @@ def answer(request: Request) -> Answer:
         raise ConfigError(f"Run {run.run} has no committed step, so no policy version.")
     version = last if request.arguments.version is None else request.arguments.version
     if not first <= version <= last:
-        raise ConfigError(
-            f"Run {run.run} has no policy version {version}. {numbered(first, last)}"
-        )
+        raise ConfigError(f"Run {run.run} has no policy version {version}. {numbered(first, last)}")
     if folder.exists():
         raise ConfigError(f"--to: {folder} is there already. Name a folder that is not.")
     weights = version_weights(run, version)

@@ -18,7 +18,9 @@ def answer(request: Request) -> Answer:
     """Show the end of the log that was asked for; go on with what is added, if that is asked."""
     asked, files = request.arguments, request.files
     if asked.lines < 0:
-        raise ValueError(f"--lines {asked.lines} shows nothing. Give it a number from 1, or 0: all.")
+        raise ValueError(
+            f"--lines {asked.lines} shows nothing. Give it a number from 1, or 0: all."
+        )
     path = log_of(files, asked.workers, asked.worker)
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = list(deque(file, asked.lines or None))
@@ -46,8 +48,8 @@ def log_of(files: RunStore, workers: bool, worker: str | None) -> Path:
     here = os.uname().nodename
     if live is not None and live.host not in (None, here):
         raise ValueError(
-            f"The flow of {files.run} ran on {live.host}, and its logs are there in {live.logs}; this "
-            f"is {here}. Ask there."
+            f"The flow of {files.run} ran on {live.host}, and its logs are there in {live.logs}; "
+            f"this is {here}. Ask there."
         )
     folder = folder_of(files.run)
     if live is not None and live.logs is not None:
@@ -69,7 +71,7 @@ def log_of(files: RunStore, workers: bool, worker: str | None) -> Path:
     path = folder / name
     if not path.is_file():
         raise ValueError(
-            f"There is no {path}: the run said nothing yet, was made by an older Refrain, or worked in "
-            "another folder, in whose .refrain/logs it is."
+            f"There is no {path}: the run said nothing yet, was made by an older Refrain, or worked "
+            "in another folder, in whose .refrain/logs it is."
         )
     return path

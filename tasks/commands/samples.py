@@ -59,7 +59,9 @@ def answer(request: Request) -> Answer:
             f"({error}). Name a later step, or set store.keep_steps higher."
         ) from error
     scored = "reward" in samples.names
-    state = f"{int(failed.sum())} of which could not be scored" if scored else "none of which is scored"
+    state = (
+        f"{int(failed.sum())} of which could not be scored" if scored else "none of which is scored"
+    )
     if commit is None:
         state += "; the step is not committed"
     shown: list[RenderableType] = [

@@ -140,9 +140,7 @@ def versions_of(files: RunStore, asked: str) -> dict[int, WeightsRef]:
         numbers = sorted({n for a, _, b in edges for n in range(int(a), int(b or a) + 1)})
     for number in numbers:
         if number not in everything:
-            raise ValueError(
-                f"Run {files.run} has no version {number}. {numbered(start, last)}"
-            )
+            raise ValueError(f"Run {files.run} has no version {number}. {numbered(start, last)}")
         if asked != "all" and not _is_there(files, number):
             raise ValueError(
                 f"The weights of version {number} of {files.run} are no longer in the store: "

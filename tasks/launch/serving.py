@@ -96,9 +96,7 @@ def named(config: ServeConfig, store: Store) -> Served:
         raise ConfigError(f"Run {run.run} has no committed step, so no version to serve.")
     number = last if step is None else step
     if not first <= number <= last:
-        raise ConfigError(
-            f"Run {run.run} has no policy version {number}. {numbered(first, last)}"
-        )
+        raise ConfigError(f"Run {run.run} has no policy version {number}. {numbered(first, last)}")
     weights = version_weights(run, number)
     if not store.exists(f"{weights.key}/{MANIFEST}"):
         raise ConfigError(

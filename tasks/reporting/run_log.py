@@ -15,12 +15,16 @@ from pathlib import Path
 from traceback import StackSummary, TracebackException
 from types import TracebackType
 
-ExcInfo = (
-    tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
-)
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 FOLDER = Path(".refrain", "logs")  # of the working folder, as the run's Prefect database
 FLOW, WORKERS = "flow.log", "workers.log"
-CALLERS = ("/prefect/", "/concurrent/futures/", "contextlib.py", "<frozen ", "/tasks/reporting/run_log.py")
+CALLERS = (
+    "/prefect/",
+    "/concurrent/futures/",
+    "contextlib.py",
+    "<frozen ",
+    "/tasks/reporting/run_log.py",
+)
 LINES = logging.getLogger("refrain.terminal")  # what the terminal was told
 TOLD = ("prefect.flow_runs", "prefect.task_runs", LINES.name)  # loggers
 
@@ -39,11 +43,13 @@ class _Lines(logging.Formatter):
         known["of"] = f"{name}: " if name else ""
         return super().format(record)
 
-    def formatException(self, ei: ExcInfo) -> str:  # noqa: N802  (logging's name)
+    def formatException(self, ei: ExcInfo) -> str:
         told: TracebackException | None = TracebackException(*ei)
         first = told
         while told is not None:
-            told.stack = StackSummary.from_list([f for f in told.stack if not _left_out(f.filename)])
+            told.stack = StackSummary.from_list(
+                [f for f in told.stack if not _left_out(f.filename)]
+            )
             told = told.__cause__ or told.__context__
         return "" if first is None else "".join(first.format()).rstrip()
 

@@ -113,7 +113,9 @@ def check_environment(
         except ValueError as error:
             if episodes.python is None:
                 raise
-            raise ValueError(f"{error} Its interpreter is episodes.python = {episodes.python}.") from error
+            raise ValueError(
+                f"{error} Its interpreter is episodes.python = {episodes.python}."
+            ) from error
         (first,) = environments.opening(source.rows([0]), [seed_of(episodes.seed, 0)])
     if frames:
         (first,) = alike([first])

@@ -45,7 +45,9 @@ def texts(file: Path) -> Iterator[str]:
             continue
         for node in ast.walk(raised.exc):
             if isinstance(node, ast.JoinedStr):
-                yield "".join(str(p.value) if isinstance(p, ast.Constant) else "*" for p in node.values)
+                yield "".join(
+                    str(p.value) if isinstance(p, ast.Constant) else "*" for p in node.values
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
@@ -66,7 +68,11 @@ def unknown(text: str, settings: set[str]) -> list[str]:
 
 def test_every_setting_that_an_error_names_is_one() -> None:
     settings = known()
-    files = [f for folder in ("configs", "engines", "storage", "tasks", "flows") for f in (ROOT / folder).rglob("*.py")]
+    files = [
+        f
+        for folder in ("configs", "engines", "storage", "tasks", "flows")
+        for f in (ROOT / folder).rglob("*.py")
+    ]
     said = [(file, text) for file in files for text in texts(file) if " " in text]
     assert len(said) > 300
     assert not {(str(file), name) for file, text in said for name in unknown(text, settings)}

@@ -242,7 +242,10 @@ def test_lineage(world: World, ask: Ask) -> None:
     assert code == 0
     assert "rollout-0, attempt 1" in out
     code, _, err = ask(lineage.main, world.parent.run, "--version", "9")
-    assert (code, err) == (2, f"Run {world.parent.run} has no policy version 9. Name one from 0 to 3.\n")
+    assert (code, err) == (
+        2,
+        f"Run {world.parent.run} has no policy version 9. Name one from 0 to 3.\n",
+    )
 
 
 def test_replay(world: World, ask: Ask) -> None:

@@ -28,7 +28,9 @@ def scored(ref: BatchRef, *causes: FailureCause) -> Scored:
     )
 
 
-def episodes(folder: Path, ends: list[str], errors: list[str], status: list[int]) -> tuple[Store, BatchRef]:
+def episodes(
+    folder: Path, ends: list[str], errors: list[str], status: list[int]
+) -> tuple[Store, BatchRef]:
     store = Store(f"file://{folder}")
     columns = {"episode": ends, "episode_error": errors, "status": np.array(status)}
     return store, write_batch(store, "samples.safetensors", columns)
@@ -70,10 +72,15 @@ def test_episodes_that_a_limit_ended_are_told_with_its_setting(
 
 
 def test_an_episode_with_a_reward_is_not_counted_and_an_error_is_told(tmp_path: Path) -> None:
-    ends, errors = ["done", "failed", "failed"], ["", "ValueError: no move\nmore", "ValueError: no move"]
+    ends, errors = (
+        ["done", "failed", "failed"],
+        ["", "ValueError: no move\nmore", "ValueError: no move"],
+    )
     store, ref = episodes(tmp_path, ends, errors, [DONE, FAILED, FAILED])
     config = load_recipe(GRPOConfig, GUESSING)
     cause = FailureCause(function="environment", error=NO_FUNCTION, samples=2)
     said = causes_of(config, store, ref, [scored(ref, cause)])
-    assert said.startswith("2 of 3 episodes ended by failed: ValueError: no move before the environment")
+    assert said.startswith(
+        "2 of 3 episodes ended by failed: ValueError: no move before the environment"
+    )
     assert said.endswith("in a new run complete trains on its others (1 were scored here).")

@@ -203,7 +203,9 @@ def test_where_every_group_is_filtered_none_is_left_and_where_all_failed_it_is_a
     assert (len(none.chosen.samples), none.trained, none.filtered) == (0, 0, {"informative": 4})
     assert len(BatchRef.from_json(none.chosen.samples.to_json())) == 0
     status = np.full(8, SampleStatus.FAILED, dtype=np.int64)
-    with pytest.raises(NothingToTrain, match="samples of every group of the step, so none of them may train"):
+    with pytest.raises(
+        NothingToTrain, match="samples of every group of the step, so none of them may train"
+    ):
         chosen(store, samples(store, status=status)).check()
 
 

@@ -34,7 +34,9 @@ def test_logs_are_where_the_flow_said_wherever_one_asks(run: RunStore, tmp_path:
     assert log_of(run, True, None) == folder / "workers.log"
 
 
-def test_a_run_that_failed_before_its_workers_came_has_a_log_in_the_working_folder(run: RunStore) -> None:
+def test_a_run_that_failed_before_its_workers_came_has_a_log_in_the_working_folder(
+    run: RunStore,
+) -> None:
     folder = Path(".refrain/logs/run-1")
     folder.mkdir(parents=True)
     (folder / "flow.log").touch()
@@ -56,7 +58,11 @@ def test_workers_of_slurm_have_files_of_their_own(run: RunStore, tmp_path: Path)
     ("other", "worker", "said"),
     [
         ({}, None, "the run said nothing yet"),
-        ({"host": "another", "logs": "/there"}, None, "ran on another, and its logs are there in /there"),
+        (
+            {"host": "another", "logs": "/there"},
+            None,
+            "ran on another, and its logs are there in /there",
+        ),
         ({}, "rollout-0", "have no files of their own. Ask for --workers"),
     ],
 )

@@ -31,13 +31,18 @@ def test_tasks_terminal_and_failure_are_in_the_log(tmp_path: Path) -> None:
     assert "in work" in text and "in kept" not in text
 
 
-def test_a_resumed_run_goes_on_in_the_same_file_and_nothing_is_written_later(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_the_same_file_and_nothing_is_written_later(
+    tmp_path: Path,
+) -> None:
     terminal = Terminal(Console(file=io.StringIO()))
     for word in ("first", "second"):
         with kept(tmp_path):
             terminal.say(word)
     terminal.say("third")
-    assert [line.split()[-1] for line in (tmp_path / FLOW).read_text().splitlines()] == ["first", "second"]
+    assert [line.split()[-1] for line in (tmp_path / FLOW).read_text().splitlines()] == [
+        "first",
+        "second",
+    ]
 
 
 def test_other_handlers_get_the_whole_traceback(tmp_path: Path) -> None:
