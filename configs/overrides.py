@@ -102,7 +102,8 @@ def _apply(raw: dict[str, Any], word: str) -> None:
         )
     if "[]" in key:  # as messages name a setting of any of them
         raise ConfigError(
-            f"{key}: [] stands for the number of one. Write {key.replace('[]', '.0')}=… for the first."
+            f"{key}: [] stands for the number of one. Write {key.replace('[]', '.0')}=… for the "
+            "first."
         )
     try:
         value = _value(text)
@@ -191,8 +192,8 @@ def _sentence(model: type[BaseModel], item: Any) -> str:
         return f"{path}.kind: a value is needed. Set {path}.kind to {_or(place.kinds)}."
     if item["type"] == "union_tag_invalid":
         kinds = place.kinds
-        near = difflib.get_close_matches(str(item["ctx"]["tag"]), kinds, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        alike = difflib.get_close_matches(str(item["ctx"]["tag"]), kinds, n=1)
+        hint = f" Did you mean {alike[0]}?" if alike else ""
         return f"{path}.kind = {item['ctx']['tag']}: it must be {_or(kinds)}.{hint}"
     message = item["msg"].removeprefix("Value error, ")
     if not path or item["type"] == "value_error":

@@ -103,7 +103,7 @@ def _as_in(path: str, name: str) -> str:
 
 
 def _unwrapped(annotation: Any) -> tuple[type | None, Any]:
-    """What holds many (tuple, list, dict) or None, and the type without None and what is said of it."""
+    """What holds many (tuple, list, dict) or None, and the type without None and annotations."""
     if get_origin(annotation) is Annotated:
         return _unwrapped(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

@@ -48,8 +48,8 @@ def log_of(files: RunStore, workers: bool, worker: str | None) -> Path:
     here = os.uname().nodename
     if live is not None and live.host not in (None, here):
         raise ValueError(
-            f"The flow of {files.run} ran on {live.host}, and its logs are there in {live.logs}; this "
-            f"is {here}. Ask there."
+            f"The flow of {files.run} ran on {live.host}, and its logs are there in {live.logs}; "
+            f"this is {here}. Ask there."
         )
     folder = folder_of(files.run)
     if live is not None and live.logs is not None:
@@ -71,7 +71,7 @@ def log_of(files: RunStore, workers: bool, worker: str | None) -> Path:
     path = folder / name
     if not path.is_file():
         raise ValueError(
-            f"There is no {path}: the run said nothing yet, was made by an older Refrain, or worked in "
-            "another folder, in whose .refrain/logs it is."
+            f"There is no {path}: the run said nothing yet, was made by an older Refrain, or worked "
+            "in another folder, in whose .refrain/logs it is."
         )
     return path

