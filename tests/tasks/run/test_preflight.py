@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from configs.grpo import GRPOConfig
 from configs.model import PretrainedModel, RandomModel
+from configs.new_run import warnings_of
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.srpo import SRPOConfig
@@ -25,7 +26,6 @@ from engines.model_facts import ModelShape, gguf_scalars, model_facts
 from engines.models import materialize
 from engines.workers import placement
 from tasks.run import packages, preflight, preflight_data
-from configs.new_run import warnings_of
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check, check_settings
 
