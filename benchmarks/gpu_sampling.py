@@ -12,7 +12,7 @@ prompts of its own, so that none finds another's in the prefix cache, and comes 
 
 A line of JSON after each, which FILE gets too. The two sides are processes one after the other, and
 one that fails leaves the other's lines. The model's weights, which our engine loads from a store as
-in a run, are drawn and published by a CPU while the other side starts.
+in a run, are drawn and published first.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def spec_of(shape: str, folder: Path) -> Any:
 
 
 def weights(shape: str, folder: Path, lines: Lines) -> None:
-    """Draw the model on the CPU and publish it as a policy version, for `ours`."""
+    """Draw the model on the device and publish it as a policy version, for `ours`."""
     import torch
 
     from benchmarks.gpu_job import CUDA, drawn
@@ -120,11 +120,8 @@ def weights(shape: str, folder: Path, lines: Lines) -> None:
     from storage.objects.store import Store
     from storage.runs.weights_writing import publish
 
-    place = folder / "models" / shape
-    while not (place / "described").exists():  # by the other side, which needs no weights
-        time.sleep(LOOK)
     began = time.perf_counter()
-    drawn(shape, folder, "cpu")
+    place = drawn(shape, folder)
     seconds = time.perf_counter() - began
     dtype = torch.bfloat16 if CUDA else torch.float32
     state = models.load_for_training(place, "bfloat16" if CUDA else "float32").state_dict()
@@ -364,12 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     began = time.monotonic()
     try:
-        benchmark.begin("llm")
-        benchmark.begin("weights")
-        benchmark.end("llm")
-        benchmark.end("weights")
-        benchmark.begin("ours")
-        benchmark.end("ours")
+        for side in SIDES:
+            benchmark.begin(side)
+            benchmark.end(side)
     finally:
         benchmark.close()
     benchmark.tell(measurement="sampling", seconds=round(time.monotonic() - began, 1))
