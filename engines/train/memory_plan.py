@@ -360,9 +360,12 @@ def without_fsdp(
 
     A lone rank on a GPU: FSDP would copy each layer's weights and gradients for every micro-batch to
     exchange them with nobody. Weights have float32 masters then, on the device unless
-    train.weights_dtype says otherwise; all that is computed is the same to the bit.
+    train.weights_dtype says otherwise; all that is computed is the same to the bit. Where gathered
+    float32 weights are to be let go of (train.reshard_after_forward = true), FSDP holds fewer bytes.
     """
     whole = ranks == 1 and lora is None and role != "critic"
+    if train.reshard_after_forward is True and train.weights_dtype == "float32":
+        return False
     return on_gpu and whole and train.engine != "elastic" and train.compute_dtype == "bfloat16"
 
 

@@ -54,6 +54,7 @@ MAY_CHANGE = (
     "train.unit_lease",
     # Where the same numbers lie, and how often they are computed.
     "train.gradient_checkpointing",
+    "train.recompute",
     "train.activation_offload",
     "train.reshard_after_forward",
     "train.optimizer_device",
