@@ -43,7 +43,7 @@ _SECCOMP_MODE_FILTER = 2
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _REFUSE = 0x00050000  # with the error's number
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-# Offsets in struct seccomp_data; of arguments the low half, which is all that the kernel reads of an int.
+# Offsets in struct seccomp_data; of arguments the low half, all that the kernel reads of an int.
 _NR, _ARCH, _FIRST_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 32
 _X32 = 0x40000000  # calls of another ABI of x86_64, under numbers of their own
 
@@ -54,9 +54,9 @@ _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK, _NETLINK_ROUTE = 1, 2, 10, 16, 0
 
 # By machine: its name in the filter, clone, clone3, prlimit64, socket and socketpair, and the calls
 # that are refused. Those give memory that no limit and no process's size shows (memfd_create, shmget
-# and its kin), reach into other processes, make what the filter would refuse (io_uring_setup), or are a
-# larger part of the kernel than a program needs. There is no socketcall: it is of 32-bit programs,
-# which are another machine to the filter, and are killed.
+# and its kin), reach into other processes, make what the filter would refuse (io_uring_setup), or
+# are a larger part of the kernel than a program needs. There is no socketcall: it is of 32-bit
+# programs, which are another machine to the filter, and are killed.
 _MACHINES: dict[str, tuple[int, int, int, int, tuple[int, int], dict[str, int]]] = {
     "x86_64": (
         0xC000003E,

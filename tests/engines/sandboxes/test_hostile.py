@@ -180,7 +180,7 @@ INTEL = pytest.mark.skipif(platform.machine() != "x86_64", reason="other calls o
 
 @INTEL
 @pytest.mark.parametrize(
-    "number, code, signal",
+    ("number", "code", "signal"),
     [
         # socketcall(SYS_SOCKET, [AF_VSOCK, SOCK_STREAM, 0]) and socket(…) of 32-bit programs: they die.
         ("socketcall", "b8 66000000 bb 01000000 31c9 cd80 c3", 31),
