@@ -43,18 +43,27 @@ _SECCOMP_MODE_FILTER = 2
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _REFUSE = 0x00050000  # with the error's number
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; low half of the argument
+# Offsets in struct seccomp_data; of arguments the low half, all that the kernel reads of an int.
+_NR, _ARCH, _FIRST_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 32
 _X32 = 0x40000000  # calls of another ABI of x86_64, under numbers of their own
 
-# By machine: its name in the filter, clone, clone3, prlimit64, and the calls that are refused. Those
-# give memory that no limit and no process's size shows (memfd_create, shmget and its kin), reach
-# into other processes, or are a larger part of the kernel than a program needs.
-_MACHINES: dict[str, tuple[int, int, int, int, dict[str, int]]] = {
+# Families of sockets that programs may have: those that a network namespace holds. Others reach the
+# machine's host (AF_VSOCK) or are a larger part of the kernel than a program needs (AF_ALG). Of
+# netlink the routes, protocol 0, which getaddrinfo and if_nameindex of the C library ask.
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK, _NETLINK_ROUTE = 1, 2, 10, 16, 0
+
+# By machine: its name in the filter, clone, clone3, prlimit64, socket and socketpair, and the calls
+# that are refused. Those give memory that no limit and no process's size shows (memfd_create, shmget
+# and its kin), reach into other processes, make what the filter would refuse (io_uring_setup), or
+# are a larger part of the kernel than a program needs. There is no socketcall: it is of 32-bit
+# programs, which are another machine to the filter, and are killed.
+_MACHINES: dict[str, tuple[int, int, int, int, tuple[int, int], dict[str, int]]] = {
     "x86_64": (
         0xC000003E,
         56,
         435,
         302,
+        (41, 53),
         {
             "memfd_create": 319,
             "memfd_secret": 447,
@@ -92,6 +101,7 @@ _MACHINES: dict[str, tuple[int, int, int, int, dict[str, int]]] = {
         220,
         435,
         261,
+        (198, 199),
         {
             "memfd_create": 279,
             "memfd_secret": 447,
@@ -198,11 +208,12 @@ def is_hidden(user: int | None) -> bool:
 def filter_system_calls() -> None:
     """Refuse, from now on and in all that this process starts, what a program has no use for.
 
-    Also limits set on another process, and namespaces made by clone; clone3, whose flags a filter
-    cannot see, is said not to exist, upon which the C library takes clone. OSError if it cannot be
-    set. After `forbid_new_rights`.
+    Also limits set on another process, namespaces made by clone, and sockets of other families than
+    Unix, IPv4, IPv6 and netlink's routes; clone3, whose flags a filter cannot see, is said not to
+    exist, upon which the C library takes clone. OSError if it cannot be set. After
+    `forbid_new_rights`.
     """
-    architecture, clone, clone3, prlimit, refused = _MACHINES[os.uname().machine]
+    architecture, clone, clone3, prlimit, sockets, refused = _MACHINES[os.uname().machine]
     steps: list[tuple[int, int, int, int]] = [  # code, skipped if true, skipped if false, operand
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, architecture),
@@ -221,9 +232,20 @@ def filter_system_calls() -> None:
         (_ANY_BIT, 0, 1, NEW_NAMESPACES),
         (_RETURN, 0, 0, _REFUSE | errno.EPERM),
         (_RETURN, 0, 0, _ALLOW),
-        (_EQUAL, 0, 3, prlimit),
+        (_EQUAL, 0, 4, prlimit),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, _REFUSE | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+        (_EQUAL, 1, 0, sockets[0]),
+        (_EQUAL, 0, 8, sockets[1]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_EQUAL, 6, 0, _AF_UNIX),
+        (_EQUAL, 5, 0, _AF_INET),
+        (_EQUAL, 4, 0, _AF_INET6),
+        (_EQUAL, 0, 2, _AF_NETLINK),
+        (_LOAD, 0, 0, _THIRD_ARGUMENT),
+        (_EQUAL, 1, 0, _NETLINK_ROUTE),
         (_RETURN, 0, 0, _REFUSE | errno.EPERM),
         (_RETURN, 0, 0, _ALLOW),
     ]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from storage.batches.format import parse
+from storage.batches.reading import columns_of
 from storage.batches.ref_columns import Source
 from storage.batches.refs import BatchRef
 from storage.objects import documents
@@ -55,7 +55,7 @@ def check_batch(store: Store, source: Source, read: Read) -> None:
     head = view[: source.head]
     if digest(head) != source.digest:
         raise ObjectDamaged(f"Object {source.key} is damaged: its head is not the one written.")
-    for name, column in parse(head).items():
+    for name, column in columns_of(source.key, head, source.rows).items():
         if digest(view[column.start : column.stop]) != column.digest:
             raise ObjectDamaged(
                 f"Object {source.key} is damaged: the digest of column {name!r} does not match."

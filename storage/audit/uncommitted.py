@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from storage.batches.format import parse
+from storage.batches.reading import columns_of
 from storage.batches.ref_columns import ColumnRef, Source
 from storage.batches.refs import BatchRef
 from storage.batches.rows import RowIndex
@@ -72,7 +72,7 @@ def stored_batch(store: Store, key: str) -> BatchRef:
     (size,) = store.read_ranges([(key, 0, 8)])
     header = 8 + int.from_bytes(size, "little")
     (data,) = store.read_ranges([(key, 0, store.size(key))])
-    columns = parse(data)
+    columns = columns_of(key, data)
     first = min((one.start for one in columns.values()), default=header)
     head = data[:first]
     rows = len(next(iter(columns.values())).sums)

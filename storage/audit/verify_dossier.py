@@ -1,22 +1,37 @@
 """Check a dossier, and the store that it tells of, without Refrain.
 
-python verify.py [--store FOLDER]
+python -I verify.py [--store FOLDER]
 
 Needs Python 3.9 and nothing else. It reads every file of this folder and every object of the run that
 objects.json lists, and compares sizes and SHA-256. Where the package xxhash is installed, it also
 makes the store's own digests again: the chain of commits, the heads of batches, the weights. Exit
 code 0: all is as it was; 1: something is not. A store that is no folder is copied into one first.
+
+Nothing beside it is imported, with -I or without. Compare the digest of verify.py with the one that
+`refrain dossier` printed, by a tool of your own: a script that was replaced says what it likes.
 """
 
-from __future__ import annotations
-
-import argparse
-import hashlib
-import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+
+# Before any other import: a file argparse.py that somebody put here would be it. Without -I the first
+# place is the folder of the script.
+if __name__ == "__main__" and not sys.flags.isolated:
+    del sys.path[0]
+
+import os
+
+HERE = os.path.realpath(os.path.dirname(__file__))
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True
+    inside = f"{HERE}{os.sep}"
+    sys.path[:] = [p for p in sys.path if not f"{os.path.realpath(p)}{os.sep}".startswith(inside)]
+
+import argparse  # noqa: E402
+import hashlib  # noqa: E402
+import json  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 BLOCK = 1 << 20  # bytes read at once
 OWN = (
@@ -36,17 +51,24 @@ def sha256(path: Path) -> str:
 def own_files(here: Path) -> list[str]:
     """Problems of the dossier itself: files that differ, lack, or are not listed."""
     listed: dict[str, str] = {}
-    for line in (here / OWN).read_text(encoding="utf-8").splitlines():
+    if not (here / OWN).is_file():
+        return [f"{OWN}: missing from the dossier"]
+    for line in (here / OWN).read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         digest, _, name = line.partition("  ")
         listed[name] = digest
-    there = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file()} - {OWN}
-    there = {name for name in there if "__pycache__" not in name}
+    there = {
+        str(path.relative_to(here))
+        for path in here.rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    } - {OWN}
     problems = [
         f"{name}: not in the dossier when it was made" for name in sorted(there - set(listed))
     ]
     for name, digest in listed.items():
         if name not in there:
             problems.append(f"{name}: missing from the dossier")
+        elif (here / name).is_symlink() or not (here / name).is_file():
+            problems.append(f"{name}: no file, but a link or the like")
         elif sha256(here / name) != digest:
             problems.append(f"{name}: altered since the dossier was made")
     return problems
@@ -76,7 +98,7 @@ def own_digests(
     def digest(data: bytes) -> str:
         return "xxh3:" + xxhash.xxh3_128_hexdigest(data)
 
-    before: str | None = None
+    before = None
     for step in lineage["steps"]:
         data = (store / step["commit"]).read_bytes()
         body = json.loads(data)["body"]
@@ -115,14 +137,30 @@ def weights(
     return problems
 
 
+def imported() -> list[str]:
+    """Problems of this process: what was imported from the dossier before this script began."""
+    files = {name: vars(module).get("__file__") for name, module in list(sys.modules.items())}
+    return [
+        f"{os.path.basename(file)}: was imported as {name}. Run python -I verify.py"
+        for name, file in sorted(files.items())
+        if name != "__main__" and file and os.path.realpath(file).startswith(f"{HERE}{os.sep}")
+    ]
+
+
+def shown(text: str) -> str:
+    """A text on one line: a file's name may hold what a terminal obeys."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def main() -> int:
     """Check everything; returns the exit code."""
     words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     words.add_argument("--store", metavar="FOLDER", help="the store, or a copy of it [as recorded]")
     asked = words.parse_args()
-    here = Path(__file__).resolve().parent
-    problems = own_files(here)
-    told = f"dossier {sha256(here / OWN)}"
+    here = Path(HERE)
+    problems = imported() + own_files(here)
+    sums = sha256(here / OWN) if (here / OWN).is_file() else "?"
+    told = f"dossier {sums}\nverify.py {sha256(Path(__file__).resolve())}"
     if not problems:
         lineage = json.loads((here / "lineage.json").read_text(encoding="utf-8"))
         listed = json.loads((here / "objects.json").read_text(encoding="utf-8"))
@@ -139,7 +177,7 @@ def main() -> int:
                 told += "\nthe store's own digests were made again too"
     print(told)
     for problem in problems:
-        print(problem)
+        print(shown(problem).encode("ascii", "backslashreplace").decode())
     print(f"{len(problems)} problems." if problems else "All is as it was.")
     return 1 if problems else 0
 

@@ -9,6 +9,7 @@ the column digests, and those for the values. docs/decisions/storage-format.md h
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -171,34 +172,114 @@ def _join(
     return head + bytes(padding), [columns[name].values.data for name in order]
 
 
-def parse(head: memoryview) -> dict[str, StoredColumn]:
+def parse(head: memoryview, rows: int | None = None) -> dict[str, StoredColumn]:
     """The columns of an object, from its head (whose digest the caller has checked).
+
+    The digest says that these are the bytes that were referred to, not that they make sense: sizes,
+    places and offsets are checked against each other, so that no row reads another one's bytes.
+
+    Args:
+        head: of the object, or all of it.
+        rows: that a reference says it has; None: what the head says.
 
     Raises ValueError when the head is none of this format, or of a later version of it.
     """
     size = int.from_bytes(head[:8], "little")
-    header = json.loads(bytes(head[8 : 8 + size]))
-    note = json.loads(header["__metadata__"]["refrain"])
+    base = 8 + size
+    if base > head.nbytes:
+        raise ValueError(f"its header of {size} bytes is longer than its head")
+    try:
+        header = json.loads(bytes(head[8:base]))
+        note = json.loads(header["__metadata__"]["refrain"])
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
     if note["version"] != VERSION:
         raise ValueError(f"it has format version {note['version']}; this one reads {VERSION}")
-    base = 8 + size
+    count = _natural(note["rows"], "its number of rows")
+    if rows is not None and count != rows:
+        raise ValueError(f"it holds {count} rows, the reference says {rows}")
+    places = {name: _place(name, entry) for name, entry in header.items() if name != "__metadata__"}
+    _check_apart(places)
 
-    def index(name: str, dtype: str) -> NDArray[np.generic]:
-        start, stop = header[name]["data_offsets"]
+    def index(name: str, dtype: str, length: int) -> NDArray[np.generic]:
+        start, stop, code, shape = places[name]
+        if (code, shape) != ({"<i8": "I64", "<u4": "U32"}[dtype], (length,)):
+            raise ValueError(f"{name} is {code} {list(shape)}, not {length} numbers of {dtype}")
+        if base + stop > head.nbytes:
+            raise ValueError(f"{name} ends at byte {base + stop}, after the head")
         return np.frombuffer(head[base + start : base + stop], dtype=dtype)
 
     columns = {}
     for name, described in note["columns"].items():
-        offsets = described["offsets"]
-        start, stop = header[name]["data_offsets"]
+        start, stop, dtype, (first, *shape) = places[name]
+        kind, offsets = described["kind"], None
+        if kind not in ("dense", "jagged", "str", "json"):
+            raise ValueError(f"column {name!r} is of kind {kind!r}")
+        if (kind == "dense") != (described["offsets"] is None):
+            raise ValueError(
+                f"column {name!r} is {kind}, and its offsets are {described['offsets']}"
+            )
+        if described["offsets"] is not None:
+            offsets = index(described["offsets"], "<i8", count + 1).astype(np.int64)
+            _check_offsets(name, offsets, first)
+        elif first != count:
+            raise ValueError(f"column {name!r} has {first} rows of {count}")
         columns[name] = StoredColumn(
-            kind=described["kind"],
-            dtype=header[name]["dtype"],
-            shape=tuple(header[name]["shape"][1:]),
+            kind=kind,
+            dtype=dtype,
+            shape=tuple(shape),
             start=base + start,
             stop=base + stop,
             digest=described["digest"],
-            offsets=None if offsets is None else index(offsets, "<i8").astype(np.int64),
-            sums=index(f"{SUMS}{name}", "<u4").astype(np.uint32),
+            offsets=offsets,
+            sums=index(f"{SUMS}{name}", "<u4", count).astype(np.uint32),
         )
     return columns
+
+
+def _natural(value: object, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{what} is {value!r:.40}")
+    return value
+
+
+def _place(name: str, entry: dict[str, object]) -> tuple[int, int, str, tuple[int, ...]]:
+    """Start and stop, safetensors code and shape of what a header lists; they must agree."""
+    bounds, sizes, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
+    if not isinstance(bounds, list) or len(bounds) != 2 or not isinstance(sizes, list):
+        raise ValueError(f"{name} has the data offsets {bounds!r:.40} and the shape {sizes!r:.40}")
+    if dtype not in DTYPES or not sizes:
+        raise ValueError(f"{name} is {dtype!r:.40} of the shape {sizes!r:.40}")
+    start, stop = (_natural(bound, f"a data offset of {name}") for bound in bounds)
+    shape = tuple(_natural(one, f"a size of {name}") for one in sizes)
+    wanted = math.prod(shape) * DTYPES[str(dtype)][0]
+    if stop - start != wanted:
+        raise ValueError(
+            f"{name} takes the bytes {start} to {stop}; its shape {sizes!r:.40} needs {wanted}"
+        )
+    return start, stop, str(dtype), shape
+
+
+def _check_apart(places: dict[str, tuple[int, int, str, tuple[int, ...]]]) -> None:
+    """Raise ValueError where the bytes of two overlap."""
+    ordered = sorted((start, stop, name) for name, (start, stop, *_) in places.items())
+    for (_, stop, name), (start, _, other) in pairwise(one for one in ordered if one[0] < one[1]):
+        if start < stop:
+            raise ValueError(f"{name} ends at byte {stop}, after {other} begins at {start}")
+
+
+def _check_offsets(name: str, offsets: Offsets, elements: int) -> None:
+    """Raise ValueError unless row offsets begin at 0, never decrease, and end at the last element."""
+    if offsets[0] != 0:
+        raise ValueError(f"the row offsets of column {name!r} begin at {offsets[0]}, not 0")
+    backward = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if len(backward):
+        row = int(backward[0])
+        raise ValueError(
+            f"the row offsets of column {name!r} go back in row {row}, from {offsets[row]} to "
+            f"{offsets[row + 1]}"
+        )
+    if offsets[-1] != elements:
+        raise ValueError(
+            f"the row offsets of column {name!r} end at {offsets[-1]}; it has {elements} elements"
+        )

@@ -93,6 +93,14 @@ class _Part:
         return f"column {self.name!r} of object {self.source.key}"
 
 
+def columns_of(key: str, head: memoryview, rows: int | None = None) -> dict[str, StoredColumn]:
+    """The columns of the object `key`, of its head. ObjectDamaged where it is none (`parse`)."""
+    try:
+        return parse(head, rows)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ObjectDamaged(f"Object {key} is no batch object: {error}.") from error
+
+
 def heads(
     store: Store, sources: set[Source], anew: bool = False
 ) -> dict[str, dict[str, StoredColumn]]:
@@ -119,10 +127,7 @@ def heads(
                 f"Object {source.key} is damaged: its head has digest {digest(head)}, "
                 f"the reference says {source.digest}."
             )
-        try:
-            found[source.digest] = parse(head)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ObjectDamaged(f"Object {source.key} is no batch object: {error}.") from error
+        found[source.digest] = columns_of(source.key, head, source.rows)
     with _lock:
         for source in missing:
             _heads[source.digest] = found[source.digest]

@@ -13,14 +13,16 @@ engines/elastic/; nothing here imports torch.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.stage_store import DATA_SUFFIX
-from storage.runs.weights import TensorEntry
+from storage.runs.weights import TensorEntry, check_places
 
 TICKET_FORMAT = "refrain.gradients/1"
 TICKET = "open.json"
@@ -81,6 +83,11 @@ class Gradient(Record):
     digest: str  # of names, types, shapes and bytes of all tensors
     tensors: dict[str, TensorEntry]
     metrics: UnitMetrics
+
+    @model_validator(mode="after")
+    def _tensors_lie_apart(self) -> Self:
+        check_places(self.tensors, {self.file: self.nbytes})
+        return self
 
 
 def gradients_key(run: RunStore, step: int) -> str:

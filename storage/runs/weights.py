@@ -13,11 +13,11 @@ that are merged into its base's (adapters.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from storage.batches import tensors as torch_bytes
 from storage.batches.format import DTYPES
@@ -99,9 +99,39 @@ class TensorEntry(Frozen):
         """Of the tensor."""
         return math.prod(self.shape) * DTYPES[self.dtype][0]
 
+    @model_validator(mode="after")
+    def _its_bytes_fit(self) -> Self:
+        """So that no tensor is read from another one's bytes."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"its number format is {self.dtype!r}")
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"its shape is {list(self.shape)}")
+        size = self.stop - self.start
+        wanted = {"whole": self.nbytes, "same": 0, "changed": max(size, 0)}[self.form]
+        if self.start < 0 or size != wanted:
+            raise ValueError(f"it takes the bytes {self.start} to {self.stop} and needs {wanted}")
+        return self
+
+
+def check_places(tensors: Mapping[str, TensorEntry], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError where tensors overlap, or reach past the end of their file.
+
+    sizes: bytes of each file.
+    """
+    ends: dict[str, tuple[int, str]] = {}
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)):
+        if entry.start == entry.stop:
+            continue
+        before, other = ends.get(entry.file, (0, ""))
+        if entry.start < before:
+            raise ValueError(f"tensor {name!r} begins at byte {entry.start}, within {other!r}")
+        if entry.stop > sizes.get(entry.file, 0):
+            raise ValueError(f"tensor {name!r} ends after {entry.file}, at byte {entry.stop}")
+        ends[entry.file] = entry.stop, name
+
 
 class FileEntry(Frozen):
-    nbytes: int
+    nbytes: int = Field(ge=0)
     digest: str
 
 
@@ -115,6 +145,11 @@ class Manifest(Frozen):
     files: dict[str, FileEntry]
     base: Base | None = None  # None: the version is whole
     adapter: Adapter | None = None  # on the base; None: the tensors are the weights
+
+    @model_validator(mode="after")
+    def _tensors_lie_apart(self) -> Self:
+        check_places(self.tensors, {name: file.nbytes for name, file in self.files.items()})
+        return self
 
     @property
     def content(self) -> str:

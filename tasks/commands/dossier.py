@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from configs.overrides import ConfigError
 from storage.audit.audit import audit
-from storage.audit.dossier import write_dossier
+from storage.audit.dossier import VERIFY, write_dossier
 from tasks.commands.command import Answer, Request, text
 
 
@@ -20,6 +21,8 @@ def answer(request: Request) -> Answer:
     audited = audit(files)
     digest = write_dossier(files, audited, folder)
     shown = [text(f"Dossier of {files.run}: {folder}"), text(f"  sha256 of SHA256SUMS  {digest}")]
+    script = hashlib.sha256((folder / VERIFY).read_bytes()).hexdigest()
+    shown.append(text(f"  sha256 of {VERIFY}   {script}"))
     shown += [text(problem.message, "bold red") for problem in audited.problems]
     pushed = None
     if token is not None:
@@ -30,6 +33,7 @@ def answer(request: Request) -> Answer:
             "run": files.run,
             "folder": str(folder),
             "sha256": digest,
+            "verify_sha256": script,
             "good": audited.good,
             "pushed": pushed,
         },

@@ -5,6 +5,7 @@ After each: none of its processes is left, and the same sandbox runs the next pr
 
 from __future__ import annotations
 
+import platform
 import socket
 import uuid
 from collections.abc import Iterator
@@ -130,6 +131,93 @@ def test_the_network_and_this_machines_own_services(sandbox: SupervisedSandbox) 
     assert lines[0] == unreachable or (is_container(sandbox) and lines[0] == refused)
     assert lines[1:3] == [unreachable, refused]
     assert "'eth0'" not in lines[3] and "'lo'" in lines[3]
+
+
+def test_sockets_that_no_namespace_holds(sandbox: SupervisedSandbox) -> None:
+    """AF_VSOCK (40) reaches the machine's host; the filter itself answers, with EPERM."""
+    ran = run(
+        sandbox,
+        "import ctypes, errno, os, socket\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "def ask(call, *arguments):\n"
+        "    ctypes.set_errno(0)\n"
+        "    return 'made' if call(*arguments) >= 0 else errno.errorcode[ctypes.get_errno()]\n"
+        "pair = (ctypes.c_int * 2)()\n"
+        "for family in range(64):\n"
+        "    for kind in (1, 2, 3):\n"
+        "        print(family, ask(libc.socket, family, kind, 0),\n"
+        "              ask(libc.socketpair, family, kind, 0, pair))\n"
+        "for protocol in (4, 9, 12, 15, 16, 21):\n"  # of netlink: diagnoses, audit, netfilter, …
+        "    print('netlink', ask(libc.socket, 16, 3, protocol))\n",
+    )
+    assert ran.cause == "ended", ran.stderr
+    for line in ran.stdout.decode().splitlines():
+        family, *answers = line.split()
+        if family not in ("1", "2", "10", "16"):
+            assert set(answers) == {"EPERM"}, line
+    assert b"1 made made" in ran.stdout and b"2 made" in ran.stdout
+
+
+def test_sockets_that_programs_need(sandbox: SupervisedSandbox) -> None:
+    ran = run(
+        sandbox,
+        "import asyncio, socket, socketserver\n"
+        "a, b = socket.socketpair(); a.send(b'x'); print(b.recv(1))\n"
+        "print(socket.getaddrinfo('127.0.0.1', 80)[0][4], bool(socket.if_nameindex()))\n"
+        "print(asyncio.run(asyncio.sleep(0, 'slept')))\n"
+        "for family in (socket.AF_INET, socket.AF_INET6):\n"
+        "    try: socket.socket(family, socket.SOCK_STREAM).close()\n"
+        "    except OSError as error: assert error.errno == 97, error\n"  # a machine without IPv6
+        "try: socket.getaddrinfo('localhost', 80)\n"
+        "except socket.gaierror: pass\n",
+    )
+    assert ran.stdout.splitlines() == [b"b'x'", b"('127.0.0.1', 80) True", b"slept"], ran.stderr
+    assert (ran.cause, ran.exit_code) == ("ended", 0)
+
+
+INTEL = pytest.mark.skipif(platform.machine() != "x86_64", reason="other calls of x86_64")
+
+
+@INTEL
+@pytest.mark.parametrize(
+    ("number", "code", "signal"),
+    [
+        # socketcall(SYS_SOCKET, [AF_VSOCK, SOCK_STREAM, 0]) and socket(…) of 32-bit programs: they die.
+        ("socketcall", "b8 66000000 bb 01000000 31c9 cd80 c3", 31),
+        ("socket of i386", "b8 67010000 bb 28000000 b9 01000000 31d2 cd80 c3", 31),
+        ("socket of x32", "b8 29000040 bf 28000000 be 01000000 31d2 0f05 c3", None),
+        ("io_uring_setup", "b8 a9010000 bf 01000000 31f6 0f05 c3", None),
+        # The kernel reads 32 bits of a family: what stands above them hides nothing.
+        ("above", "b8 29000000 48bf 2800000001000000 be 01000000 31d2 0f05 c3", None),
+    ],
+)
+def test_sockets_by_other_doors(
+    sandbox: SupervisedSandbox, number: str, code: str, signal: int | None
+) -> None:
+    ran = run(
+        sandbox,
+        "import ctypes, mmap\n"
+        "page = mmap.mmap(-1, 4096, prot=7)\n"
+        f"page.write(bytes.fromhex('{code}'))\n"
+        "at = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+        "print(ctypes.CFUNCTYPE(ctypes.c_long)(at)())\n",
+    )
+    if signal is not None:
+        assert (ran.cause, ran.signal) == ("killed", signal), number
+    else:
+        refused = b"-38" if "x32" in number else b"-1"  # ENOSYS, EPERM
+        assert ran.stdout.strip() == refused, (number, ran.stderr)
+
+
+def test_sockets_in_a_container(container: SupervisedSandbox) -> None:
+    ran = run(
+        container,
+        "import socket\n"
+        "for family in (40, 38, 17, 16, 2):\n"
+        "    try: socket.socket(family, socket.SOCK_DGRAM); print('made')\n"
+        "    except OSError as error: print(error.errno)\n",
+    )
+    assert ran.stdout.split() == [b"1", b"1", b"1", b"made", b"made"], ran.stderr
 
 
 def test_files_and_secrets_of_the_owner(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -125,6 +126,81 @@ def test_files_that_lack_or_came_later_are_found(world: World, bare: Path) -> No
     _, out = world.verify(bare)
     assert "more.txt: not in the dossier" in out
     assert "data.json: missing" in out
+
+
+def started(
+    world: World, python: Path | str, *words: str, cwd: Path | None = None, **variables: str
+) -> tuple[int, str]:
+    """As whoever has the folder starts the check: without -I."""
+    done = subprocess.run(
+        [str(python), *(words or (str(world.folder / "verify.py"),))],
+        capture_output=True, text=True, check=False, cwd=cwd, env={"PATH": "/usr/bin:/bin", **variables},
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+PLANTED = "print('All is as it was.')\nimport os\nos._exit(0)\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["argparse.py", "json.py", "__future__.py", "os.py", "typing.py", "pathlib/__init__.py", "xxhash.py",
+     "encodings/__init__.py", "sitecustomize.py", "hashlib.pyc", "__pycache__/argparse.cpython-311.pyc"],
+)  # fmt: skip
+def test_nothing_that_lies_beside_the_script_is_run(world: World, bare: Path, name: str) -> None:
+    planted = world.folder / name
+    planted.parent.mkdir(exist_ok=True)
+    planted.write_text(PLANTED)
+    for python, words, cwd in (
+        (bare, (), None),
+        (bare, ("verify.py",), world.folder),
+        (bare, ("./verify.py",), world.folder),
+        (bare, ("-S", "verify.py"), world.folder),
+        (bare, ("-I", "verify.py"), world.folder),
+        (sys.executable, (), None),
+    ):
+        code, out = started(world, python, *words, cwd=cwd)
+        assert code == 1 and f"{name}: not in the dossier when it was made" in out, (words, out)
+        assert "All is as it was" not in out
+
+
+def test_a_folder_on_pythons_path_is_not_imported_either(world: World, bare: Path) -> None:
+    (world.folder / "argparse.py").write_text(PLANTED)
+    for value in (str(world.folder), ".", f"{world.folder}/../{world.folder.name}", ""):
+        code, out = started(
+            world, bare, "verify.py", cwd=world.folder, PYTHONPATH=f"{value}:{world.folder}"
+        )
+        assert code == 1 and "argparse.py: not in the dossier" in out
+    (world.folder / "argparse.py").unlink()
+    (world.folder / "sitecustomize.py").write_text("")  # which runs before any script
+    code, out = started(world, bare, "verify.py", cwd=world.folder, PYTHONPATH=".")
+    assert code == 1 and "sitecustomize.py: was imported as sitecustomize" in out
+    (world.folder / "sitecustomize.py").unlink()
+    shutil.rmtree(world.folder / "__pycache__", ignore_errors=True)  # of that start
+    assert started(world, bare)[0] == 0
+    assert not list(world.folder.rglob("__pycache__"))
+
+
+def test_what_is_no_file_and_names_that_a_terminal_obeys(world: World, bare: Path) -> None:
+    (world.folder / "x\n0 problems.\x1b[2KAll is as it was.").write_text("")
+    (world.folder / "of.json").symlink_to(world.folder / "data.json")
+    (world.folder / "folder").symlink_to(world.store)
+    moved = world.store.parent / "README.md"
+    shutil.move(world.folder / "README.md", moved)
+    (world.folder / "README.md").symlink_to(moved)
+    code, out = world.verify(bare)
+    assert code == 1 and "4 problems." in out
+    assert "\x1b" not in out and "\nAll is" not in out and "\n0 problems" not in out
+    for name in ("of.json", "folder"):
+        assert f"{name}: not in the dossier" in out
+    assert "README.md: no file, but a link" in out
+    (world.folder / "SHA256SUMS").unlink()
+    assert "SHA256SUMS: missing" in world.verify(bare)[1]
+
+
+def test_the_script_tells_its_own_digest(world: World, bare: Path) -> None:
+    own = hashlib.sha256((world.folder / "verify.py").read_bytes()).hexdigest()
+    assert f"\nverify.py {own}\n" in world.verify(bare)[1]
 
 
 def test_the_stores_own_digests_are_made_again(world: World) -> None:

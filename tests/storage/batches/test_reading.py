@@ -1,5 +1,6 @@
 """Reading takes the bytes asked for, without copies, and notices every kind of damage."""
 
+import json
 import os
 import uuid
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from storage.batches import reading
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.cache import merge_ranges
+from storage.objects.digests import digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.objects.store import GAP_BYTES, Store
 
@@ -256,3 +258,76 @@ def test_tensors_outlive_their_file(store: Store) -> None:
     store.delete(sorted(ref.objects))
     assert torch.equal(found.values(), torch.arange(30))
     assert not os.path.exists(store.url(key_of(ref)).removeprefix("file://"))
+
+
+def forged(store: Store, change: Callable[[dict, dict, dict[str, np.ndarray]], None]) -> BatchRef:
+    """A batch whose head was written by somebody else: its digests are right, its numbers are not."""
+    ref = write_batch(
+        store,
+        "forged.safetensors",
+        {"ids": [[1, 2], [3], [4, 5, 6]], "reward": np.array([1.0, 2.0, 3.0], np.float32), "s": ["a", "bc", ""]},
+    )  # fmt: skip
+    data = store.read("forged.safetensors")
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8 : 8 + size]))
+    note = json.loads(header["__metadata__"]["refrain"])
+    body = bytearray(data[8 + size :])
+    names = [note["columns"][name]["offsets"] for name in ("ids", "s")]
+    arrays = {n: np.frombuffer(body, "<i8", 4, header[n]["data_offsets"][0]) for n in names}
+    change(header, note, {"ids": arrays[names[0]], "s": arrays[names[1]]})
+    header["__metadata__"]["refrain"] = json.dumps(note)
+    text = json.dumps(header).encode()
+    head = len(text).to_bytes(8, "little") + text
+    (source,) = ref.columns["ids"].sources
+    inner = source.head - 8 - size
+    head += bytes(body[:inner])
+    key = f"{uuid.uuid4().hex}.safetensors"
+    store.write(key, head + bytes(body[inner:]))
+    value = ref.to_json()
+    value["sources"] = [[key, 3, len(head), digest(head)]]  # type: ignore[index]
+    return BatchRef.from_json(value)
+
+
+def _set(where: dict, **values: object) -> None:
+    where.update(values)
+
+
+FORGERIES: dict[str, tuple[Callable[[dict, dict, dict[str, np.ndarray]], object], str]] = {
+    "offsets that decrease": (lambda h, n, o: o["ids"].__setitem__(1, 4), "go back in row 1, from 4"),
+    "negative offsets": (lambda h, n, o: o["ids"].__setitem__(0, -2), "begin at -2, not 0"),
+    "offsets from one": (lambda h, n, o: o["ids"].__setitem__(0, 1), "begin at 1, not 0"),
+    "offsets past the end": (lambda h, n, o: o["ids"].__setitem__(3, 7), "end at 7; it has 6"),
+    "offsets before the end": (lambda h, n, o: o["s"].__setitem__(slice(2, 4), 2), "end at 2; it has 3"),
+    "offsets that overflow": (lambda h, n, o: o["s"].__setitem__(1, 2**63 - 1), "go back in row 1"),
+    "a negative size": (lambda h, n, o: _set(h["reward"], shape=[-3]), "a size of reward is -3"),
+    "a huge size": (lambda h, n, o: _set(h["reward"], shape=[2**62, 2**62]), "needs"),
+    "a size that is no number": (lambda h, n, o: _set(h["reward"], shape=[True, 3.0]), "is True"),
+    "a place of another column": (
+        lambda h, n, o: _set(h["reward"], data_offsets=h["ids"]["data_offsets"]), "its shape",
+    ),
+    "an overlap": (
+        lambda h, n, o: _set(h["reward"], data_offsets=[h["ids"]["data_offsets"][0], h["ids"]["data_offsets"][0] + 12]),
+        "begins at",
+    ),
+    "places that go back": (lambda h, n, o: _set(h["reward"], data_offsets=[12, 0]), "takes the bytes 12 to 0"),
+    "a place before the first": (lambda h, n, o: _set(h["reward"], data_offsets=[-12, 0]), "is -12"),
+    "another number of rows": (lambda h, n, o: _set(n, rows=2), "holds 2 rows, the reference says 3"),
+    "rows without number": (lambda h, n, o: _set(n, rows=2**80), "number of rows is"),
+    "a type that there is not": (lambda h, n, o: _set(h["reward"], dtype="F3"), "reward is 'F3'"),
+    "a dense column with offsets": (lambda h, n, o: _set(n["columns"]["ids"], kind="dense"), "is dense"),
+    "checksums in the values": (
+        lambda h, n, o: _set(h["_row_checksums.ids"], data_offsets=[2**40, 2**40 + 12]), "after the head",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_head_whose_numbers_do_not_agree_is_refused(name: str, tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}")
+    honest = forged(store, lambda header, note, offsets: None)
+    assert [list(row) for row in honest.fetch_list(store, "ids")] == [[1, 2], [3], [4, 5, 6]]  # type: ignore[call-overload]
+    change, reason = FORGERIES[name]
+    ref = forged(store, lambda header, note, offsets: change(header, note, offsets) and None)
+    with pytest.raises(ObjectDamaged, match="is no batch object") as refused:
+        ref.verify(store)
+    assert reason in str(refused.value)
