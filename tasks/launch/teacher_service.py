@@ -15,6 +15,7 @@ from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.model_facts import model_facts
 from engines.models import check_model
+from engines.processes.key_guard import SHORTEST_KEY
 from engines.teachers.service import Limits, TeacherService
 from engines.train.spec import TrainSpec
 from engines.workers.engine import EngineSpec
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from configs.model import Model
 
 FAILED = 1
-SHORTEST_KEY = 16  # characters
 ENGINE = "engines.train.fsdp_engine"
 PIN_EVERY = YOUNG / 4  # seconds; a pin of what is no run counts for YOUNG
 
@@ -41,11 +41,7 @@ PIN_EVERY = YOUNG / 4  # seconds; a pin of what is no run counts for YOUNG
 def serve(config: TeacherServiceConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code. ConfigError before anything starts."""
     key = key_of_service(config.key_variable)
-    if len(key) < SHORTEST_KEY:
-        raise ConfigError(
-            f"The key in {config.key_variable} has {len(key)} characters, so it can be guessed. Use "
-            f"{SHORTEST_KEY} or more, such as those of: openssl rand -hex 32."
-        )
+    check_key(config.key_variable, key)
     store = Store(config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20)
     stores = [
         store,
@@ -110,6 +106,15 @@ def key_of_service(variable: str) -> str:
     return key
 
 
+def check_key(variable: str, key: str) -> None:
+    """ConfigError where a service's key can be guessed."""
+    if len(key) < SHORTEST_KEY:
+        raise ConfigError(
+            f"The key in {variable} has {len(key)} characters, so it can be guessed. Use "
+            f"{SHORTEST_KEY} or more, such as those of: openssl rand -hex 32."
+        )
+
+
 def described(model: Model) -> str:
     """A model in a few words."""
     return f"random, seed {model.seed}" if model.kind == "random" else model.path
@@ -167,15 +172,9 @@ def _listen(config: TeacherServiceConfig, service: TeacherService, key: str) -> 
     import uvicorn
 
     from engines.teachers.api import app
+    from engines.teachers.connections import settings_of
 
-    settings = uvicorn.Config(
-        app(service, key),
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
-    )
+    settings = settings_of(app(service, key), config.host, config.port)
     server = uvicorn.Server(settings)
     listening = settings.bind_socket()
     _say(config, listening.getsockname()[1], service)
