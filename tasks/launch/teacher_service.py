@@ -15,7 +15,6 @@ from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.model_facts import model_facts
 from engines.models import check_model
-from engines.processes.key_guard import SHORTEST_KEY
 from engines.teachers.service import Limits, TeacherService
 from engines.train.spec import TrainSpec
 from engines.workers.engine import EngineSpec
@@ -25,6 +24,7 @@ from storage.objects.store import Store
 from storage.runs.forks import YOUNG, pin_version
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
+from tasks.launch.service_keys import check_key
 from tasks.run.engine_specs import MODELS
 from tasks.run.forking import parent_config
 from tasks.run.teachers import origin_of_version
@@ -104,15 +104,6 @@ def key_of_service(variable: str) -> str:
             "same for the service and for the runs that it teaches."
         )
     return key
-
-
-def check_key(variable: str, key: str) -> None:
-    """ConfigError where a service's key can be guessed."""
-    if len(key) < SHORTEST_KEY:
-        raise ConfigError(
-            f"The key in {variable} has {len(key)} characters, so it can be guessed. Use "
-            f"{SHORTEST_KEY} or more, such as those of: openssl rand -hex 32."
-        )
 
 
 def described(model: Model) -> str:
