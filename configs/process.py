@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import socket
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +30,23 @@ def begin_process() -> None:
     drop_unusable_certificates()
     shorten_temporary_folder()
     keep_compiled_code()
+
+
+def close_to_others() -> None:
+    """What this process and its children make from now on can be opened by this user alone."""
+    os.umask(os.umask(0o077) | 0o077)
+
+
+def close_folder(folder: Path) -> None:
+    """Close a run's own folder to others where it is there, and is this user's.
+
+    One that was given to a group (the set-group-ID bit) stays as it is.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        status = folder.lstat()
+        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if own and not status.st_mode & stat.S_ISGID and status.st_mode & 0o077:
+            folder.chmod(0o700)
 
 
 def past_proxies() -> None:

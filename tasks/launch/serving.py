@@ -24,6 +24,7 @@ from configs.environment import given
 from configs.grpo import GRPOConfig
 from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
+from configs.process import close_to_others
 from configs.serve import ServeConfig
 from engines.adapters import stream_whole
 from engines.failures import WeightMismatch
@@ -74,6 +75,7 @@ def serve(config: ServeConfig) -> int:
     served = named(config, store)
     key = key_of(config)
     signal.signal(signal.SIGTERM, _stop)
+    close_to_others()
     server: ServerProcess | None = None
     try:
         while True:

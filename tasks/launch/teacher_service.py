@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from configs.environment import given
 from configs.overrides import ConfigError
+from configs.process import close_to_others
 from configs.teachers import TeacherServiceConfig
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
@@ -57,6 +58,7 @@ def serve(config: TeacherServiceConfig) -> int:
         raise ConfigError(str(error)) from error
     facts = model_facts(model)
     signal.signal(signal.SIGTERM, _stop)
+    close_to_others()
     ended = threading.Event()
     try:
         with open_cluster(_cluster(config), preload=(ENGINE,)) as cluster:
