@@ -230,7 +230,7 @@ class _Listener(ThreadingHTTPServer):
 def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        server: _Listener  # type: ignore[assignment]
+        server: _Listener
         known = False  # whether this connection has shown a key
 
         def setup(self) -> None:
