@@ -30,7 +30,9 @@ def private_folder(folder: Path) -> Path:
         status = os.fstat(handle)
         if status.st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to the user with the number {status.st_uid}")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # A group with the user's own number has one member: many systems make folders writable by it.
+        group = 0 if status.st_gid == status.st_uid else stat.S_IWGRP
+        if status.st_mode & (group | stat.S_IWOTH):
             raise PermissionError(f"{folder} can be written by others")
         if status.st_mode & 0o077:
             os.fchmod(handle, 0o700)

@@ -27,6 +27,7 @@ from prefect.settings import (
 )
 
 from configs.private_folder import private_folder
+from configs.process import close_folder
 from engines.processes.node_process import python_path
 from tasks.launch.server_process import ServerError, ServerProcess
 
@@ -184,6 +185,8 @@ def prefect_server(home: Path, shared_machine: bool = False) -> Iterator[str]:
 def new_password(home: Path) -> str:
     """A password for this run's server, as NAME:PASSWORD, kept in a file of this user alone."""
     password = f"refrain:{secrets.token_urlsafe(24)}"
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    close_folder(home)
     file = private_folder(home) / PASSWORD_FILE
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:

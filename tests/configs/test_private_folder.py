@@ -32,7 +32,21 @@ def test_what_is_made_is_this_users_alone(tmp_path: Path) -> None:
     assert private_folder(folder).stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
+@root
+def test_a_group_that_is_not_the_users_own_is_not_trusted(tmp_path: Path) -> None:
+    for group, trusted in ((OTHER, False), (os.getuid(), True)):
+        folder = tmp_path / str(group)
+        folder.mkdir()
+        os.chown(folder, -1, group)
+        folder.chmod(0o775)
+        if trusted:
+            assert private_folder(folder).stat().st_mode & 0o777 == 0o700
+            continue
+        with pytest.raises(PermissionError, match="can be written by others"):
+            private_folder(folder)
+
+
+@pytest.mark.parametrize("mode", [0o702, 0o777, 0o1777])
 def test_where_others_could_write_nothing_is_trusted(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
