@@ -1,6 +1,6 @@
 """Objects named by an import path: engines, and users' own functions.
 
-A path is `package.module:name` or `path/to/file.py:name`. Only the standard library is imported
+A path is `package.module:name` or `path/to/file.py:name`. Only the standard library is used
 here, because every reward process starts with this module.
 """
 
@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import re
-import stat
 import sys
 import tempfile
 import traceback
@@ -19,6 +18,8 @@ from collections.abc import Collection
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
+
+from configs.private_folder import machine_folder
 
 
 def imported(path: str) -> Any:
@@ -96,11 +97,7 @@ def _offered(name: str, file: str) -> str:
     Processes that this one starts afresh, as multiprocessing does by `spawn`, get its sys.path, and
     functions by the name of their module.
     """
-    folder = os.path.join(tempfile.gettempdir(), f"refrain-files-{os.getuid()}")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    status = os.lstat(folder)
-    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o22:
-        folder = tempfile.mkdtemp(prefix="refrain-files-")  # that one is somebody else's
+    folder = str(machine_folder("files"))
     with tempfile.NamedTemporaryFile("w", dir=folder, encoding="utf-8", delete=False) as made:
         made.write(_OFFER.format(file=file))
     os.replace(made.name, os.path.join(folder, f"{name}.py"))

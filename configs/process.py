@@ -1,6 +1,6 @@
 """What a process sets right in its environment before anything else reads it.
 
-Its children take it over. Only the standard library is imported here.
+Its children take it over. Only the standard library is used here.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import contextlib
 import hashlib
 import os
 import socket
+import stat
 import sys
 import tempfile
 from pathlib import Path
+
+from configs.environment import cache_folder
+from configs.private_folder import machine_folder, private_folder
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 # Bytes of TMPDIR. The address of a socket has room for 107: the folder of a cluster takes 17 of them,
@@ -25,6 +29,24 @@ def begin_process() -> None:
     past_proxies()
     drop_unusable_certificates()
     shorten_temporary_folder()
+    keep_compiled_code()
+
+
+def close_to_others() -> None:
+    """What this process and its children make from now on can be opened by this user alone."""
+    os.umask(os.umask(0o077) | 0o077)
+
+
+def close_folder(folder: Path) -> None:
+    """Close a run's own folder to others where it is there, and is this user's.
+
+    One that was given to a group (the set-group-ID bit) stays as it is.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        status = folder.lstat()
+        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if own and not status.st_mode & stat.S_ISGID and status.st_mode & 0o077:
+            folder.chmod(0o700)
 
 
 def past_proxies() -> None:
@@ -67,24 +89,24 @@ def shorten_temporary_folder() -> None:
     """Call a folder of temporary files with a long path by a short one, a link to it.
 
     The address of a Unix socket has room for 107 bytes, and jobs of a cluster often have a long
-    TMPDIR. The link has one name for each folder and user, and stays: whoever needs it may outlive
-    this process. ValueError, in one sentence, where no link can be made.
+    TMPDIR. The link lies in a folder that is this user's alone, has one name for each folder that it
+    leads to, and stays: whoever needs it may outlive this process. ValueError, in one sentence, where
+    no link can be made.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= LONGEST_TMPDIR:
         return
-    named = f"refrain-{os.getuid()}-"
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
-    for place in map(Path, SHORT_FOLDERS):
-        for old in place.glob(f"{named}*"):
-            if old.is_symlink() and not old.exists():  # of a job that is over
-                with contextlib.suppress(OSError):
-                    old.unlink()
-        link = place / f"{named}{digest}"
+    for place in filter(os.path.isdir, SHORT_FOLDERS):
         with contextlib.suppress(OSError):
+            own = private_folder(Path(place, f"refrain-{os.getuid()}"))
+            for old in own.iterdir():
+                if old.is_symlink() and not old.exists():  # of a job that is over
+                    old.unlink(missing_ok=True)
+            link = own / digest
             with contextlib.suppress(FileExistsError):
                 link.symlink_to(folder)
-            if link.lstat().st_uid == os.getuid() and os.readlink(link) == folder:
+            if os.readlink(link) == folder:
                 os.environ["TMPDIR"] = tempfile.tempdir = str(link)
                 return
     raise ValueError(
@@ -92,3 +114,17 @@ def shorten_temporary_folder() -> None:
         f"and no link to it can be made in {', '.join(SHORT_FOLDERS)}. Set TMPDIR to a folder of at "
         f"most {LONGEST_TMPDIR} bytes."
     )
+
+
+def keep_compiled_code() -> None:
+    """Have torch keep the code that it has compiled where only this user can put any.
+
+    By itself it takes a folder of temporary files whose name can be guessed, and loads what is there.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    try:
+        folder = private_folder(private_folder(cache_folder()) / "torchinductor")
+    except (OSError, RuntimeError):  # no cache folder, or no home that it could be in
+        folder = machine_folder("torchinductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -7,6 +7,8 @@ from configs.storage import StoreConfig, TrackingConfig
 
 VERSION = r"^(models:/[^@/\s]+@[^@/\s]+|[A-Za-z0-9][A-Za-z0-9._-]*(@\d+)?)$"
 PORT = 8100
+KEY_VARIABLE = "REFRAIN_SERVE_KEY"
+VARIABLE = r"^[A-Z_][A-Z0-9_]*$"
 
 
 class ServeConfig(Settings):
@@ -21,7 +23,13 @@ class ServeConfig(Settings):
     look_every: float = Field(
         10.0, gt=0, description="Seconds between looks at which version that is (follow = true)."
     )
-    host: str = Field("127.0.0.1", description="Address to listen at; the API asks for no key.")
+    host: str = Field("127.0.0.1", description="Address to listen at.")
+    key_variable: str = Field(
+        KEY_VARIABLE,
+        pattern=VARIABLE,
+        description="NAME of the environment variable with the key that requests have to show. "
+        "Where it is not set, and host is of this machine alone, a key is made and kept in folder.",
+    )
     port: int = Field(PORT, ge=1, le=65535, description="Port to listen at.")
     folder: str = Field(
         ".refrain/served", description="Where versions are written for vLLM; the newest two stay."

@@ -21,7 +21,8 @@ class StoreConfig(Settings):
         default_factory=dict,
         description="Arguments of the fsspec file system, such as endpoint_url. No credentials: "
         "those come from the environment. For S3, conditional_writes=false names an endpoint that "
-        "has none (docs/operations.md).",
+        "has none (docs/operations.md). For file://, shared_by_group=true lets the folder's group "
+        "read and write what is stored; without it only who started the run can.",
     )
     snapshot_every: int = Field(
         10, ge=1, description="Steps between snapshots of the trainer's state."

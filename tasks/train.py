@@ -16,7 +16,7 @@ from prefect.context import FlowRunContext
 from prefect.states import State
 
 from configs.grpo import GRPOConfig
-from configs.process import begin_process
+from configs.process import begin_process, close_to_others
 from storage.prompts.cursor import Exhausted
 from storage.runs.commit_log import Commit
 from tasks.commit import snapshot
@@ -54,6 +54,7 @@ def train(
     with contextlib.ExitStack() as stack:
         if run is None:
             begin_process()  # a server's worker has not
+            close_to_others()
             findings = check(config, resumed=resume is not None)
             try:
                 opened = open_run(_this_flow(), config, resume, fork)

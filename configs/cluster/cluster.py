@@ -156,7 +156,13 @@ class ClusterConfig(Settings):
     tls: Tls | None = Field(
         None,
         description="Encryption and mutual authentication of flow, scheduler and workers; none: "
-        "temporary for slurm and ssh, off for the rest.",
+        "temporary for slurm and ssh, and with shared_machine; off for the rest.",
+    )
+    shared_machine: bool = Field(
+        False,
+        description="Other people log in to this machine, so that they reach what listens on "
+        "loopback: TLS is temporary where workers are on this machine too, unless tls says "
+        "otherwise, and the run's own Prefect server asks for a password (kind = local).",
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="Slurm (kind = slurm).")
     ssh: SshConfig = Field(default_factory=SshConfig, description="SSH (kind = ssh).")
@@ -199,7 +205,8 @@ class ClusterConfig(Settings):
         """The TLS that is used."""
         if self.tls is not None:
             return self.tls
-        return TemporaryTls() if self.kind in ("slurm", "ssh") else NoTls()
+        needed = self.kind in ("slurm", "ssh") or (self.kind == "local" and self.shared_machine)
+        return TemporaryTls() if needed else NoTls()
 
     @model_validator(mode="after")
     def _consistent(self) -> "ClusterConfig":

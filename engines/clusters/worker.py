@@ -11,7 +11,7 @@ import os
 import sys
 
 from configs.environment import import_from_working_folder
-from configs.process import begin_process
+from configs.process import begin_process, close_to_others
 from engines.processes import dask_settings
 
 dask_settings.apply()  # before Dask reads them
@@ -28,6 +28,7 @@ SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # where Dask's operator for Kubernetes say
 def main() -> None:
     """Serve until the job ends or the scheduler is gone."""
     begin_process()
+    close_to_others()
     import_from_working_folder()
     words = sys.argv[1:]
     if not words or words[0].startswith("-"):

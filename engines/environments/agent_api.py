@@ -7,16 +7,31 @@ the standard library is imported, as in all that runs in the process of the envi
 
 from __future__ import annotations
 
+import hmac
+import io
 import json
 import secrets
+import socket
+import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 MODEL = "policy"  # the model's name, whatever a request calls it
+
+MOST_BODY = 2**25  # bytes of a request's body
+MOST_ID = 2**31  # token ids are below it
+STRANGERS = 128  # connections at once that have shown no episode's key; further ones wait
+STRANGER_SECONDS = 10.0  # that such a one has for all of a request
+KNOWN_SECONDS = 3600.0  # that a connection with a key may be silent, or needs for a request
+SEND_SECONDS = 60.0  # in which an answer has to be taken
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
@@ -122,16 +137,20 @@ class Server:
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
-        http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        http.daemon_threads = True
+        http = _Listener(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=http.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
 
-    def answered(self, key: str, request: Request) -> Answer:
+    def session(self, key: str) -> Session | None:
+        """The episode of a key. How long that takes does not tell how much of a key is right."""
+        shown, found = key.encode(errors="replace"), None
+        for known, session in list(self.sessions.items()):
+            if hmac.compare_digest(shown, known.encode()):
+                found = session
+        return found
+
+    def answered(self, session: Session, request: Request) -> Answer:
         """The answer to a request; waits for the model's turn."""
-        session = self.sessions.get(key)
-        if session is None:
-            return refused("this key is of no episode", 401)
         if session.over is not None:
             return session.over
         if wrong := _wrong(request):
@@ -148,13 +167,17 @@ def _wrong(request: Request) -> str | None:
     else:
         name = "prompt" if request.route == _COMPLETIONS else "token_ids"
         ids = body.get(name)
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        if not isinstance(ids, list) or not ids or not all(map(_is_token, ids)):
             return f"{name} has to be a list of token ids; /v1/chat/completions takes text"
     if body.get("n") not in (None, 1):
         return "n has to be 1: an episode has one answer a turn"
     if body.get("stream") and request.route == _GENERATE:
         return "stream has to be false: a turn is given whole"
     return None
+
+
+def _is_token(id: object) -> bool:
+    return type(id) is int and 0 <= id < MOST_ID
 
 
 def _is_chat(messages: Any) -> bool:
@@ -165,9 +188,67 @@ def _is_chat(messages: Any) -> bool:
     )
 
 
+class _Timed(io.RawIOBase):
+    """What comes on a connection, until a point in time; TimeoutError then."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.until = 0.0  # by time.monotonic
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no whole request came in time")
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+class _Listener(ThreadingHTTPServer):
+    """A thread for each connection, of which few are anybody's who has shown no key."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self.strangers = threading.BoundedSemaphore(STRANGERS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """The handler gives the place back, once it has seen a key, and else at its end."""
+        self.strangers.acquire()
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves is no error of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        server: _Listener
+        known = False  # whether this connection has shown a key
+
+        def setup(self) -> None:
+            super().setup()
+            self._incoming = _Timed(self.connection)
+            self.rfile = io.BufferedReader(self._incoming)
+
+        def finish(self) -> None:
+            try:
+                super().finish()
+            finally:
+                if not self.known:
+                    self.server.strangers.release()
+
+        def handle_one_request(self) -> None:
+            seconds = KNOWN_SECONDS if self.known else STRANGER_SECONDS
+            self._incoming.until = time.monotonic() + seconds
+            super().handle_one_request()
 
         def do_GET(self) -> None:
             if self.path.rstrip("/") == "/v1/models":
@@ -176,28 +257,59 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 self._send(*refused(f"there is no {self.path}", 404))
 
         def do_POST(self) -> None:
-            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+            session = server.session(key)
+            if session is None:
+                self._close(*refused("this key is of no episode", 401))
+                return
+            self._is_known()
+            length = self.headers.get("Content-Length", "")
+            if not (length.isascii() and length.isdigit()) or "Transfer-Encoding" in self.headers:
+                self._close(
+                    *refused("Content-Length has to be the number of the body's bytes", 411)
+                )
+                return
+            if len(length) > 20 or int(length) > MOST_BODY:
+                self._close(*refused(f"a body may have {MOST_BODY} bytes", 413))
+                return
+            text = self.rfile.read(int(length))
+            if len(text) < int(length):  # it has ended before: nobody waits for an answer
+                self.close_connection = True
+                return
             route = self.path.rstrip("/")
             if route not in (_CHAT, _COMPLETIONS, _GENERATE):
                 self._send(*refused(f"there is no {self.path}", 404))
                 return
             try:
                 body = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 body = None
             # OpenAI's clients count how often they have sent a request.
             again = self.headers.get("x-stainless-retry-count", "0") != "0"
             body = body if isinstance(body, dict) else {}
-            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-            status, answer = server.answered(key, Request(route=route, body=body, again=again))
+            status, answer = server.answered(session, Request(route=route, body=body, again=again))
             if status == 200 and body.get("stream"):
                 self._stream(answer)
             else:
                 self._send(status, answer)
 
+        def _is_known(self) -> None:
+            if not self.known:
+                self.known = True
+                self.server.strangers.release()
+                self._incoming.until = time.monotonic() + KNOWN_SECONDS
+
+        def _close(self, status: int, answer: Mapping[str, Any]) -> None:
+            """Answer a request whose body is not read."""
+            self.close_connection = True
+            self._send(status, answer)
+
         def _send(self, status: int, answer: Mapping[str, Any]) -> None:
             data = json.dumps(answer).encode()
+            self.connection.settimeout(SEND_SECONDS)
             self.send_response(status)
+            if self.close_connection:
+                self.send_header("Connection", "close")
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -214,6 +326,7 @@ def _handler(server: Server) -> type[BaseHTTPRequestHandler]:
                     delta["tool_calls"] = [{**call, "index": n} for n, call in numbered]
                 rest = {name: value for name, value in choice.items() if name != "message"}
                 chunk |= {"object": "chat.completion.chunk", "choices": [{**rest, "delta": delta}]}
+            self.connection.settimeout(SEND_SECONDS)
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Connection", "close")

@@ -36,7 +36,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from configs.environment import import_from_working_folder
-from configs.process import begin_process
+from configs.process import begin_process, close_to_others
 from engines.processes import dask_settings
 from engines.processes.certificates import Certificates
 from engines.processes.parent_death import adopt_orphans, wake_at_parents_death
@@ -225,6 +225,7 @@ class Node:
 def main() -> None:
     """Serve until the flow process ends. The argument, if any, is the cluster's scratch folder."""
     begin_process()
+    close_to_others()
     import_from_working_folder()
     scratch = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="refrain-")
     keep_temporary_files_in(scratch)

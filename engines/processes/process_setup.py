@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from configs.private_folder import machine_folder
+
 HELD = 2**30  # bytes of free memory at the heap's end that a process keeps
 MAPPED = 2**25  # bytes from which an allocation is a mapping, given back when it is freed
 C_LIBRARIES = {  # environment variables that glibc and libgomp read when a process starts
@@ -67,12 +69,10 @@ def seldom_collected() -> None:
 def keep_temporary_files_in(folder: str) -> None:
     """Have this process and all below it make their temporary files in a folder.
 
-    What torch has compiled stays where the next run finds it. `folder`: short enough for sockets in
-    it (configs/process.py).
+    `folder`: short enough for sockets in it (configs/process.py).
     """
     lasting = os.path.realpath(tempfile.gettempdir())
     os.environ[LASTING] = lasting
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{lasting}/torchinductor_{os.getuid()}")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
@@ -101,5 +101,5 @@ def name_in_ps(name: str) -> None:
 
 
 def lasting_folder() -> Path:
-    """Where a file is put that must outlast the cluster, for people to read."""
-    return Path(os.environ.get(LASTING) or tempfile.gettempdir())
+    """This user's folder for files that must outlast the cluster, for people to read."""
+    return machine_folder("logs", os.environ.get(LASTING))

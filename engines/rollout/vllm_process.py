@@ -203,7 +203,7 @@ class VllmProcess:
     def _keep_log(self) -> None:
         """Put what vLLM's processes wrote where it stays, and say so in the cause."""
         if self.log.exists():
-            kept = lasting_folder() / f"refrain-{self.name}-{os.getpid()}.log"
+            kept = lasting_folder() / f"{self.name}-{os.getpid()}.log"
             shutil.copyfile(self.log, kept)
             self.cause += f"; its log is {kept}"
 

@@ -1,38 +1,38 @@
-"""The service over HTTP: every request shows the key, every answer is JSON."""
+"""The service over HTTP: every request shows the key first, every answer is JSON."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import HTTPException
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
+from engines.processes.key_guard import App, KeyGuard
 from engines.teachers.messages import Facts, Lease, Probe, Question, Refused, Status, Taught, Tokens
 from engines.teachers.service import TeacherService
 
 POLL = 2.0  # seconds that a request waits for its answer before it is told to ask again
 STILL_WAITING = 202
-UNAUTHORIZED = 401
+NO_MESSAGE = 422
 
 
-def app(service: TeacherService, key: str) -> FastAPI:
-    """The application; requests that do not show the key are answered 401."""
-
-    def shows_key(request: Request) -> None:
-        shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(shown.encode(), key.encode()):
-            raise HTTPException(UNAUTHORIZED, "the key is not the service's")
-
-    made = FastAPI(
-        dependencies=[Depends(shows_key)], docs_url=None, redoc_url=None, openapi_url=None
-    )
+def app(service: TeacherService, key: str) -> App:
+    """The application; requests that do not show the key are answered 401, their bodies unread."""
+    made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @made.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, status_code=error.status)
+
+    @made.exception_handler(RequestValidationError)
+    async def no_message(request: Request, error: RequestValidationError) -> JSONResponse:
+        """By name and reason: what was sent is not sent back."""
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"] if part != "body")
+        text = f"{name or 'the body'} is not as it has to be: {first['msg'][:200]}"
+        return JSONResponse({"detail": text}, status_code=NO_MESSAGE)
 
     @made.post("/v1/probe")
     def probe(probe: Probe) -> Facts:
@@ -69,4 +69,4 @@ def app(service: TeacherService, key: str) -> FastAPI:
         service.told(question)
         return taught
 
-    return made
+    return KeyGuard(made, key)

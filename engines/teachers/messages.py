@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from storage.batches.refs import BatchRef
+
+MOST_ROWS = 2**20  # of a question
+MOST_SOURCES = 4096  # objects that hold a question's rows; each is looked at
+MOST_HEAD = 2**27  # bytes of such an object's head, all of which is read
+MOST_NUMBERS = 2**29  # log-probs that a question may ask for: tokens times the likeliest words
+
+NumberFormat = Literal["bfloat16", "float16", "float32"]
+Name = Annotated[str, Field(max_length=1024)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Refused(Exception):
@@ -13,6 +24,20 @@ class Refused(Exception):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status  # of HTTP
+
+
+def _bounded(value: object) -> BatchRef:
+    """A batch that is small enough to be asked about, looked at before anything is made of it."""
+    ref = value if isinstance(value, BatchRef) else BatchRef.from_json(value, MOST_ROWS)
+    sources = {source for column in ref.columns.values() for source in column.sources}
+    if len(ref) > MOST_ROWS or len(sources) > MOST_SOURCES:
+        raise ValueError(
+            f"a question has {len(ref)} rows in {len(sources)} objects, and may have {MOST_ROWS} in "
+            f"{MOST_SOURCES}"
+        )
+    if any(source.head > MOST_HEAD for source in sources):
+        raise ValueError(f"an object's head has more than {MOST_HEAD} bytes")
+    return ref
 
 
 class Message(BaseModel):
@@ -24,10 +49,10 @@ class Message(BaseModel):
 class Probe(Message):
     """A question before a run: what is there, and does it see the run's store?"""
 
-    store: str  # address
-    key: str  # of an object that the run has written there
-    text: str  # that is in it
-    dtype: str  # number format of which the digest is asked
+    store: Name  # address
+    key: Name  # of an object that the run has written there
+    text: Name  # that is in it
+    dtype: NumberFormat  # number format of which the digest is asked
 
 
 class Facts(Message):
@@ -55,11 +80,11 @@ class Tokens(Message):
 class Lease(Message):
     """By what right a run asks: a place, renewed by sending it again."""
 
-    run: str
-    store: str  # address
-    epoch: int  # of the run's lease on itself: a newer flow's is larger
-    tokenizer: str  # digest of the student's tokens
-    rows: int | None  # token ids that the student knows
+    run: Name
+    store: Name  # address
+    epoch: Count  # of the run's lease on itself: a newer flow's is larger
+    tokenizer: Name  # digest of the student's tokens
+    rows: Count | None  # token ids that the student knows
 
     @property
     def address(self) -> str:
@@ -70,15 +95,15 @@ class Lease(Message):
 class Question(Message):
     """Samples to score; sent again until there is an answer, which it is by its out_key."""
 
-    run: str
-    store: str
-    epoch: int
-    batch: BatchRef
-    out_key: str  # of the object that is written into the run's store
-    temperature: float
-    top_k: int  # likeliest words that are wanted for each token
-    dtype: str  # number format of the digest
-    digest: str  # of the weights that have to be held
+    run: Name
+    store: Name
+    epoch: Count
+    batch: Annotated[BatchRef, BeforeValidator(_bounded)]
+    out_key: Name  # of the object that is written into the run's store
+    temperature: float = Field(gt=0, allow_inf_nan=False)
+    top_k: Count  # likeliest words that are wanted for each token
+    dtype: NumberFormat  # number format of the digest
+    digest: Name  # of the weights that have to be held
 
     @property
     def address(self) -> str:

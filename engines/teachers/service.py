@@ -18,6 +18,7 @@ from engines.model_tokens import ModelTokens
 from engines.teachers.fair_queue import FairQueue
 from engines.teachers.leases import GONE, Leases
 from engines.teachers.messages import (
+    MOST_NUMBERS,
     Facts,
     Lease,
     Probe,
@@ -37,6 +38,7 @@ from storage.objects.store import Store
 
 # HTTP statuses. What fails LATER may go well when it is asked again, of this service or the next.
 BAD_REQUEST, OTHER_WEIGHTS, FAILED, ENDING, LATER = 400, 412, 422, 502, 503
+MOST_WAITING = 4096  # questions of one run
 LOOK_EVERY = 1.0  # seconds between looks for leases that have run out
 
 
@@ -121,9 +123,10 @@ class TeacherService:
     def probe(self, probe: Probe) -> Facts:
         """What is taught by, for a run that can be served. Refused, in a sentence."""
         found = self._store(probe.store)
-        try:
-            seen = found.read(probe.key).decode(errors="replace")
-        except StoreError:
+        try:  # of another size it is not read: it may be anything in the store
+            whole = found.size(probe.key) == len(probe.text.encode())
+            seen = found.read(probe.key).decode(errors="replace") if whole else ""
+        except (StoreError, ValueError):
             seen = ""
         if seen != probe.text:
             raise Refused(
@@ -186,6 +189,8 @@ class TeacherService:
             if (known := self._asked.get(key)) is not None:  # asked twice at once
                 return known.answer
             self._leases.held(question.address, question.epoch)  # still
+            if self._queue.waiting(question.address)[0] >= MOST_WAITING:
+                raise Refused(LATER, f"{MOST_WAITING} questions of the run wait already")
             self._asked[key] = waiting
             self._queue.put(question.address, tokens, waiting)
             self._changed.notify_all()
@@ -236,8 +241,8 @@ class TeacherService:
         """The tokens of a question that the gang can answer, so that a bad one does not break it."""
         if not question.out_key.startswith(f"{question.run}/"):
             raise Refused(BAD_REQUEST, f"{question.out_key} is no key of the run {question.run}")
-        rows = self.tokens.rows
-        if rows is not None and question.top_k >= rows:
+        rows = self.tokens.rows or len(self.tokens.words)
+        if question.top_k >= rows:
             raise Refused(BAD_REQUEST, f"top_k = {question.top_k}, and it has {rows} words")
         try:
             store = self._store(question.store)
@@ -252,7 +257,14 @@ class TeacherService:
             raise Refused(
                 BAD_REQUEST, f"a sample has {longest} tokens, and it reads {self._positions}"
             )
-        return int(each.sum())
+        tokens = int(each.sum())
+        if tokens * question.top_k > MOST_NUMBERS:
+            raise Refused(
+                BAD_REQUEST,
+                f"{tokens} tokens with top_k = {question.top_k} are {tokens * question.top_k} "
+                f"numbers, and one question may have {MOST_NUMBERS}",
+            )
+        return tokens
 
     def _drop(self, address: str) -> None:
         """Forget what a run has asked."""

@@ -19,7 +19,7 @@ from storage.batches import reading, ref_columns
 from storage.batches.columns import Kind
 from storage.batches.format import DTYPES
 from storage.batches.ref_columns import ColumnRef, Source
-from storage.batches.rows import RowIndex
+from storage.batches.rows import MOST, RowIndex
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -300,10 +300,14 @@ class BatchRef:
         )
 
     @staticmethod
-    def from_json(value: object) -> BatchRef:
-        """The ref that `to_json` described. Raises ValueError saying what is wrong with it."""
+    def from_json(value: object, most: int = MOST) -> BatchRef:
+        """The ref that `to_json` described. Raises ValueError saying what is wrong with it.
+
+        most: rows of a view, and numbers of rows of all views that are no spans. Nothing is made of
+        a number before it is compared with that, so that a short text takes no large memory.
+        """
         try:
-            return _parse(value)
+            return _parse(value, most)
         except (
             LookupError,
             TypeError,
@@ -317,7 +321,7 @@ class BatchRef:
             raise ValueError(f"Malformed batch reference: {reason} (in {shown}).") from error
 
 
-def _parse(value: object) -> BatchRef:
+def _parse(value: object, most: int) -> BatchRef:
     if not isinstance(value, dict) or value["format"] != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     rows = int(value["rows"])
@@ -325,24 +329,30 @@ def _parse(value: object) -> BatchRef:
     for key, count, head, digest in value["sources"]:
         if not isinstance(key, str) or not isinstance(digest, str):
             raise ValueError(f"source {key!r} is malformed")
-        sources.append(Source(key=key, rows=int(count), head=int(head), digest=digest))
+        source = Source(key=key, rows=int(count), head=int(head), digest=digest)
+        if source.rows < 0 or source.head < 0:
+            raise ValueError(f"source {key!r} has {count} rows and a head of {head} bytes")
+        sources.append(source)
+    left = most
     views = []
     for numbers, encoded in value["views"]:
-        index = RowIndex.from_json(encoded)
+        index, left = _index(encoded, most, left)
         origin = tuple(sources[number] for number in numbers)
-        array = index.array()
         held = sum(source.rows for source in origin)
-        if len(index) and not (array.min() >= 0 and array.max() < held):
-            raise ValueError(f"a view of {len(index)} rows does not fit {rows} of {held}")
+        if len(index):
+            least, greatest = index.bounds
+            if not (least >= 0 and greatest < held):
+                raise ValueError(f"a view of {len(index)} rows does not fit {rows} of {held}")
         views.append((origin, index))
     columns = {}
     for name, (kind, dtype, shape, number, *rest) in value["columns"].items():
         origin, index = views[number]
         sizes = None
+        wanted = rows
         if rest:
             (runs,) = rest
-            sizes = RowIndex.from_json(runs)
-        wanted = rows if sizes is None else int(sizes.array().sum())
+            sizes, left = _index(runs, most, left)
+            wanted = _elements(name, sizes, len(index))
         if len(index) != wanted or (sizes is not None and len(sizes) != rows):
             raise ValueError(f"a view of {len(index)} rows does not fit {rows} of column {name!r}")
         if kind not in KINDS or dtype not in DTYPES:
@@ -356,3 +366,20 @@ def _parse(value: object) -> BatchRef:
             sizes=sizes,
         )
     return BatchRef(rows, columns)
+
+
+def _index(encoded: object, most: int, left: int) -> tuple[RowIndex, int]:
+    """An index, and how many numbers of others may still be written out."""
+    span = isinstance(encoded, list) and len(encoded) == 2
+    index = RowIndex.from_json(encoded, most if span else left)
+    return index, left if span else left - len(index)
+
+
+def _elements(name: str, sizes: RowIndex, most: int) -> int:
+    """How many elements rows of these sizes have."""
+    if not len(sizes):
+        return 0
+    least, greatest = sizes.bounds
+    if least < 0 or greatest > most:
+        raise ValueError(f"column {name!r} has rows of {least} to {greatest} of {most} elements")
+    return sizes.total

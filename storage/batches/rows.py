@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 RUNS = 16  # at most so many runs are written as plain numbers; more are packed
+MOST = 2**28  # rows of an index that is read from JSON, 2 GiB of numbers
+WIDTHS = (1, 2, 4, 8)  # bytes of a packed difference
 
 
 class RowIndex:
@@ -57,6 +59,20 @@ class RowIndex:
             return np.arange(self._rows.start, self._rows.stop, dtype=np.int64)
         return self._rows
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the greatest number; of a span without writing it out. Not of no rows."""
+        if isinstance(self._rows, range):
+            return self._rows.start, self._rows.stop - 1
+        return int(self._rows.min()), int(self._rows.max())
+
+    @property
+    def total(self) -> int:
+        """The sum of the numbers, of a span without writing it out."""
+        if isinstance(self._rows, range):
+            return (self._rows.start + self._rows.stop - 1) * len(self._rows) // 2
+        return int(self._rows.sum())
+
     def slice(self, start: int, stop: int) -> RowIndex:
         return RowIndex(self._rows[start:stop])
 
@@ -98,25 +114,40 @@ class RowIndex:
         return f"{width}:{base64.b85encode(packed).decode()}"
 
     @staticmethod
-    def from_json(value: object) -> RowIndex:
-        """Raises ValueError or TypeError when `value` was not made by `to_json`."""
+    def from_json(value: object, most: int = MOST) -> RowIndex:
+        """Raises ValueError or TypeError when `value` was not made by `to_json`.
+
+        most: rows; where `value` says more of them, ValueError before they take any memory.
+        """
         if isinstance(value, str):
-            width, _, text = value.partition(":")
-            try:
-                raw = zlib.decompress(base64.b85decode(text))
-            except zlib.error as error:
-                raise ValueError(f"packed row numbers do not unpack: {error}") from error
-            zigzag = np.frombuffer(raw, dtype=f"<u{int(width)}").astype(np.uint64)
-            steps = (zigzag >> np.uint64(1)).astype(np.int64) ^ -(zigzag & np.uint64(1)).astype(
-                np.int64
-            )
-            return RowIndex(np.cumsum(steps))
+            return RowIndex(_unpacked(value, most))
         if not isinstance(value, list) or len(value) % 2 or not value:
             raise ValueError(f"row runs are {value!r:.80}")
         runs = [range(start, stop) for start, stop in zip(value[::2], value[1::2], strict=True)]
+        if sum(max(0, run.stop - run.start) for run in runs) > most:
+            raise ValueError(f"row runs have more than {most} rows")
         if len(runs) == 1:
             return RowIndex(runs[0])
         return RowIndex(np.concatenate([np.arange(run.start, run.stop) for run in runs]))
+
+
+def _unpacked(value: str, most: int) -> Indices:
+    """The numbers that `to_json` packed. ValueError where there are more than `most`."""
+    width, _, text = value.partition(":")
+    if width not in map(str, WIDTHS):
+        raise ValueError(f"packed row numbers have a width of {width:.20} bytes")
+    unpacking = zlib.decompressobj()
+    try:
+        raw = unpacking.decompress(base64.b85decode(text), int(width) * most + 1)
+    except zlib.error as error:
+        raise ValueError(f"packed row numbers do not unpack: {error}") from error
+    if len(raw) > int(width) * most:
+        raise ValueError(f"packed row numbers are more than {most}")
+    if not unpacking.eof:
+        raise ValueError("packed row numbers do not unpack: they are cut short")
+    zigzag = np.frombuffer(raw, dtype=f"<u{width}").astype(np.uint64)
+    steps = (zigzag >> np.uint64(1)).astype(np.int64) ^ -(zigzag & np.uint64(1)).astype(np.int64)
+    return np.cumsum(steps)
 
 
 def _joined(spans: Sequence[range | Indices]) -> bool:

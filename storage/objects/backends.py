@@ -27,6 +27,7 @@ Keys = list[str]
 Views = list[memoryview | BaseException]
 LISTED = 3  # objects of one folder whose sizes cost less in a listing than one by one
 ABANDONED = 3600.0  # seconds without a write after which a half-written file is nobody's
+SHARED_FILE, SHARED_FOLDER = 0o660, 0o2770  # of a store that a group shares
 AT_ONCE = 2**30  # bytes that a file is given in one call
 LOCAL_TRANSIENT = {errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EREMOTEIO}
 
@@ -64,8 +65,11 @@ class LocalBackend:
     remote = False
     counts_requests = False
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, shared_by_group: bool = False) -> None:
+        """`shared_by_group`: the group of the folder may read and write what is made, whatever the
+        process's umask says."""
         self.root = Path(root)
+        self._shared = shared_by_group
 
     def url(self, key: str) -> str:
         return f"file://{self.root / key}"
@@ -103,15 +107,29 @@ class LocalBackend:
             stack.callback(file.close)
             yield file, path
 
-    @staticmethod
-    def _open_new(path: Path) -> IO[bytes]:
+    def _open_new(self, path: Path) -> IO[bytes]:
         # Who deletes a folder's last object removes it too: between these two calls, and in mkdir
         # between its own, which then says that the folder exists, or that the one above does not.
         for _ in range(100):
             with contextlib.suppress(FileNotFoundError, FileExistsError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                return cast("IO[bytes]", _WholeWrites(path, "xb"))
-        return cast("IO[bytes]", _WholeWrites(path, "xb"))
+                self._make_folder(path.parent)
+                return self._new_file(path)
+        return self._new_file(path)
+
+    def _make_folder(self, folder: Path) -> None:
+        if not self._shared:
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        missing = [one for one in (folder, *folder.parents) if not one.exists()]
+        for one in reversed(missing):
+            one.mkdir(exist_ok=True)
+            one.chmod(SHARED_FOLDER)
+
+    def _new_file(self, path: Path) -> IO[bytes]:
+        file = cast("IO[bytes]", _WholeWrites(path, "xb"))
+        if self._shared:
+            os.fchmod(file.fileno(), SHARED_FILE)
+        return file
 
     def write(self, key: str, chunks: Sequence[memoryview]) -> None:
         with self.write_stream(key) as file:
@@ -140,6 +158,8 @@ class LocalBackend:
         target = self.root / key
         lock = target.with_name(f".{target.name}.lock")
         with open(lock, "ab") as held:
+            if self._shared and os.fstat(held.fileno()).st_uid == os.getuid():
+                os.fchmod(held.fileno(), SHARED_FILE)
             fcntl.flock(held, fcntl.LOCK_EX)
             if target.read_bytes() != expected:
                 return False

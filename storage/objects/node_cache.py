@@ -17,11 +17,11 @@ import logging
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.private_folder import machine_folder, private_folder
 from storage.objects.backends import Range
 from storage.objects.errors import ObjectDamaged
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "refrain-weights"
+FOLDER = "weights"
 CHUNK = 16 * 2**20  # bytes fetched at a time; no more of an object is there than was asked for
 SIZE = struct.Struct("<Q")  # of the object; the last bytes of its file
 
@@ -49,7 +49,7 @@ def open_node_cache(store: Store, limit: int) -> NodeCache | None:
     """This machine's cache of a store, among its temporary files; None where none `is_kept`."""
     if not is_kept(store, limit):
         return None
-    return NodeCache(store, Path(tempfile.gettempdir()) / f"{FOLDER}-{os.getuid()}", limit)
+    return NodeCache(store, machine_folder(FOLDER), limit)
 
 
 class NodeCache:
@@ -57,7 +57,7 @@ class NodeCache:
 
     def __init__(self, store: Store, folder: Path, limit: int) -> None:
         self._store, self._folder, self._limit = store, folder, limit
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(folder)
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
         """As the store's; the bytes map the folder's files privately. Raises ObjectMissing."""
@@ -129,7 +129,7 @@ class NodeCache:
     def _whole(self, key: str) -> mmap.mmap | None:
         """All bytes of an object, if they are all here."""
         try:
-            file = os.open(self._path(key), os.O_RDONLY)
+            file = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
         try:
@@ -249,7 +249,7 @@ def _write(file: int, view: memoryview, start: int) -> int:
 def _locked(path: Path) -> Iterator[int]:
     """The file, which nobody else fills meanwhile."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not _is_at(path, file):  # it was removed before it could be locked
@@ -263,5 +263,5 @@ def _locked(path: Path) -> Iterator[int]:
 
 def _is_at(path: Path, file: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_ino == os.fstat(file).st_ino
+        return path.lstat().st_ino == os.fstat(file).st_ino
     return False

@@ -342,7 +342,7 @@ def _open_backend(uri: str, options: Mapping[str, object]) -> Backend:
     """What keeps the bytes of a store, by the scheme of its address."""
     protocol, _, path = uri.partition("://")
     if protocol == "file":
-        return LocalBackend(path)
+        return LocalBackend(path, shared_by_group=options.get("shared_by_group") is True)
     if protocol in ("s3", "s3a"):
         try:
             from storage.objects.s3 import S3Backend

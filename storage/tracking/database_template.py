@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from configs.environment import cache_folder
+from configs.private_folder import private_folder
 
 
 def new_database(database: Path, package: str, migrate: Callable[[Path], object]) -> None:
@@ -36,9 +37,8 @@ def new_database(database: Path, package: str, migrate: Callable[[Path], object]
 
 
 def _template(package: str, migrate: Callable[[Path], object]) -> Path:
-    template = cache_folder() / f"{package}-{version(package)}.db"
+    template = private_folder(cache_folder()) / f"{package}-{version(package)}.db"
     if not template.exists():
-        template.parent.mkdir(parents=True, exist_ok=True)
         _appear(template, migrate)
     return template
 

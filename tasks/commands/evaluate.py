@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from configs.evaluation import BackFillConfig
 from configs.flows import command
 from configs.overrides import ConfigError, change
+from configs.process import close_folder, close_to_others
 from tasks.commands.command import console, heading, table, text
 from tasks.reporting.output import until_nobody_reads
 
@@ -88,6 +89,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     from tasks.run.recorded_flow import load_flow
 
     quiet_libraries()
+    close_to_others()
+    close_folder(HOME)
     subjects_of(config)  # every fault is said before a server starts
     again = "To go on: " + command("flows.evaluate", config.store, *_words(config))
     try:

@@ -23,7 +23,7 @@ from configs.flows import command, program, resume_command
 from configs.grpo import GRPOConfig
 from configs.imports import described
 from configs.overrides import ConfigError, change
-from configs.process import begin_process
+from configs.process import begin_process, close_folder, close_to_others
 from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
@@ -52,6 +52,8 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     """
     arguments = _parser(flow, model).parse_intermixed_args(list(words) or sys.argv[1:])
     begin_process()  # flows of users begin here
+    close_to_others()
+    close_folder(HOME)
     try:
         return _begin(flow, _settings(flow, model, arguments), arguments)
     except ConfigError as error:
@@ -103,7 +105,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
     import httpx
     from prefect.exceptions import PrefectException
 
-    from tasks.launch.server import prefect_server
+    from tasks.launch.server import PASSWORD_FILE, prefect_server
     from tasks.reporting.progress import Terminal
     from tasks.run.life_cycle import started
 
@@ -115,8 +117,10 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
-            with prefect_server(HOME / "prefect") as dashboard:
-                terminal.say(f"Dashboard {dashboard}")
+            shared = config.cluster.kind == "local" and config.cluster.shared_machine
+            with prefect_server(HOME / "prefect", shared) as dashboard:
+                behind = f", password in {HOME / 'prefect' / PASSWORD_FILE}" if shared else ""
+                terminal.say(f"Dashboard {dashboard}{behind}")
                 summary: RunSummary = call(run)
     except KeyboardInterrupt:
         return _stopped(terminal, again if run is not None else "")

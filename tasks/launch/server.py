@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -18,12 +19,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prefect.logging.handlers import APILogHandler
-from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    temporary_settings,
+)
 
+from configs.private_folder import private_folder
+from configs.process import close_folder
 from engines.processes.node_process import python_path
 from tasks.launch.server_process import ServerError, ServerProcess
 
 HOST = "127.0.0.1"
+PASSWORD_FILE = "password"
 FIRST_PORT = 4200
 OTHER_PORTS = range(20000, 32768)  # below those of connections and of listeners on port 0
 START_TIMEOUT = 120.0  # seconds; the first start migrates the database
@@ -40,8 +49,10 @@ class EmbeddedServer:
     waits that long.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, password: str | None = None) -> None:
+        """`password`: what requests and the dashboard have to show, NAME:PASSWORD; None: nothing."""
         self.home = home.absolute()
+        self._password = password
         self.log = self.home / "server.log"
         self.port, self._reserved = _free_port()
         self._answered = threading.Event()
@@ -101,6 +112,8 @@ class EmbeddedServer:
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("PREFECT_API_URL", None)
+        if self._password is not None:
+            environment["PREFECT_SERVER_API_AUTH_STRING"] = self._password
         return environment
 
     def wait(self, timeout: float = 2 * START_TIMEOUT) -> None:  # one that hung is started again
@@ -135,8 +148,10 @@ class EmbeddedServer:
 
 
 @contextlib.contextmanager
-def prefect_server(home: Path) -> Iterator[str]:
+def prefect_server(home: Path, shared_machine: bool = False) -> Iterator[str]:
     """Run the body against a Prefect server; yields the dashboard's address.
+
+    With `shared_machine` one that is started here asks for a password, which is in home/password.
 
     Step flows keep no heartbeat: each synchronous flow would otherwise wait for it on exit, up to a
     second a step, since https://github.com/PrefectHQ/prefect/pull/19641 (the wait is not reported).
@@ -146,7 +161,8 @@ def prefect_server(home: Path) -> Iterator[str]:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
             yield api.removesuffix("/api")
         return
-    server = EmbeddedServer(home)
+    password = new_password(home) if shared_machine else None
+    server = EmbeddedServer(home, password)
     server.launch()
     try:
         server.wait()
@@ -154,6 +170,8 @@ def prefect_server(home: Path) -> Iterator[str]:
             PREFECT_API_URL: f"{server.address}/api",
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
         }
+        if password is not None:
+            settings[PREFECT_API_AUTH_STRING] = password
         with temporary_settings(settings):
             try:
                 yield server.address
@@ -162,6 +180,18 @@ def prefect_server(home: Path) -> Iterator[str]:
                 APILogHandler().flush()
     finally:
         server.stop()
+
+
+def new_password(home: Path) -> str:
+    """A password for this run's server, as NAME:PASSWORD, kept in a file of this user alone."""
+    password = f"refrain:{secrets.token_urlsafe(24)}"
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    close_folder(home)
+    file = private_folder(home) / PASSWORD_FILE
+    file.unlink(missing_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:
+        text.write(f"{password}\n")
+    return password
 
 
 def _free_port() -> tuple[int, socket.socket]:

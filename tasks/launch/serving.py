@@ -7,8 +7,10 @@ anew, so it is away for as long as vLLM takes to start.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -18,12 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from configs.environment import given
 from configs.grpo import GRPOConfig
 from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
+from configs.process import close_to_others
 from configs.serve import ServeConfig
 from engines.adapters import stream_whole
 from engines.failures import WeightMismatch
+from engines.processes.key_guard import SERVED_KEY, ServedKey
 from engines.rollout.contract import worker_environment
 from engines.rollout.vllm_plugin import OWNER_VARIABLE
 from storage.objects.errors import StoreError
@@ -34,12 +39,14 @@ from storage.runs.run_store import RunStore
 from storage.runs.weights import MANIFEST, WeightsRef, open_manifest_at
 from storage.runs.weights_writing import copy_whole
 from tasks.launch.server_process import ServerError, ServerProcess
+from tasks.launch.service_keys import check_key
 from tasks.run.continue_from import place_of
 from tasks.run.packages import installed
 from tasks.run.recorded_flow import settings_of
 
 STOP_TIMEOUT = 10.0  # seconds until a server that does not stop is killed
 SLICE = 0.5  # seconds between looks at whether the server lives
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEPT = 2  # versions in the folder
 
 
@@ -66,11 +73,13 @@ def serve(config: ServeConfig) -> int:
         )
     store = Store(config.store.uri, config.store.options)
     served = named(config, store)
+    key = key_of(config)
     signal.signal(signal.SIGTERM, _stop)
+    close_to_others()
     server: ServerProcess | None = None
     try:
         while True:
-            server = _started(config, served)
+            server = _started(config, served, key)
             served = _watch(config, store, served, server)
             print(f"Version {served.name} is next", flush=True)
             server.stop(STOP_TIMEOUT)
@@ -127,7 +136,49 @@ def written(folder: Path, served: Served) -> Path:
     return folder / name
 
 
-def _started(config: ServeConfig, served: Served) -> ServerProcess:
+def key_of(config: ServeConfig) -> str:
+    """The key that requests have to show, from the environment or the folder. ConfigError."""
+    key = given([config.key_variable]).get(config.key_variable)
+    if key:
+        check_key(config.key_variable, key)
+        return key
+    if config.host not in LOOPBACK:
+        raise ConfigError(
+            f"host = {config.host} is reached by others, and the environment variable "
+            f"{config.key_variable} with the key that they have to show is not set. Set it, such as "
+            "to what openssl rand -hex 32 prints."
+        )
+    file = _key_file(config)
+    try:
+        key = _own_key(file)
+    except OSError as error:
+        raise ConfigError(
+            f"The key in {file} cannot be read or made ({error}). Remove the file, or set "
+            f"{config.key_variable}."
+        ) from error
+    check_key(str(file), key)
+    return key
+
+
+def _own_key(file: Path) -> str:
+    """The key in a file of this user alone, made where there is none. OSError."""
+    with contextlib.suppress(FileExistsError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(made, "w") as text:
+            text.write(f"{secrets.token_hex(32)}\n")
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW)) as text:
+        status = os.fstat(text.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PermissionError("it can be read by others than you")
+        return text.read().strip()
+
+
+def _key_file(config: ServeConfig) -> Path:
+    return Path(config.folder).expanduser().absolute() / "key"
+
+
+def _started(config: ServeConfig, served: Served, key: str) -> ServerProcess:
     """The server on a version, once it answers."""
     folder = Path(config.folder).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +188,7 @@ def _started(config: ServeConfig, served: Served) -> ServerProcess:
     log = folder / "vllm.log"
     health = f"http://{_reachable(config.host)}:{config.port}/health"
     command = _command(config, settings, served, path)
-    server = ServerProcess("vLLM", command, _environment(settings, log), health, log)
+    server = ServerProcess("vLLM", command, _environment(settings, log, key), health, log)
     log.write_bytes(b"")
     server.start()
     try:
@@ -147,7 +198,8 @@ def _started(config: ServeConfig, served: Served) -> ServerProcess:
         raise
     print(
         f"Serving {served.name}, {served.weights.digest}\n"
-        f"at http://{_reachable(config.host)}:{config.port}/v1; its log is {log}",
+        f"at http://{_reachable(config.host)}:{config.port}/v1; its log is {log}\n"
+        f"Its key is in {_place_of_key(config)}",
         flush=True,
     )
     return server
@@ -174,6 +226,8 @@ def _command(config: ServeConfig, settings: GRPOConfig, served: Served, path: Pa
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(path), "--host", config.host, "--port", str(config.port)]
     command += ["--served-model-name", *names]
+    # vLLM's own --api-key leaves /invocations, /tokenize and others open.
+    command += ["--middleware", f"{ServedKey.__module__}.{ServedKey.__qualname__}"]
     for name, value in options.items():
         command += _option(name, value)
     return command
@@ -186,12 +240,13 @@ def _option(name: str, value: object) -> list[str]:
     return [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
 
 
-def _environment(settings: GRPOConfig, log: Path) -> dict[str, str]:
+def _environment(settings: GRPOConfig, log: Path, key: str) -> dict[str, str]:
     rollout = settings.rollout.model_copy(update={"engine": "vllm"})
     threads = settings.cluster.pools[settings.cluster.roles.rollout].threads
     own = {
         # vLLM's engine process ends with the server, and the server with this process.
         OWNER_VARIABLE: f"{os.getpid()}:{log}",
+        SERVED_KEY: key,  # on no command line, which other users can read
         "OMP_NUM_THREADS": str(threads),
         "VLLM_LOGGING_LEVEL": "INFO",
     }
@@ -230,6 +285,11 @@ def _remove_old(folder: Path, newest: Path) -> None:
     ours.sort(key=lambda path: path.stat().st_mtime)
     for path in ours[: max(0, len(ours) - (KEPT - 1))]:
         shutil.rmtree(path)
+
+
+def _place_of_key(config: ServeConfig) -> str:
+    variable = config.key_variable
+    return f"the variable {variable}" if given([variable]).get(variable) else str(_key_file(config))
 
 
 def _reachable(host: str) -> str:

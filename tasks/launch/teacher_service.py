@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from configs.environment import given
 from configs.overrides import ConfigError
+from configs.process import close_to_others
 from configs.teachers import TeacherServiceConfig
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
@@ -24,6 +25,7 @@ from storage.objects.store import Store
 from storage.runs.forks import YOUNG, pin_version
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
+from tasks.launch.service_keys import check_key
 from tasks.run.engine_specs import MODELS
 from tasks.run.forking import parent_config
 from tasks.run.teachers import origin_of_version
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from configs.model import Model
 
 FAILED = 1
-SHORTEST_KEY = 16  # characters
 ENGINE = "engines.train.fsdp_engine"
 PIN_EVERY = YOUNG / 4  # seconds; a pin of what is no run counts for YOUNG
 
@@ -41,11 +42,7 @@ PIN_EVERY = YOUNG / 4  # seconds; a pin of what is no run counts for YOUNG
 def serve(config: TeacherServiceConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code. ConfigError before anything starts."""
     key = key_of_service(config.key_variable)
-    if len(key) < SHORTEST_KEY:
-        raise ConfigError(
-            f"The key in {config.key_variable} has {len(key)} characters, so it can be guessed. Use "
-            f"{SHORTEST_KEY} or more, such as those of: openssl rand -hex 32."
-        )
+    check_key(config.key_variable, key)
     store = Store(config.store.uri, config.store.options, cache_bytes=config.store.cache_mib << 20)
     stores = [
         store,
@@ -61,6 +58,7 @@ def serve(config: TeacherServiceConfig) -> int:
         raise ConfigError(str(error)) from error
     facts = model_facts(model)
     signal.signal(signal.SIGTERM, _stop)
+    close_to_others()
     ended = threading.Event()
     try:
         with open_cluster(_cluster(config), preload=(ENGINE,)) as cluster:
@@ -167,15 +165,9 @@ def _listen(config: TeacherServiceConfig, service: TeacherService, key: str) -> 
     import uvicorn
 
     from engines.teachers.api import app
+    from engines.teachers.connections import settings_of
 
-    settings = uvicorn.Config(
-        app(service, key),
-        host=config.host,
-        port=config.port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=5,
-    )
+    settings = settings_of(app(service, key), config.host, config.port)
     server = uvicorn.Server(settings)
     listening = settings.bind_socket()
     _say(config, listening.getsockname()[1], service)

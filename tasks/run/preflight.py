@@ -19,6 +19,7 @@ from configs.optional_packages import pip_install
 from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
 from configs.storage import TrackingConfig
+from engines.processes.other_users import other_people
 from engines.rollout.memory_plan import BYTES
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
@@ -95,9 +96,34 @@ def check_world(config: GRPOConfig) -> list[Finding]:
         *(Finding(check="references", found=sentence, warning=True) for sentence in odd),
         *taught,
         Finding(check="placement", found=cluster),
+        *_check_neighbours(config),
         Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),
         Finding(check="tracking", found=f"{config.tracking.uri}: a valid address, not opened"),
     ]
+
+
+def _check_neighbours(config: GRPOConfig) -> list[Finding]:
+    """A warning where other people reach what the run opens on this machine."""
+    if config.cluster.kind != "local":
+        return []
+    people = other_people()
+    ranks = config.cluster.pools[config.cluster.roles.actor].workers
+    if config.cluster.encryption.kind != "off":
+        if not people or ranks == 1:
+            return []
+        said = (
+            f"{', '.join(people)} can reach where the {ranks} ranks of this machine meet: "
+            "Gloo and NCCL neither encrypt nor authenticate. Set cluster.pools."
+            f"{config.cluster.roles.actor}.workers = 1, or start the run where nobody else logs in."
+        )
+    elif people:
+        said = (
+            f"{', '.join(people)} can reach what this run opens on this machine, and so run code as "
+            "you: loopback is everybody's. Set cluster.shared_machine = true."
+        )
+    else:
+        return []
+    return [Finding(check="machine", found=said, warning=True)]
 
 
 def _check_port(config: TrackingConfig) -> None:

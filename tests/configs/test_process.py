@@ -175,12 +175,14 @@ def test_sockets_fit_below_a_long_folder(
     folder, short = tmp_path / name, Path(tempfile.mkdtemp(dir="/tmp"))
     folder.mkdir()
     request.addfinalizer(lambda: shutil.rmtree(short))
-    (short / f"refrain-{os.getuid()}-old").symlink_to(tmp_path / "gone")
+    own = short / f"refrain-{os.getuid()}"
+    own.mkdir(mode=0o700)
+    (own / "old").symlink_to(tmp_path / "gone")
     monkeypatch.setattr(process, "SHORT_FOLDERS", (str(tmp_path / "missing"), str(short)))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     shorten_temporary_folder()
     shorten_temporary_folder()
-    (link,) = short.iterdir()  # and not that of the job that is over
+    (link,) = own.iterdir()  # and not that of the job that is over
     assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(link)
     Path(tempfile.gettempdir(), "file").touch()
     assert (folder / "file").exists(), "what is made lies where TMPDIR said"
@@ -194,7 +196,7 @@ def test_a_link_of_another_is_not_followed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(process, "SHORT_FOLDERS", (str(tmp_path / "a"),))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     shorten_temporary_folder()
-    (link,) = (tmp_path / "a").iterdir()
+    (link,) = (tmp_path / "a").glob("*/*")
     link.unlink()
     link.symlink_to(tmp_path)  # somebody's trap
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -68,6 +68,7 @@ class Server:
                 "temperature": 0,
                 "logprobs": 1,
             },
+            headers=self.key(),
             timeout=60,
         )
         assert answer.status_code == 200, answer.text
@@ -76,8 +77,14 @@ class Server:
 
     def models(self) -> list[str]:
         """Names by which it may be asked."""
-        answer = httpx.get(f"http://127.0.0.1:{self.port}/v1/models", timeout=60).json()
+        url = f"http://127.0.0.1:{self.port}/v1/models"
+        answer = httpx.get(url, headers=self.key(), timeout=60).json()
         return [one["id"] for one in answer["data"]]
+
+    def key(self) -> dict[str, str]:
+        """The header that shows the key."""
+        key = (self.folder / ".refrain/served/key").read_text().strip()
+        return {"Authorization": f"Bearer {key}"}
 
     def alive(self) -> list[str]:
         """Command lines of processes that work in its folder."""
@@ -130,6 +137,10 @@ def test_an_alias_that_moves_is_followed_and_nothing_stays_behind(
     assert digests[0] != digests[1]
     server.says(f"Serving {run.run}@1, {digests[0]}")
     assert set(server.models()) == {ALIAS, f"{run.run}@1"}
+    for path in ("/v1/models", "/v1/completions", "/invocations", "/tokenize", "/metrics", "/load"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            url = f"http://127.0.0.1:{server.port}{path}"
+            assert httpx.post(url, headers=headers, json={}).status_code == 401, path
     before = server.ask()
     assert server.ask() == server.ask(f"{run.run}@1") == before, "the same weights answer alike"
     folders = {path.name for path in (tmp_path / ".refrain/served").iterdir() if path.is_dir()}

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from configs.environment import cache_folder
+from configs.private_folder import private_folder
 from engines.train.self_test.verdict import Verdict
 
 LIMIT = 300.0  # seconds; most take less than ten
@@ -92,13 +93,9 @@ def _keep(directory: Path, longest: int, verdict: Verdict) -> None:
 def _folder() -> Path | None:
     """Where verdicts are kept; None where another user could have written them."""
     try:
-        folder = cache_folder() / "self-tests"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = folder.stat()
+        return private_folder(cache_folder() / "self-tests")
     except (OSError, RuntimeError):  # no cache folder, or no home that it could be in
         return None
-    own = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
-    return folder if own else None
 
 
 def _name(directory: Path, longest: int) -> str:

@@ -26,6 +26,7 @@ from engines.teachers.client import (
     probed,
     status_of,
 )
+from engines.teachers.connections import settings_of
 from engines.teachers.service import Limits, TeacherService
 from engines.train.spec import ColumnsResult
 from storage.batches.refs import BatchRef
@@ -96,9 +97,7 @@ class World:
             positions=64,
         )
         service.start()
-        settings = uvicorn.Config(
-            api.app(service, KEY), host="127.0.0.1", port=self.port, log_level="error"
-        )
+        settings = settings_of(api.app(service, KEY), "127.0.0.1", self.port)
         listening = settings.bind_socket()
         self.port = listening.getsockname()[1]
         server = uvicorn.Server(settings)

@@ -15,7 +15,7 @@ from configs.serve import ServeConfig
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
-from tasks.launch.serving import Served, _command, _remove_old, named
+from tasks.launch.serving import Served, _command, _environment, _remove_old, key_of, named
 
 
 def served(folder: Path) -> Served:
@@ -58,3 +58,41 @@ def test_older_versions_are_removed_but_for_one_and_what_is_not_ours(tmp_path: P
     (tmp_path / "mine").mkdir()
     _remove_old(tmp_path, tmp_path / "v3")
     assert {path.name for path in tmp_path.iterdir()} == {"v2", "v3", "mine"}
+
+
+def test_a_key_is_made_for_this_machine_and_demanded_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(*words: str) -> ServeConfig:
+        return change(ServeConfig, {"version": "run", "folder": str(tmp_path / "served")}, words)
+
+    monkeypatch.delenv("REFRAIN_SERVE_KEY", raising=False)
+    key = key_of(config())
+    file = tmp_path / "served" / "key"
+    assert file.stat().st_mode & 0o777 == 0o600 and len(key) == 64
+    assert key_of(config()) == key, "the next server has the same"
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others than you"):
+        key_of(config())
+    file.unlink()
+    file.symlink_to(tmp_path / "trap")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        key_of(config())
+    for host in ("0.0.0.0", "node7", "10.0.0.7"):
+        with pytest.raises(ConfigError, match=f"host = {host} is reached by others"):
+            key_of(config(f"host={host}"))
+    monkeypatch.setenv("REFRAIN_SERVE_KEY", "short")
+    with pytest.raises(ConfigError, match="5 characters, so it can be guessed"):
+        key_of(config())
+    monkeypatch.setenv("REFRAIN_SERVE_KEY", "k" * 32)
+    assert key_of(config("host=0.0.0.0")) == "k" * 32
+
+
+def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
+    settings = load_recipe(GRPOConfig, "tiny", [])
+    words = _command(
+        change(ServeConfig, {"version": "run"}, []), settings, served(tmp_path), tmp_path
+    )
+    assert words[words.index("--middleware") + 1] == "engines.processes.key_guard.ServedKey"
+    assert "k" * 32 not in words
+    assert "k" * 32 in _environment(settings, tmp_path / "log", "k" * 32).values()
