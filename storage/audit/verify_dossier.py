@@ -137,9 +137,8 @@ def main() -> int:
             if not problems:
                 problems += own_digests(lineage, listed, store, xxhash)
                 told += "\nthe store's own digests were made again too"
-    print(told)
-    for problem in problems:
-        print(problem)
+    for line in (*told.splitlines(), *problems):  # names in it are others'
+        print("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line))
     print(f"{len(problems)} problems." if problems else "All is as it was.")
     return 1 if problems else 0
 
