@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from configs.credentials import credential_sentence
 from configs.evaluation import BackFillConfig
 from configs.flows import command
 from configs.overrides import ConfigError, change
@@ -86,6 +87,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     from tasks.run.interruption import INTERRUPTED
     from tasks.run.recorded_flow import load_flow
 
+    if said := credential_sentence(config):  # Prefect would show it
+        raise ConfigError(said)
     quiet_libraries()
     subjects_of(config)  # every fault is said before a server starts
     again = "To go on: " + command("flows.evaluate", config.store, *_words(config))
