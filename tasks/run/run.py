@@ -51,7 +51,8 @@ class Run:
         "_probe", "attempts", "background", "cancelled", "carried", "code_files", "config",
         "device_time", "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh",
         "gate", "lease", "left_over", "live_metrics", "logs", "measured", "name", "origin",
-        "position", "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal", "tracker",
+        "position", "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal",
+        "tracker",
     )  # fmt: skip
 
     def __init__(
