@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from configs.credentials import credential_sentence
 from configs.grpo import GRPOConfig
 from configs.rollout import RolloutConfig
 
@@ -19,6 +20,8 @@ WHOLE = "rollout.top_p = 1 and rollout.top_k = 0"
 
 def check_new_run(config: GRPOConfig) -> None:
     """ValueError, one sentence, where no run may begin with these settings."""
+    if said := credential_sentence(config):
+        raise ValueError(said)
     if any(not stop for stop in config.rollout.stop):
         raise ValueError(
             f"rollout.stop = {list(config.rollout.stop)} has an empty string, which every text "

@@ -12,10 +12,13 @@ import socket
 import stat
 import sys
 import tempfile
+import traceback
 from pathlib import Path
+from types import TracebackType
 
 from configs.environment import cache_folder
 from configs.private_folder import machine_folder, private_folder
+from configs.terminal_text import print_text
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 # Bytes of TMPDIR. The address of a socket has room for 107: the folder of a cluster takes 17 of them,
@@ -26,6 +29,7 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 def begin_process() -> None:
     """Set proxies, certificates and the folder of temporary files right. It may be done again."""
+    tell_errors_safely()
     past_proxies()
     drop_unusable_certificates()
     shorten_temporary_folder()
@@ -47,6 +51,16 @@ def close_folder(folder: Path) -> None:
         own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
         if own and not status.st_mode & stat.S_ISGID and status.st_mode & 0o077:
             folder.chmod(0o700)
+
+
+def tell_errors_safely() -> None:
+    """Have a traceback that ends the program obey nothing on a terminal: it may quote a model."""
+
+    def told(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        print_text("".join(traceback.format_exception(kind, error, at)), error=True, end="")
+
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = told
 
 
 def past_proxies() -> None:
@@ -78,10 +92,10 @@ def drop_unusable_certificates() -> None:
     except OSError as error:
         del os.environ["SSL_CERT_FILE"]
         why = error.strerror or error.args[-1]
-        print(
+        print_text(
             f"SSL_CERT_FILE = {file} is no file of certificates ({why}) and is left out. "
             "Set it to one, or unset it.",
-            file=sys.stderr,
+            error=True,
         )
 
 

@@ -86,12 +86,15 @@ def convert_gguf(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    AutoTokenizer.from_pretrained(
+        source.parent, gguf_file=source.name, trust_remote_code=False
+    ).save_pretrained(target)
     # transformers' progress bar there heeds no setting (not reported).
     with contextlib.redirect_stderr(io.StringIO()):
         model = AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
+            trust_remote_code=False,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
         )

@@ -35,7 +35,7 @@ DEFAULT_CACHE = Path(".refrain/models")
 _CONVERSION = 1
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # of weights; unpickling may run what is in them
 # What a published policy version carries beside its weights.
 # Any of these is a tokenizer's vocabulary.
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
@@ -162,7 +162,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer saved in `directory`."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 def end_token_ids(directory: Path) -> tuple[int, ...]:
@@ -197,7 +197,8 @@ def load_vision_model(directory: Path, dtype: Dtype = "float32") -> PreTrainedMo
     """As `load_for_training`, of a model of images, without any head; of CLIP its vision tower."""
     from transformers import AutoConfig, AutoModel, CLIPVisionModel
 
-    clip = AutoConfig.from_pretrained(directory).model_type in ("clip", "clip_vision_model")
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    clip = config.model_type in ("clip", "clip_vision_model")
     return _loaded(CLIPVisionModel if clip else AutoModel, directory, dtype, body=True)
 
 
@@ -208,6 +209,8 @@ def _loaded(auto_class: Any, directory: Path, dtype: Dtype, body: bool = False) 
     with quiet():
         loaded: Any = auto_class.from_pretrained(
             directory,
+            use_safetensors=True,
+            trust_remote_code=False,
             dtype=_torch_dtype(dtype),
             attn_implementation="sdpa",
             ignore_mismatched_sizes=True,  # they are reported, like the others
@@ -248,7 +251,10 @@ def _build(config: PretrainedConfig, dtype: Dtype, device: str) -> PreTrainedMod
 
     with quiet(), torch.device(device):
         made: PreTrainedModel = _causal_models().from_config(
-            config, dtype=_torch_dtype(dtype), attn_implementation="sdpa"
+            config,
+            trust_remote_code=False,
+            dtype=_torch_dtype(dtype),
+            attn_implementation="sdpa",
         )
         return made
 
@@ -257,7 +263,7 @@ def _config(directory: Path) -> PretrainedConfig:
     _causal_models()
     from transformers import AutoConfig
 
-    found: PretrainedConfig = AutoConfig.from_pretrained(directory)
+    found: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     return found
 
 
@@ -321,11 +327,19 @@ def _check_directory(path: str, directory: Path) -> None:
             f"model.path = {path} has no config.json. Set model.path to the directory of a "
             "transformers checkpoint."
         )
-    if not any(found for pattern in _WEIGHT_FILES for found in directory.glob(pattern)):
+    if any(directory.glob("*.safetensors")):
+        return
+    pickles = sorted(one.name for pattern in _PICKLES for one in directory.glob(pattern))
+    if pickles:
         raise ValueError(
-            f"model.path = {path} holds no weights (*.safetensors). Set model.path to a complete "
-            "transformers checkpoint."
+            f"model.path = {path} holds weights as {pickles[0]} only, a pickle, which may run code "
+            "as it is read. Set model.path to a checkpoint with *.safetensors; docs/security.md has "
+            "the command that converts one."
         )
+    raise ValueError(
+        f"model.path = {path} holds no weights (*.safetensors). Set model.path to a complete "
+        "transformers checkpoint."
+    )
 
 
 def _made_once(final: Path, make: Callable[[Path], None]) -> Path:

@@ -36,9 +36,10 @@ def _holds_ours(folder: str) -> bool:
 sys.path[:] = module_folders(sys.path, str(Path(__file__).parents[1]), os.getcwd())
 
 from configs.process import begin_process  # noqa: E402 (ours, by the path above)
+from configs.terminal_text import print_text  # noqa: E402
 
 try:
     begin_process()
 except ValueError as error:
-    print(error, file=sys.stderr)
+    print_text(error, error=True)
     sys.exit(2)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.terminal_text import print_text
 from tasks.reporting.output import until_nobody_reads
 
 USAGE = "usage: refrain COMMAND [word …]        refrain COMMAND --help says what a command takes"
@@ -27,12 +28,13 @@ def main(words: Sequence[str] = ()) -> int:
     found = commands()
     if name in ("-h", "--help"):
         width = max(map(len, found))
-        print(USAGE, "", *(f"  {one:<{width}}  {about}" for one, about in found.items()), sep="\n")
+        lines = [f"  {one:<{width}}  {about}" for one, about in found.items()]
+        print_text("\n".join([USAGE, "", *lines]))
         return 0
     if name not in found:
         near = difflib.get_close_matches(name, found, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
-        print(f"There is no command {name}. {hint}See refrain --help.", file=sys.stderr)
+        print_text(f"There is no command {name}. {hint}See refrain --help.", error=True)
         return BAD_COMMAND
     sys.argv[1:] = rest
     runpy.run_module(f"flows.{name}", run_name="__main__", alter_sys=True)  # it exits itself

@@ -19,6 +19,7 @@ from configs.cluster.kinds import SlurmConfig
 from configs.flows import program
 from configs.overrides import ConfigError
 from configs.recipe import DEMO, load_recipe
+from configs.terminal_text import print_text, without_colours
 from tasks.launch.submission import (
     BusySlurm,
     Submission,
@@ -48,10 +49,10 @@ def main(words: Sequence[str] = ()) -> int:
     try:
         return commands[arguments.command](arguments)
     except (ConfigError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return BAD_SETTINGS
     except BusySlurm as error:
-        print(f"Slurm's controller does not answer: {error}", file=sys.stderr)
+        print_text(f"Slurm's controller does not answer: {error}", error=True)
         return FAILED
     except KeyboardInterrupt:
         return 0
@@ -74,14 +75,14 @@ def _submit(arguments: argparse.Namespace) -> int:
         )
     for finding in check(config):
         if finding.warning:
-            print(finding.found, file=sys.stderr)
+            print_text(finding.found, error=True)
     submission = new_submission(config, module, [recipe, *words])
     submission.submit()
     name = submission.name
-    print(f"Submitted {name}: {config.steps} steps.")
-    print(f"  state  refrain cluster status {name}")
-    print(f"  log    refrain cluster logs {name}")
-    print(f"  stop   refrain cluster stop {name}")
+    print_text(f"Submitted {name}: {config.steps} steps.")
+    print_text(f"  state  refrain cluster status {name}")
+    print_text(f"  log    refrain cluster logs {name}")
+    print_text(f"  stop   refrain cluster stop {name}")
     return 0
 
 
@@ -89,10 +90,10 @@ def _status(arguments: argparse.Namespace) -> int:
     """One submission in full, or a line for each."""
     folder = Path(arguments.folder)
     if arguments.name is not None:
-        print("\n".join(_described(Submission(folder / arguments.name).status())))
+        print_text("\n".join(_described(Submission(folder / arguments.name).status())))
         return 0
     for path in submitted(folder):
-        print(_described(Submission(path).status())[0])
+        print_text(_described(Submission(path).status())[0])
     return 0
 
 
@@ -120,11 +121,11 @@ def _logs(arguments: argparse.Namespace) -> int:
     """The end of a log, and what is added to it if that is asked for."""
     path = Submission(Path(arguments.folder) / arguments.name).log(arguments.worker)
     text = path.read_text(errors="replace")
-    print("\n".join(text.splitlines()[-arguments.lines :]), flush=True)
+    print_text(without_colours("\n".join(text.splitlines()[-arguments.lines :])), flush=True)
     with path.open(errors="replace") as file:
         file.seek(0, 2)
         while arguments.follow:
-            print(file.read(), end="", flush=True)
+            print_text(without_colours(file.read()), end="", flush=True)
             time.sleep(1.0)
     return 0
 
@@ -134,10 +135,12 @@ def _stop(arguments: argparse.Namespace) -> int:
     submission = Submission(Path(arguments.folder) / arguments.name)
     left = submission.stop()
     if left:
-        print(f"Jobs {', '.join(left)} are still ending; look again with squeue.", file=sys.stderr)
+        print_text(f"Jobs {', '.join(left)} are still ending; look again with squeue.", error=True)
         return FAILED
     again = submission.resume_command()
-    print(f"Stopped {submission.name}; no job of it is left." + (again and f" To go on: {again}"))
+    print_text(
+        f"Stopped {submission.name}; no job of it is left." + (again and f" To go on: {again}")
+    )
     return 0
 
 

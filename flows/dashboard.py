@@ -9,6 +9,7 @@ import argparse
 import signal
 import sys
 
+from configs.terminal_text import print_text
 from tasks.launch.command_line import HOME
 from tasks.reporting.output import until_nobody_reads
 
@@ -24,11 +25,13 @@ def main() -> int:
     server.launch()
     try:
         server.wait()
-        print(f"Prefect  {server.address}/runs    (Ctrl-C ends it)", flush=True)
-        print("MLflow   mlflow ui --backend-store-uri sqlite:///.refrain/mlflow.db", flush=True)
+        print_text(f"Prefect  {server.address}/runs    (Ctrl-C ends it)", flush=True)
+        print_text(
+            "MLflow   mlflow ui --backend-store-uri sqlite:///.refrain/mlflow.db", flush=True
+        )
         signal.pause()
     except ServerError as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return 1
     except KeyboardInterrupt:
         return 0

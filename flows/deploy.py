@@ -15,6 +15,7 @@ import sys
 
 from configs.overrides import ConfigError
 from configs.recipe import DEMO
+from configs.terminal_text import print_text
 from tasks.reporting.output import until_nobody_reads
 
 
@@ -52,19 +53,19 @@ def main() -> int:
             pools = registration.patiently(lambda: registration.ensure_pools(client))
         if arguments.flow is not None:
             name = registration.register_flow(arguments.flow, arguments.recipe, arguments.names)
-            print(f"Deployment   {name}")
+            print_text(f"Deployment   {name}")
         else:
             registration.register_deployments(arguments.names)
         automations = registration.patiently(
             lambda: registration.register_automations(arguments.notify)
         )
     except (ServerError, ConfigError) as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return 1
-    print(f"Deployments  {api.removesuffix('/api')}/deployments")
-    print(f"Automations  {', '.join(automations)}")
+    print_text(f"Deployments  {api.removesuffix('/api')}/deployments")
+    print_text(f"Automations  {', '.join(automations)}")
     for pool in pools:
-        print(f"Start a worker:  prefect worker start --pool {pool} --type process")
+        print_text(f"Start a worker:  prefect worker start --pool {pool} --type process")
     return 0
 
 

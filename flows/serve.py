@@ -11,6 +11,7 @@ import sys
 from configs.overrides import ConfigError, change
 from configs.serve import ServeConfig
 from configs.settings_help import fields
+from configs.terminal_text import print_text
 from tasks.reporting.output import until_nobody_reads
 
 BAD_SETTINGS = 2  # exit code
@@ -41,7 +42,7 @@ def main() -> int:
 
         return serve(config)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return BAD_SETTINGS
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from configs.overrides import ConfigError, change
 from configs.settings_help import fields
 from configs.teachers import KEY_VARIABLE, TeacherServiceConfig
+from configs.terminal_text import print_text
 from tasks.reporting.output import until_nobody_reads
 
 BAD_SETTINGS = 2
@@ -42,7 +43,7 @@ def main(words: Sequence[str] = ()) -> int:
     try:
         return {"serve": _serve, "status": _status, "settings": _settings}[asked.command](asked)
     except (ConfigError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return BAD_SETTINGS
 
 
@@ -61,7 +62,7 @@ def _status(asked: argparse.Namespace) -> int:
 
 def _settings(asked: argparse.Namespace) -> int:
     for name, kind, default, meaning in fields(TeacherServiceConfig):
-        print(f"{name}  {kind}  [{default}]\n    {meaning}")
+        print_text(f"{name}  {kind}  [{default}]\n    {meaning}")
     return 0
 
 

@@ -43,6 +43,7 @@ from tasks.results import (
     nodes_of,
 )
 from tasks.reward import samples_of
+from tasks.run.code_changes import code_metrics
 from tasks.run.decay import decay_steps
 from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import marked, meaning_metrics
@@ -122,6 +123,7 @@ def commit(
     guards = guards_on(run, step, metrics)
     metrics |= bound_after(run, guards)
     metrics |= meaning_metrics(run.last, run.config)
+    metrics |= code_metrics(run.files, run.last, run.code_files)
     refs = {
         "prompts": prompts.new,
         "samples": samples if batch.taught is None else samples.with_columns(batch.taught),
@@ -153,6 +155,7 @@ def commit(
         dropped_rows=prompts.dropped,
         reward_code={code_digest(one.code): [asdict(made) for made in one.code] for one in scored},
         meanings=dict(VERSIONS),
+        code_files=run.code_files,
         update=update_settings(run, updated),
         metrics=metrics,
         guards=guards,

@@ -28,7 +28,8 @@ from storage.tracking.registry import (
 )
 from tasks.evaluation.summary import tested
 from tasks.reporting import events
-from tasks.reporting.artifacts import escaped, key
+from tasks.reporting.artifacts import key
+from tasks.reporting.markdown import code, escaped
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 
@@ -208,7 +209,7 @@ def asked(
     """Pause the flow run until a person answers; the refusal, or None for a yes."""
     question = (
         f"**Shall version {evaluated.version} of {escaped(run.name)} become the {rule.alias}?**\n\n"
-        f"{escaped(decision.reason)}\n\nWeights: `{run.last_weights}`"
+        f"{escaped(decision.reason)}\n\nWeights: {code(run.last_weights)}"
     )
     try:
         answer = pause_flow_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from configs.terminal_text import terminal_text, without_colours
 from engines.failures import ClusterLost
 from engines.processes.certificates import Certificates
 from engines.processes.node import AT_END_TIMEOUT, NodePlan
@@ -53,7 +55,7 @@ class NodeProcess:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if output is None else subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the flow process, which then ends this one
             env={
                 **C_LIBRARIES,
@@ -66,11 +68,9 @@ class NodeProcess:
                 "MKL_NUM_THREADS": "1",
             },
         )
-        self._copying: threading.Thread | None = None
-        if self._process.stderr is not None and output is not None:
-            copied = (self._process.stderr, output)
-            self._copying = threading.Thread(target=_pass_on, args=copied, daemon=True)
-            self._copying.start()
+        copied = (self._process.stderr, output)
+        self._copying = threading.Thread(target=_pass_on, args=copied, daemon=True)
+        self._copying.start()
         try:
             assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it died at once; said below
@@ -122,19 +122,29 @@ class NodeProcess:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        if self._copying is not None:
-            self._copying.join(END_TIMEOUT)
+        self._copying.join(END_TIMEOUT)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _pass_on(stream: IO[bytes], output: Path) -> None:
-    """Copy a stream to our standard error and to a file's end, until all who write to it are gone."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with stream, output.open("ab", buffering=0) as file:
+def _pass_on(stream: IO[bytes], output: Path | None) -> None:
+    """Copy a stream to our standard error and to a file's end, until all who write to it are gone.
+
+    Functions of users print what models wrote, so it is made safe for a terminal.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(stream)
+        file = None
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(output.open("ab", buffering=0))
         while data := os.read(stream.fileno(), 65536):
-            file.write(data)
+            lines = without_colours(decoder.decode(data)).replace("\r\n", "\n").replace("\r", "\n")
+            safe = terminal_text(lines).encode()
+            if file is not None:
+                file.write(safe)
             with contextlib.suppress(OSError):  # nobody reads ours any more
-                os.write(STDERR, data)
+                os.write(STDERR, safe)
 
 
 def python_path() -> str:

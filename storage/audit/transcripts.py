@@ -5,7 +5,6 @@ The tokenizer lies beside the run's policy versions, so nothing but the store is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from configs.terminal_text import terminal_text
 from storage.audit.sample_origins import SampleOrigin, origins_of, samples_of
 from storage.batches import reading
 from storage.batches.columns import Author, SampleStatus
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 # What is shown of an episode; the template's words around it are in --json.
 WROTE = {"policy": "wrote", "environment": "was answered"}
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal may obey; not tab, newline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +147,7 @@ def printable(said: str, characters: int) -> str:
         half = max(1, characters // 2)
         left_out = len(said) - 2 * half
         said = f"{said[:half]}\n[… {left_out} characters …]\n{said[-half:]}"
-    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", said)
+    return terminal_text(said)
 
 
 _TOKENIZERS: dict[tuple[Store, str], Tokenizer] = {}  # of the last run that was asked for

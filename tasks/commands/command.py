@@ -8,12 +8,11 @@ imports happen once the words are understood, so that --help answers at once.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from configs.terminal_text import json_text, print_text, terminal_text
 from tasks.reporting.output import until_nobody_reads
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def run(
     except RuntimeError as error:  # of the store or of workers: named errors with a sentence
         return _refuse(error, FOUND)
     if arguments.json:
-        print(json.dumps(answer.record, indent=1, default=_plain))
+        print(json_text(answer.record, _plain))
     else:
         out = console()
         for part in answer.shown:
@@ -111,7 +110,7 @@ def run(
 
 
 def _refuse(error: Exception, code: int) -> int:
-    print(" ".join(str(error).split()), file=sys.stderr)
+    print_text(" ".join(str(error).split()), error=True)
     return code
 
 
@@ -180,10 +179,10 @@ def find_run(store: Store, name: str) -> RunStore:
 
 def console() -> Console:
     """Where answers for people go: as wide as the terminal, and wide enough for a file."""
-    from rich.console import Console
+    from tasks.reporting.safe_console import SafeConsole
 
-    out = Console(highlight=False, soft_wrap=False)
-    return out if out.is_terminal else Console(highlight=False, width=WIDTH)
+    out = SafeConsole()
+    return out if out.is_terminal else SafeConsole(width=WIDTH)
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -206,7 +205,7 @@ def text(line: str, style: str = "") -> RenderableType:
     """A line as it is: brackets in it are no markup."""
     from rich.text import Text
 
-    return Text(line, style=style)
+    return Text(terminal_text(line), style=style)  # Text itself would drop some, unseen
 
 
 def bytes_text(count: float) -> str:

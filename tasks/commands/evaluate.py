@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from configs.credentials import credential_sentence
 from configs.evaluation import BackFillConfig
 from configs.flows import command
 from configs.overrides import ConfigError, change
 from configs.process import close_folder, close_to_others
+from configs.terminal_text import json_text, print_text
 from tasks.commands.command import console, heading, table, text
 from tasks.reporting.output import until_nobody_reads
 
@@ -41,7 +41,7 @@ def main(flow: str) -> int:
     try:
         return _carry_out(change(BackFillConfig, given, store), flow, asked.json)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return BAD_INPUT
 
 
@@ -88,6 +88,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     from tasks.run.interruption import INTERRUPTED
     from tasks.run.recorded_flow import load_flow
 
+    if said := credential_sentence(config):  # Prefect would show it
+        raise ConfigError(said)
     quiet_libraries()
     close_to_others()
     close_folder(HOME)
@@ -95,17 +97,17 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     again = "To go on: " + command("flows.evaluate", config.store, *_words(config))
     try:
         with prefect_server(HOME / "prefect") as dashboard:
-            print(f"Dashboard {dashboard}", file=sys.stderr)
+            print_text(f"Dashboard {dashboard}", error=True)
             call: Callable[..., Any] = load_flow(flow)
             found: BackFilled = call(config)
     except KeyboardInterrupt:
-        print(f"Stopped. {again}", file=sys.stderr)
+        print_text(f"Stopped. {again}", error=True)
         return INTERRUPTED
     except (RuntimeError, OSError, PrefectException, httpx.HTTPError) as error:
-        print(f"{type(error).__name__}: {error}\n{again}", file=sys.stderr)
+        print_text(f"{type(error).__name__}: {error}\n{again}", error=True)
         return FAILED
     if as_json:
-        print(json.dumps(record_of(found), indent=1))
+        print(json_text(record_of(found)))
         return 0
     out = console()
     for part in shown(found):

@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
+from configs.terminal_text import print_text, without_colours
 from storage.runs.live import read_live
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, text
@@ -25,18 +26,18 @@ def answer(request: Request) -> Answer:
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = list(deque(file, asked.lines or None))
         if asked.follow:
-            print("".join(lines), end="", flush=True)
+            print_text(without_colours("".join(lines)), end="", flush=True)
             _follow(file)
             return Answer(record={}, shown=[])
     record = {"path": str(path), "lines": [line.rstrip("\n") for line in lines]}
-    return Answer(record=record, shown=[text("".join(lines).rstrip("\n"))])
+    return Answer(record=record, shown=[text(without_colours("".join(lines)).rstrip("\n"))])
 
 
 def _follow(file: TextIO) -> None:
     """Print what is added to a file, until Ctrl-C."""
     try:
         while True:
-            print(file.read(), end="", flush=True)
+            print_text(without_colours(file.read()), end="", flush=True)
             time.sleep(1.0)
     except KeyboardInterrupt:
         return

@@ -6,7 +6,6 @@ Whether equal bits are demanded, or weights within a tolerance, is in replay_dem
 from __future__ import annotations
 
 import logging
-import sys
 import uuid
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from configs.algorithm.distillation import recorded_algorithm
 from configs.grpo import GRPOConfig
 from configs.overrides import change
+from configs.terminal_text import print_text
 from engines.clusters.opening import open_cluster
 from engines.elastic.opening import trainer_on
 from engines.train.spec import MadeOn, WeightsComparison
@@ -159,7 +159,7 @@ def _trainer(cluster: Cluster, files: RunStore, config: GRPOConfig, last: int) -
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print_text(line, error=True, flush=True)
 
 
 def _compared_metrics(

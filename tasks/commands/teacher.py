@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+from configs.terminal_text import json_text, print_text
 from engines.failures import InfrastructureError
 from engines.teachers.client import Address, status_of
 from engines.teachers.messages import Status
@@ -17,10 +16,10 @@ def show(url: str, key_variable: str, as_json: bool) -> int:
     try:
         found = status_of(address)
     except InfrastructureError as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return FOUND
     if as_json:
-        print(found.model_dump_json(indent=1))
+        print(json_text(found.model_dump(mode="json")))
         return GOOD
     _print(found)
     return GOOD

@@ -8,7 +8,8 @@ from configs.flows import command
 from storage.evaluations.files import EvaluationFiles
 from storage.evaluations.results import EvaluationResult
 from tasks.evaluation.summary import sentence
-from tasks.reporting.artifacts import escaped, key
+from tasks.reporting.artifacts import key
+from tasks.reporting.markdown import code, escaped
 from tasks.reporting.run_view import Caller
 
 BOUNDS = ("reward_low", "reward_high")  # beside the reward
@@ -32,8 +33,8 @@ def note(caller: Caller, result: EvaluationResult, version: int) -> str:
         f"### {escaped(result.suite)} on version {version} of {escaped(run)}",
         "",
         f"- {result.asked} prompts, {result.metrics['samples']:.0f} samples by {result.engine}{made}",
-        f"- Weights `{result.weights.digest}`, which every engine attested",
-        f"- Stored in `{caller.store.url(EvaluationFiles(caller.store, result.key).folder)}`",
+        f"- Weights {code(result.weights.digest)}, which every engine attested",
+        f"- Stored in {code(caller.store.url(EvaluationFiles(caller.store, result.key).folder))}",
         "",
         "| metric | value | 95 % interval |",
         "|---|---|---|",
@@ -48,7 +49,7 @@ def note(caller: Caller, result: EvaluationResult, version: int) -> str:
     read = command(
         "flows.samples", config.store, run, "--evaluation", f"{result.suite}@{version}", "--worst"
     )
-    return "\n".join([*lines, "", f"Its answers, the worst first: `{read}`."])
+    return "\n".join([*lines, "", f"Its answers, the worst first: {code(read)}."])
 
 
 def cost_lines(result: EvaluationResult, currency: str) -> list[str]:

@@ -27,6 +27,7 @@ from configs.process import begin_process, close_folder, close_to_others
 from configs.recipe import DEMO, load_recipe, recipe_names
 from configs.settings_help import fields
 from configs.storage import StoreConfig
+from configs.terminal_text import print_text
 from engines.processes.process_setup import imports_uncollected
 from tasks.reporting.output import until_nobody_reads
 
@@ -57,7 +58,7 @@ def main(flow: str, model: type[GRPOConfig], words: Sequence[str] = ()) -> int:
     try:
         return _begin(flow, _settings(flow, model, arguments), arguments)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return BAD_SETTINGS
 
 
@@ -81,19 +82,19 @@ def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
     try:
         opened = open_run(flow, config, resume, fork)
     except NothingNew as nothing:
-        print(nothing)
+        print_text(nothing)
         return 0
     except RuntimeError as error:  # of the store
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print_text(f"{type(error).__name__}: {error}", error=True)
         return FAILED
     if arguments.check:
         for finding in findings:
-            print(f"{finding.check:10} {finding.found}")
-        print(f"{config.name}: the settings are good, and a run would start.")
+            print_text(f"{finding.check:10} {finding.found}")
+        print_text(f"{config.name}: the settings are good, and a run would start.")
         return 0
     for finding in findings:
         if finding.warning:
-            print(finding.found, file=sys.stderr)
+            print_text(finding.found, error=True)
     from tasks.run.recorded_flow import load_flow
 
     call = load_flow(flow)

@@ -21,7 +21,10 @@ from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from pydantic import TypeAdapter
 
+from configs.credentials import credential_sentence
 from configs.environment import import_from_working_folder
+from configs.grpo import GRPOConfig
+from configs.overrides import ConfigError
 from configs.recipe import load_recipe
 from engines.processes.node_process import python_path
 from tasks.launch.server import ServerError
@@ -107,7 +110,7 @@ def register_flow(path: str, recipe: str, words: Sequence[str]) -> str:
     runs work in the folder that this is called in, with the modules that are found from here.
     """
     flow = load_flow(path)
-    config = load_recipe(settings_class(flow), recipe, words)
+    config = _without_credentials(load_recipe(settings_class(flow), recipe, words))
     limit = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
     deployment = RunnerDeployment.from_flow(
         flow,
@@ -175,8 +178,15 @@ def recipe(name: str, settings: dict[str, Any] | None = None, flow: str = "grpo"
     a new `make deploy` to take effect. Runs work in the folder that is deployed from, `directory`.
     """
     words = [f"{key}={value}" for key, value in (settings or {}).items()]
-    config = load_recipe(settings_class(load_flow(flow)), name, words)
+    config = _without_credentials(load_recipe(settings_class(load_flow(flow)), name, words))
     return {"config": config.model_dump(mode="json"), "directory": str(Path.cwd())}
+
+
+def _without_credentials(config: GRPOConfig) -> GRPOConfig:
+    """The settings, which Prefect stores and shows. ConfigError where they hold a credential."""
+    if said := credential_sentence(config):
+        raise ConfigError(said)
+    return config
 
 
 def here() -> dict[str, str]:

@@ -26,6 +26,7 @@ from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
 from configs.process import close_to_others
 from configs.serve import ServeConfig
+from configs.terminal_text import print_text
 from engines.adapters import stream_whole
 from engines.failures import WeightMismatch
 from engines.processes.key_guard import SERVED_KEY, ServedKey
@@ -81,12 +82,12 @@ def serve(config: ServeConfig) -> int:
         while True:
             server = _started(config, served, key)
             served = _watch(config, store, served, server)
-            print(f"Version {served.name} is next", flush=True)
+            print_text(f"Version {served.name} is next", flush=True)
             server.stop(STOP_TIMEOUT)
     except KeyboardInterrupt:
         return 0
     except (ServerError, StoreError, WeightMismatch) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print_text(f"{type(error).__name__}: {error}", error=True)
         return 1
     finally:
         if server is not None:
@@ -196,7 +197,7 @@ def _started(config: ServeConfig, served: Served, key: str) -> ServerProcess:
     except BaseException:
         server.stop(STOP_TIMEOUT)
         raise
-    print(
+    print_text(
         f"Serving {served.name}, {served.weights.digest}\n"
         f"at http://{_reachable(config.host)}:{config.port}/v1; its log is {log}\n"
         f"Its key is in {_place_of_key(config)}",
@@ -275,7 +276,7 @@ def _looked(look: Callable[[], Served]) -> Served | None:
     try:
         return look()
     except (ConfigError, StoreError, RuntimeError) as error:
-        print(f"The version stays: {error}", file=sys.stderr, flush=True)
+        print_text(f"The version stays: {error}", error=True, flush=True)
         return None
 
 

@@ -27,6 +27,7 @@ from configs.flows import command
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.storage import StoreConfig
+from configs.terminal_text import print_text
 from engines.clusters.slurm_jobs import BusySlurm as BusySlurm
 from engines.clusters.slurm_jobs import Task, listed, slurm_says
 from engines.processes.node_process import python_path
@@ -193,7 +194,9 @@ class Submission:
         signal.signal(signal.SIGUSR1, stop)
         code = flow.wait()
         if told == {signal.SIGUSR1} and code == INTERRUPTED:
-            print("The job's time is nearly over: a job that goes on with the run is submitted.")
+            print_text(
+                "The job's time is nearly over: a job that goes on with the run is submitted."
+            )
             self.submit()
         return code
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from configs.environment import given
 from configs.overrides import ConfigError
 from configs.process import close_to_others
 from configs.teachers import TeacherServiceConfig
+from configs.terminal_text import print_text
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
 from engines.model_facts import model_facts
@@ -92,7 +92,7 @@ def serve(config: TeacherServiceConfig) -> int:
     except KeyboardInterrupt:
         return 0
     except (RuntimeError, OSError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print_text(f"{type(error).__name__}: {error}", error=True)
         return FAILED
     return 0
 
@@ -178,8 +178,8 @@ def _say(config: TeacherServiceConfig, port: int, service: TeacherService) -> No
     facts = service.facts()
     quota = facts.tokens_per_minute
     limit = "no quota" if quota is None else f"{quota} tokens a minute for each"
-    print(f"Teacher {facts.name} ({facts.model}): places for {facts.places} runs, {limit}")
-    print(f"In runs: teachers.NAME.service=http://{config.host}:{port}", flush=True)
+    print_text(f"Teacher {facts.name} ({facts.model}): places for {facts.places} runs, {limit}")
+    print_text(f"In runs: teachers.NAME.service=http://{config.host}:{port}", flush=True)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -11,6 +11,7 @@ from types import FrameType
 
 from configs.environment import mlflow_database
 from configs.optional_packages import pip_install
+from configs.terminal_text import print_text
 from tasks.launch.server_process import ServerError, ServerProcess
 from tasks.run.packages import installed
 
@@ -55,10 +56,10 @@ def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
     `folder`: for logs, and for databases where the environment names none.
     """
     if installed("mlflow") is None:
-        print(
+        print_text(
             "flows.servers starts MLflow's server, and only mlflow-skinny is installed. "
             f"Install it: {pip_install('mlflow')}.",
-            file=sys.stderr,
+            error=True,
         )
         return 2
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -77,14 +78,14 @@ def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
         for server in servers:
             server.wait(START_TIMEOUT)
         seen = _reachable(host)
-        print(f"export PREFECT_API_URL=http://{seen}:{prefect_port}/api")
-        print(f"# and for each run: tracking.uri=http://{seen}:{mlflow_port}", flush=True)
+        print_text(f"export PREFECT_API_URL=http://{seen}:{prefect_port}/api")
+        print_text(f"# and for each run: tracking.uri=http://{seen}:{mlflow_port}", flush=True)
         while all(server.exit_code is None for server in servers):
             time.sleep(1.0)
         ended = next(server for server in servers if server.exit_code is not None)
         raise ServerError(f"The {ended.name} server ended. Its log is {ended.log}.")
     except ServerError as error:
-        print(error, file=sys.stderr)
+        print_text(error, error=True)
         return 1
     except KeyboardInterrupt:
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import itertools
 import math
 import os
@@ -34,6 +33,7 @@ from storage.runs.live import read_end
 from storage.tracking.timeline import Work, timeline_png
 from tasks.reporting.cost_note import cost_lines
 from tasks.reporting.guard_notes import continued, guard_table, went_back
+from tasks.reporting.markdown import cell, code, escaped
 from tasks.reporting.progress import untrained
 
 if TYPE_CHECKING:
@@ -52,11 +52,6 @@ TRAINERS = "train"  # in the timeline, for calls that all train workers carry ou
 def key(run: str, what: str) -> str:
     """An artifact key: lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", f"{run}-{what}".lower()).strip("-")
-
-
-def escaped(text: object) -> str:
-    """Text that may come from a model or a user, made harmless in markdown and HTML."""
-    return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", html.escape(str(text)))
 
 
 def show_step(run: RunView, commit: Commit, scored: list[Scored], attempts: list[Attempt]) -> None:
@@ -96,7 +91,7 @@ def show_samples(run: RunView, commit: Commit) -> None:
     more = command("flows.samples", run.config.store, f"{run.name}@{commit.step}", "--worst")
     create_markdown_artifact(
         key=key(run.name, "samples"),
-        markdown="\n".join([*lines, f"More of them: `{more}`."]),
+        markdown="\n".join([*lines, f"More of them: {code(more)}."]),
         description=f"What the model was asked and wrote in step {commit.step}.",
     )
 
@@ -170,15 +165,15 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
     for name, weights in (("Sampled with", commit.version_in), ("Gave", commit.version_out)):
         if weights is not None:
             lines.append(
-                f"- {name} **version {weights.version}**, digest `{weights.digest}`, in "
-                f"`{run.store.url(weights.key)}`"
+                f"- {name} **version {weights.version}**, digest {code(weights.digest)}, in "
+                f"{code(run.store.url(weights.key))}"
             )
     lines += ["", "#### Batches", ""]
     for name, ref in commit.refs.items():
-        columns = ", ".join(f"`{column}`" for column in ref.names)
-        lines.append(f"- **{name}**, {len(ref)} rows of {columns}")
+        columns = ", ".join(map(code, ref.names))
+        lines.append(f"- **{escaped(name)}**, {len(ref)} rows of {columns}")
         objects = sorted(ref.objects)
-        lines += [f"  - `{place}`" for place in objects[:8]]
+        lines += [f"  - {code(place)}" for place in objects[:8]]
         lines += [f"  - and {len(objects) - 8} more"] if len(objects) > 8 else []
     ledger = commit.ledger
     lines += [
@@ -202,14 +197,18 @@ def lineage(run: RunView, commit: Commit, attempts: list[Attempt]) -> str:
     store = run.config.store
     samples = command("flows.lineage", store, run.name, "--version", commit.version_out.version)
     again = command("flows.replay", store, run.name, commit.step)
-    lines += ["", f"- Sample by sample: `{samples}`", f"- Made again and compared: `{again}`"]
+    lines += [
+        "",
+        f"- Sample by sample: {code(samples)}",
+        f"- Made again and compared: {code(again)}",
+    ]
     failures = [attempt for attempt in attempts if attempt.error]
     if failures:
         lines += ["", "#### Failed attempts, each tried again", ""]
         lines += [
             f"- **{attempt.stage} {attempt.shard or ''}**, attempt {attempt.number} on "
             f"{escaped(attempt.assignment.worker or 'the train workers')}, after "
-            f"{attempt.ended - attempt.started:.1f} s: {escaped(attempt.error)[:300]}"
+            f"{attempt.ended - attempt.started:.1f} s: {escaped(attempt.error[:300])}"
             for attempt in failures
         ]
     return "\n".join(lines)
@@ -256,10 +255,10 @@ def show_run(run: RunView) -> None:
         f"### {escaped(run.name)}",
         "",
         f"- Flow process {os.getpid()} on {escaped(socket.gethostname())}",
-        f"- Store `{run.store.url(run.name)}`",
-        f"- MLflow `{run.config.tracking.uri}`, experiment "
+        f"- Store {code(run.store.url(run.name))}",
+        f"- MLflow {code(run.config.tracking.uri)}, experiment "
         f"{escaped(run.config.tracking.experiment)}, run {escaped(run.name)}",
-        f"- Data {escaped(run.source.name)}, {len(run.source)} rows, `{run.source.digest}`",
+        f"- Data {escaped(run.source.name)}, {len(run.source)} rows, {code(run.source.digest)}",
     ]
     if run.origin is not None:
         what = "trainer state" if run.origin.trainer_state else "weights"
@@ -312,8 +311,8 @@ def reward_code(commit: Commit) -> list[str]:
             packages = one.get("packages")
             versions = packages.items() if isinstance(packages, dict) else ()
             lines.append(
-                f"| `{digest}` | {escaped(one.get('name'))} | `{str(one.get('source'))[:17]}` "
-                f"| `{str(one.get('module'))[:17]}` "
+                f"| {cell(digest)} | {escaped(one.get('name'))} "
+                f"| {cell(str(one.get('source'))[:17])} | {cell(str(one.get('module'))[:17])} "
                 f"| {escaped(', '.join(f'{name} {version}' for name, version in versions))} |"
             )
     return lines

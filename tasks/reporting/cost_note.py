@@ -20,6 +20,7 @@ from storage.tracking.cost import (
     SECONDS_PER_SAMPLE,
     STARTING,
 )
+from tasks.reporting.markdown import escaped
 
 Metrics = Mapping[str, float | None]
 
@@ -41,14 +42,16 @@ def cost_lines(metrics: Metrics, currency: str) -> list[str]:
         work = {k: v for k, v in own.items() if k not in (HELD, IDLE, LOST, STARTING)}
         by_stage = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in work.items())
         lines.append(
-            f"| {pool} | {own[HELD]:.1f} | {by_stage or '-'} | {own[LOST]:.1f} "
+            f"| {escaped(pool)} | {own[HELD]:.1f} | {by_stage or '-'} | {own[LOST]:.1f} "
             f"| {own[STARTING]:.1f} "
             f"| {own[IDLE]:.1f} ({number(metrics, f'{IDLE_SHARE}/{pool}'):.0%}) |"
         )
-    processor = (f"{pool} {number(metrics, f'{CPU_SECONDS}/{pool}'):.1f}" for pool in pools)
+    processor = (
+        f"{escaped(pool)} {number(metrics, f'{CPU_SECONDS}/{pool}'):.1f}" for pool in pools
+    )
     energy = {pool: metrics.get(f"{JOULES}/{pool}") for pool in pools}
     told = ", ".join(
-        f"{pool} {joules:.0f}" for pool, joules in energy.items() if joules is not None
+        f"{escaped(pool)} {joules:.0f}" for pool, joules in energy.items() if joules is not None
     )
     lines += [
         "",
@@ -61,7 +64,7 @@ def cost_lines(metrics: Metrics, currency: str) -> list[str]:
     ]
     if metrics.get(MONEY) is not None:
         lines[-1] += (
-            f" {currency} {number(metrics, MONEY):.4g} of the step, "
+            f" {escaped(currency)} {number(metrics, MONEY):.4g} of the step, "
             f"{number(metrics, MONEY_SO_FAR):.4g} of the version, "
             f"{number(metrics, MONEY_PER_SAMPLE):.3g} for each sample."
         )

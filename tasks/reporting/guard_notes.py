@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING
+
+from tasks.reporting.markdown import cell, code, escaped
 
 if TYPE_CHECKING:
     from storage.runs.commit_log import Commit, GuardRecord
@@ -38,7 +39,8 @@ def guard_table(commit: Commit) -> list[str]:
     for one in commit.guards:
         value, bound = _shown(one.value), _shown(one.threshold)
         lines.append(
-            f"| {one.guard} | `{one.metric}` | {value} | {bound} | {one.beyond} | {_does(one)} |"
+            f"| {escaped(one.guard)} | {cell(one.metric)} | {value} | {bound} "
+            f"| {one.beyond} | {_does(one)} |"
         )
     return lines
 
@@ -48,10 +50,10 @@ def went_back(origin: Origin) -> list[str]:
     back = origin.rollback
     if back is None:
         return []
-    changes = f" with {', '.join(f'`{word}`' for word in back.change)}" if back.change else ""
+    changes = f" with {', '.join(map(code, back.change))}" if back.change else ""
     return [
-        f"- Rollback {back.number}: **{html.escape(back.run)}** went back to step {origin.at} after "
-        f"its step {back.after}, and this run goes on from there{changes}. {html.escape(back.why)}"
+        f"- Rollback {back.number}: **{escaped(back.run)}** went back to step {origin.at} after "
+        f"its step {back.after}, and this run goes on from there{changes}. {escaped(back.why)}"
     ]
 
 
@@ -61,14 +63,14 @@ def continued(end: End | None) -> list[str]:
         return []
     back = end.rolled_back
     return [
-        f"- **Rolled back to step {back.to} by {html.escape(back.guard)}, continued as "
-        f"{html.escape(back.child)}.** {html.escape(back.why)}"
+        f"- **Rolled back to step {back.to} by {escaped(back.guard)}, continued as "
+        f"{escaped(back.child)}.** {escaped(back.why)}"
     ]
 
 
 def _does(record: GuardRecord) -> str:
     if record.action == "rollback":
-        changes = "".join(f", `{word}`" for word in record.change)
+        changes = "".join(f", {cell(word)}" for word in record.change)
         return f"**goes back to step {record.back_to}{changes}**"
     return "" if record.action is None else f"**{DOES[record.action]}**"
 

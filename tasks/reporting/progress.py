@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from configs.terminal_text import terminal_text
 from tasks.reporting.output import drop_output
 from tasks.reporting.run_log import LINES
+from tasks.reporting.safe_console import SafeConsole
 from tasks.results import Metrics
 
 SHOWN = (
@@ -169,7 +171,7 @@ class Progress:
         self._terminal.say("  ".join(parts))
 
 
-class Lines(Console):
+class Lines(SafeConsole):
     """Standard output; standard error once nobody reads it any more, as after `| head`.
 
     A run goes on, and what it says is not lost.
@@ -186,7 +188,7 @@ class Terminal:
     """Progress for a person. Without a terminal (a log file, CI) only lasting lines are printed."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Lines(highlight=False, soft_wrap=True)
+        self.console = console or Lines(soft_wrap=True)
         self._status: Status | None = None
         self._lock = threading.Lock()
         self._since = time.monotonic()
@@ -213,12 +215,12 @@ class Terminal:
         """Show what is happening now, in place of what was shown before."""
         with self._lock:
             if self._status is not None:
-                self._status.update(Text(text))
+                self._status.update(Text(terminal_text(text)))
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line that stays."""
         with self._lock:
-            self.console.print(Text(text, style=style))
+            self.console.print(Text(terminal_text(text), style=style))
         LINES.info("%s", text)
 
     def facts(self, title: str, lines: dict[str, str]) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from traceback import StackSummary, TracebackException
 from types import TracebackType
 
+from configs.terminal_text import terminal_text
+
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 FOLDER = Path(".refrain", "logs")  # of the working folder, as the run's Prefect database
 FLOW, WORKERS = "flow.log", "workers.log"
@@ -41,7 +43,7 @@ class _Lines(logging.Formatter):
         known = record.__dict__
         name = known.get("task_run_name") or known.get("flow_run_name")
         known["of"] = f"{name}: " if name else ""
-        return super().format(record)
+        return terminal_text(super().format(record))
 
     def formatException(self, ei: ExcInfo) -> str:
         told: TracebackException | None = TracebackException(*ei)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 from prefect.artifacts import create_markdown_artifact
 from prefect.states import Completed, State
 
-from tasks.reporting.artifacts import escaped
+from tasks.reporting.markdown import escaped
 from tasks.run.forking import check_same_adapter, parent_config
 
 REGISTERED = "models:/"

@@ -22,6 +22,7 @@ from tasks.reporting.mlflow_page import metrics_of
 from tasks.reporting.progress import Terminal
 from tasks.reporting.run_log import kept
 from tasks.results import RunSummary
+from tasks.run.code_changes import code_sentence
 from tasks.run.flow_options import one_client
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.meaning_changes import meaning_sentence
@@ -54,6 +55,8 @@ def started(
         run = Run(opened, lease, position, terminal)
         owner = _before(opened, position)
         if said := meaning_sentence(opened.files, opened.config, position.last, owner):
+            terminal.say(said, style="yellow")
+        if said := code_sentence(opened.files, opened.config, position.last, owner):
             terminal.say(said, style="yellow")
         failed.pop_all()
     for line in warnings_of(opened.config):

@@ -34,6 +34,8 @@ from storage.runs.seen_rows import seen_before, write_seen
 from storage.runs.working_tree import FIELD as GIT
 from storage.runs.working_tree import working_tree
 from tasks.results import Carried
+from tasks.run.code_changes import FIELD as CODE_FILES
+from tasks.run.code_changes import code_files
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
 from tasks.run.forking import origin_of_fork
 from tasks.run.meaning_changes import FIELD as MEANINGS
@@ -222,6 +224,7 @@ def begin(opened: OpenedRun, position: Position) -> None:
         "code": installed("refrain-rl") or "a checkout that is not installed",
         "flow": opened.flow,
         MEANINGS: dict(VERSIONS),
+        CODE_FILES: code_files(opened.config),
     }
     tree = working_tree(Path.cwd())
     if tree is not None:

@@ -10,6 +10,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
+from configs.credentials import credential_sentence
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.guards import check_rollbacks
@@ -64,7 +65,17 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         Finding(check="devices", found=devices),
         *(Finding(check="memory", found=line) for line in memory),
         *(Finding(check="warning", found=line) for line in warnings_of(config)),
+        *_credentials_stored(config, resumed),
     ]
+
+
+def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
+    """A run that was stored with a credential goes on; whoever started it is told."""
+    said = credential_sentence(config) if resumed else ""
+    if not said:
+        return []
+    told = f"{said} This run's settings hold it already: replace the credential where it is issued."
+    return [Finding(check="warning", found=told, warning=True)]
 
 
 def check_world(config: GRPOConfig) -> list[Finding]:

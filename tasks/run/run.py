@@ -29,6 +29,7 @@ from tasks.reporting.prometheus import LiveMetrics
 from tasks.reporting.run_log import folder_of
 from tasks.results import Carried, LeftOver
 from tasks.run.background import Background
+from tasks.run.code_changes import code_files
 from tasks.run.continue_from import fresh_rows
 from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
@@ -47,10 +48,11 @@ class Run:
     """
 
     __slots__ = (
-        "_probe", "attempts", "background", "cancelled", "carried", "config", "device_time",
-        "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh", "gate",
-        "lease", "left_over", "live_metrics", "logs", "measured", "name", "origin", "position",
-        "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal", "tracker",
+        "_probe", "attempts", "background", "cancelled", "carried", "code_files", "config",
+        "device_time", "drawn", "engines", "episodes", "epoch", "evaluated", "files", "flow", "fresh",
+        "gate", "lease", "left_over", "live_metrics", "logs", "measured", "name", "origin",
+        "position", "progress", "rows", "shards", "source", "start", "stopped", "store", "terminal",
+        "tracker",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +60,7 @@ class Run:
     ) -> None:
         self.name, self.flow = opened.name, opened.flow
         self.config = opened.config
+        self.code_files = code_files(opened.config)  # as this flow began: workers load them now
         self.source = opened.source.as_recorded(position.cursor.digest)
         self.files, self.store = opened.files, opened.files.store
         self.origin, self.start = opened.origin, opened.start

@@ -197,7 +197,7 @@ def build(config: PretrainedConfig, gentle: bool = False, seed: int = 0) -> PreT
     """
     with quiet():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
+            config, trust_remote_code=False, dtype=torch.float32, attn_implementation="eager"
         )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
