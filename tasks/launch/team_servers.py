@@ -56,7 +56,7 @@ def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
     """
     if installed("mlflow") is None:
         print(
-            "flows.servers starts MLflow's server, and only mlflow-skinny is installed. "
+            "refrain servers starts MLflow's server, and only mlflow-skinny is installed. "
             f"Install it: {pip_install('mlflow')}.",
             file=sys.stderr,
         )
