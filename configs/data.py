@@ -145,7 +145,8 @@ class DataConfig(Settings):
         "an epoch's order is made when it begins.",
     )
     quarantine: QuarantineConfig | None = Field(
-        None, description="When a row leaves the draw; none: never (flows.quarantine shows which)."
+        None,
+        description="When a row leaves the draw; none: never (refrain quarantine shows which).",
     )
     seed: int = Field(0, ge=0, description="Seed of the order.")
     epochs: int | None = Field(

@@ -70,7 +70,6 @@ def check_rewards(
     for position, reward in enumerate(rewards.functions):
         if isinstance(reward, UnitTestsReward):
             prove(reward.sandbox, f"rewards.functions.{position}.sandbox")
-            check_tests(reward, source)
     here = (
         MathReward,
         ChoiceReward,
@@ -91,11 +90,18 @@ def check_rewards(
             check_judge(reward)
 
 
-def check_tests(reward: UnitTestsReward, source: PromptSource) -> None:
+def check_tests(rewards: RewardsConfig, source: PromptSource) -> None:
     """Whether the first rows have unit tests, and the first of all, run, judge a program.
 
-    ValueError, one sentence, for the first row that has none.
+    ValueError, one sentence, for the first row that has none. A run that goes on is not asked: its
+    rows are fixed, and samples of such a row fail.
     """
+    for reward in rewards.functions:
+        if isinstance(reward, UnitTestsReward):
+            _check_tests(reward, source)
+
+
+def _check_tests(reward: UnitTestsReward, source: PromptSource) -> None:
     scorer = UnitTestScorer(reward)
     for number, row in enumerate(source.rows(range(min(TESTED_ROWS, len(source))))):
         try:

@@ -104,6 +104,10 @@ class MadeOn:
         device, version = str(record.get("device")), str(record.get("torch"))
         return cls(device=device, torch=version, fixed=record.get("fixed") is True)
 
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.startswith("CPU")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitAttempt:

@@ -51,6 +51,7 @@ def demand_of(update: Mapping[str, JsonValue], now: MadeOn, ranks: int, threads:
         _changed("versions of torch", was.torch, now.torch),
         _changed("numbers of ranks", update.get("ranks"), ranks),
         _changed("numbers of threads", update.get("threads"), threads),
+        _before_kernels(update, was),
     )
     for reason in reasons:
         if reason is not None:
@@ -78,6 +79,14 @@ def _open(update: Mapping[str, JsonValue], was: MadeOn) -> str:
         f"on the {was.device} sums had no fixed order (train.deterministic = false): attention's "
         "backward pass adds with atomics"
     )
+
+
+def _before_kernels(update: Mapping[str, JsonValue], was: MadeOn) -> str | None:
+    """Of an update on a GPU by an older Refrain, whose commits have no train.kernels."""
+    train = update.get("train")
+    if was.on_cpu or not isinstance(train, Mapping) or "kernels" in train:
+        return None
+    return "it was made by a Refrain without train.kernels, whose sums on a GPU have another order"
 
 
 def _changed(what: str, was: object, now: object) -> str | None:

@@ -73,7 +73,7 @@ def _begin(flow: str, config: GRPOConfig, arguments: argparse.Namespace) -> int:
         with models_tested(config, resumed=resume is not None) as tested:
             with ThreadPoolExecutor(1) as beside:  # reward functions are loaded in other processes
                 imported = beside.submit(_import_libraries)
-                findings += check_world(config)
+                findings += check_world(config, resumed=resume is not None)
             imported.result()
             findings += tested()
     from tasks.run.continue_from import NothingNew

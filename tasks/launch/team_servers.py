@@ -57,7 +57,7 @@ def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
     """
     if installed("mlflow") is None:
         print_text(
-            "flows.servers starts MLflow's server, and only mlflow-skinny is installed. "
+            "refrain servers starts MLflow's server, and only mlflow-skinny is installed. "
             f"Install it: {pip_install('mlflow')}.",
             error=True,
         )

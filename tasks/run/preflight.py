@@ -43,7 +43,7 @@ def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
 
     findings = check_settings(config, resumed)
     with models_tested(config, resumed) as tested:
-        findings += check_world(config)
+        findings += check_world(config, resumed)
         return findings + tested()
 
 
@@ -78,7 +78,7 @@ def _credentials_stored(config: GRPOConfig, resumed: bool) -> list[Finding]:
     return [Finding(check="warning", found=told, warning=True)]
 
 
-def check_world(config: GRPOConfig) -> list[Finding]:
+def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     """The checks of what is outside the settings and the model: data, rewards, machine, store."""
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
@@ -87,7 +87,7 @@ def check_world(config: GRPOConfig) -> list[Finding]:
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
-        data, rewards = check_data(config)
+        data, rewards = check_data(config, resumed)
         odd = odd_references(config)
         taught = _check_teachers(config)
         if isinstance(config, SRPOConfig):

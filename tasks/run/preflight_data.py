@@ -44,10 +44,13 @@ ROWS = 1024  # first rows whose prompts are looked at one by one
 TOKENIZED = 64  # of them, whose tokens are looked at
 
 
-def check_data(config: GRPOConfig) -> tuple[str, str]:
-    """Check rows and rewards; what was found of each. ValueError, one sentence, for a fault."""
+def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
+    """Check rows and rewards; what was found of each. ValueError, one sentence, for a fault.
+
+    resumed: the rows are those of steps that are made, so what they hold is not asked again.
+    """
     source = open_source(config.data.source)
-    data = check_rows(config.model, config.data, source)
+    data = check_rows(config.model, config.data, source, resumed)
     if config.episodes is not None:
         images = None
         if config.sees_frames:
@@ -66,12 +69,14 @@ def check_data(config: GRPOConfig) -> tuple[str, str]:
     for judge in config.rewards.judges:
         check_local_judge(judge)
     check_rewards(config.rewards, config.data, source, given)
+    if not resumed:
+        check_tests(config.rewards, source)
     if config.evaluation is not None:
-        data += f"; evaluation: {check_suites(config)}"
+        data += f"; evaluation: {check_suites(config, resumed)}"
     return data, ", ".join(reward.label for reward in config.rewards.functions) or "none"
 
 
-def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
+def check_rows(model: Model, data: DataConfig, source: PromptSource, resumed: bool = False) -> str:
     """Whether rows have the columns that the settings name, and prompts that fit the template.
 
     The first prompts must not all be longer than data.max_prompt_tokens, since some are needed to
@@ -80,7 +85,8 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
     source.check_columns([name for name in (data.prompt_column, data.state_column) if name])
     found = f"{source.name}: {len(source)} rows; columns {', '.join(source.columns)}"
     if isinstance(data.source, ReasoningGymSource):  # loading the library takes seconds
-        check_prompts(model, data, source.name, [prompt_of({data.prompt_column: "1"}, data)])
+        if not resumed:
+            check_prompts(model, data, source.name, [prompt_of({data.prompt_column: "1"}, data)])
         return f"{found}; template {data.template}"
     prompts = []
     for number, row in enumerate(source.rows(range(min(ROWS, len(source))))):
@@ -89,7 +95,8 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource) -> str:
             fits_template(prompts[-1], data)
         except ValueError as error:
             raise ValueError(f"Row {number} of {source.name}: {error}") from None
-    check_prompts(model, data, source.name, prompts)
+    if not resumed:
+        check_prompts(model, data, source.name, prompts)
     return f"{found}; template {data.template} fits the first {len(prompts)}"
 
 
@@ -191,13 +198,16 @@ def _text(prompt: Prompt) -> str:
     return "".join(message["content"] for message in prompt)
 
 
-def check_suites(config: GRPOConfig) -> str:
+def check_suites(config: GRPOConfig, resumed: bool = False) -> str:
     """Whether every suite's rows can be asked and scored. ValueError, one sentence, for a fault."""
     assert config.evaluation is not None
     found = []
     for name, settings in config.evaluation.suites.items():
         try:
-            found.append(f"{name}: {check_suite(config, Suite.of(config, name, settings))}")
+            suite = Suite.of(config, name, settings)
+            found.append(f"{name}: {check_suite(config, suite, resumed)}")
+            if not resumed:
+                check_tests(suite.config.rewards, suite.source)
         except ValueError as error:
             raise ValueError(f"evaluation.suites.{name}: {error}") from error
     return "; ".join(found)
@@ -224,10 +234,10 @@ def odd_suites(config: GRPOConfig) -> list[str]:
     ]
 
 
-def check_suite(config: GRPOConfig, suite: Suite) -> str:
+def check_suite(config: GRPOConfig, suite: Suite, resumed: bool = False) -> str:
     """The same of one of them."""
     source = suite.source
-    found = check_rows(config.model, suite.config.data, source)
+    found = check_rows(config.model, suite.config.data, source, resumed)
     if suite.settings.rewards is None:
         _check_rewards_of_run(config, suite, source)
         return found
@@ -252,7 +262,6 @@ def _check_rewards_of_run(config: GRPOConfig, suite: Suite, source: PromptSource
             source.check_columns(read_rubric(reward.rubric).columns)
         elif isinstance(reward, UnitTestsReward):
             source.check_columns(reward.columns)
-            check_tests(reward, source)
         elif isinstance(reward, ReasoningGymReward):
             same = isinstance(held_out, ReasoningGymSource) and (
                 isinstance(trained, ReasoningGymSource) and held_out.task == trained.task

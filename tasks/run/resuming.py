@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "tracking",
     "data.epochs",
     "data.last_step",
+    "data.source.timeout",
     "store.options",
     "store.snapshot_every",
     "store.keep_versions",

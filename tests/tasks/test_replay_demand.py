@@ -18,7 +18,7 @@ GPU = MadeOn(device="NVIDIA H100 80GB HBM3", torch="2.13.0+cu130", fixed=True)
 def commit(was: MadeOn | None, **train: JsonValue) -> dict[str, JsonValue]:
     """What a commit says of an update by one rank of two threads."""
     made: dict[str, JsonValue] = {} if was is None else {"made_on": asdict(was)}
-    return {**made, "train": dict(train), "ranks": 1, "threads": 2}
+    return {**made, "train": {"kernels": True, **train}, "ranks": 1, "threads": 2}
 
 
 @pytest.mark.parametrize("where", [CPU, GPU])
@@ -26,6 +26,15 @@ def test_equal_bits_are_demanded_where_the_order_of_sums_is_the_same(where: Made
     assert demand_of(commit(where), where, 1, 2) == Demand(
         bits=True, why=f"both were made on a {where.device} with a fixed order of sums"
     )
+
+
+def test_an_update_on_a_gpu_from_before_the_kernels_is_another_sum() -> None:
+    old = {**commit(GPU), "train": {"deterministic": True}}
+    found = demand_of(old, GPU, 1, 2)
+    assert not found.bits
+    assert "by a Refrain without train.kernels" in found.why
+    assert demand_of({**commit(CPU), "train": {}}, CPU, 1, 2).bits, "a CPU has no such kernels"
+    assert demand_of(commit(GPU, kernels=False), GPU, 1, 2).bits
 
 
 def test_of_a_commit_without_a_record_equal_bits_are_demanded() -> None:

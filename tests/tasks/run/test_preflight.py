@@ -28,6 +28,7 @@ from engines.workers import placement
 from tasks.run import packages, preflight, preflight_data
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check, check_settings
+from tasks.run.preflight_data import check_data
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 GPU = "cluster.pools.rollout.gpus=1"
@@ -584,6 +585,43 @@ def family(folder: Path, name: str, **values: object) -> str:
 @pytest.fixture
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("column", ["[]", "['import os']", "['x = 1', 'y = 2']", "not a test ("])
+def test_a_resumed_run_keeps_rows_without_tests(tmp_path: Path, column: str) -> None:
+    """Older versions began with such rows, whose samples fail; they cannot be taken out now."""
+    lines = [{"question": f"{n}?", "tests": "['assert f() == 1']"} for n in range(6)]
+    lines[5]["tests"] = column
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = [
+        "data.source.kind=file",
+        f"data.source.path={tmp_path}/rows.jsonl",
+        "rewards.functions=[{kind: unit_tests, tests_column: tests}]",
+    ]
+    with pytest.raises(ValueError, match="Row 5 of"):
+        check_data(settings(tmp_path, *words))
+    check_data(settings(tmp_path, *words), resumed=True)
+    suite = [
+        "evaluation.suites.s.source.kind=file",
+        f"evaluation.suites.s.source.path={tmp_path}/rows.jsonl",
+        "evaluation.suites.s.rewards.functions=[{kind: unit_tests, tests_column: tests}]",
+    ]
+    with pytest.raises(ValueError, match=r"evaluation\.suites\.s: Row 5 of"):
+        check_data(settings(tmp_path, *suite))
+    check_data(settings(tmp_path, *suite), resumed=True)
+
+
+def test_a_resumed_run_keeps_prompts_that_its_template_refuses(tmp_path: Path) -> None:
+    """Rows of a run that is stored cannot be taken out, and may be drawn late or never."""
+    refusing = "{% if '3' in messages[-1].content %}{{ raise_exception('no threes') }}{% endif %}x"
+    asked = [
+        family(tmp_path / "model", "llama"),
+        rows(tmp_path / "rows.jsonl", "1?", "3?"),
+        "data.template=chat",
+    ]
+    (tmp_path / "model" / "chat_template.jinja").write_text(refusing)
+    assert "no threes" in refused(tmp_path, *asked)
+    check(settings(tmp_path, *asked), resumed=True)
 
 
 @pytest.mark.usefixtures("no_cache")

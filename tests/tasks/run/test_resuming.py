@@ -22,6 +22,9 @@ from tasks.run.resuming import differing, going_on_as, may_change
         ("rewards.functions.0.params.deadline", False),  # of a user's function
         ("rewards.functions", False),
         ("cluster.pools.cpu.workers", True),
+        ("data.source.timeout", True),  # of a function, which may be slower here
+        ("data.source.params.timeout", False),
+        ("data.source.path", False),
         ("storey", False),
         ("teachers.tutor.service", True),
         ("teachers.tutor.digest", False),
