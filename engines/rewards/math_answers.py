@@ -63,6 +63,7 @@ _BETWEEN_VALUES = re.compile(
 )
 _TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"(?<!\\)\\[!,;: ()\[\]]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\s|~|\\[,;: ])+(?=\d)")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp"
@@ -99,10 +100,12 @@ _SIGNS = str.maketrans(
         "\N{EMPTY SET}": r"\emptyset ",
     }
 )
-_NUMBER_BEFORE = r"(?<![\w.,^_{\\}])"  # where a number begins that no other or exponent is part of
+_NUMBER_BEFORE = r"(?<![\w.,^_\\}])"  # where a number begins that no other or exponent is part of
 _SPELLINGS = (
     (re.compile(r"\\(?:pounds|euro)(?![a-z])"), ""),
     (re.compile(r"\\varnothing(?![a-z])"), r"\\emptyset "),
+    (re.compile(r"\\text\s*\{\s*infinity\s*\}"), r"\\infty "),
+    (re.compile(r"\\text\s*\{\s*(?:all )?real numbers\s*\}"), r"\\mathbb{R}"),
     (re.compile(r"\\degree(?![a-z])"), r"^\\circ "),
     (re.compile(r"\\lbrace(?![a-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![a-z])"), r"\\}"),
@@ -219,6 +222,7 @@ def _same_text(text: str, reference: Reference) -> bool:
 def _plain(text: str) -> str:
     """Without what a reader does not see: spacing, delimiters, the size of a fraction."""
     text = _TEXT.sub(r"\1", _FRACTION.sub(r"\\frac", text))
+    text = _BETWEEN_DIGITS.sub("&", text)  # 2 1/2 is not 21/2
     return _SPACING.sub("", text).rstrip(".")
 
 
