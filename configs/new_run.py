@@ -15,6 +15,7 @@ from configs.credentials import credential_sentence
 from configs.grpo import GRPOConfig
 from configs.rollout import RolloutConfig
 
+_LARGEST = 2**63 - 1  # of a column of whole numbers
 WHOLE = "rollout.top_p = 1 and rollout.top_k = 0"
 
 
@@ -67,8 +68,15 @@ def _early_end(config: GRPOConfig) -> list[str]:
 
 
 def check_finite(config: GRPOConfig) -> None:
-    """ValueError where a number of the settings is NaN or infinite."""
+    """ValueError where a number of the settings is NaN or infinite, or too large for the stores."""
     for name, number in _numbers(config.model_dump(), ""):
+        if isinstance(number, int):
+            if abs(number) > _LARGEST:
+                raise ValueError(
+                    f"{name} = {number} is beyond {_LARGEST}, the largest number that can be stored. "
+                    "Set a smaller one."
+                )
+            continue
         if not math.isfinite(number):
             raise ValueError(f"{name} = {number}, which is no finite number. Set it to one.")
 
@@ -93,9 +101,9 @@ def _user_of_rollout_logprobs(algorithm: AlgorithmConfig) -> tuple[str, str] | N
     return None
 
 
-def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """All floats of plain settings, by their dotted names."""
-    if isinstance(value, float):
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, int | float]]:
+    """All numbers of plain settings, by their dotted names."""
+    if isinstance(value, int | float):
         yield name, value
     elif isinstance(value, dict):
         for key, inner in value.items():

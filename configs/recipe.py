@@ -46,7 +46,17 @@ def load_recipe(model: type[Config], recipe: str = DEMO, overrides: Sequence[str
     except KeyTwice as error:
         raise ConfigError(f"{path}: {error}. Remove one.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {str(error).splitlines()[0]}.") from error
+        raise ConfigError(f"{path} is not valid YAML: {_why_no_yaml(error)}.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no settings: its top level must be key: value lines.")
     return change(model, raw, overrides, path.absolute().parent)
+
+
+def _why_no_yaml(error: yaml.YAMLError) -> str:
+    """What is wrong, and in which line where that is known."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error).splitlines()[0]
+    place = f"in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    if "'\\t'" in (error.problem or ""):
+        return f"{place} is a tab. Indent with spaces"
+    return f"{error.problem or error.context}, {place}"

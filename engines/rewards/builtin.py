@@ -22,17 +22,33 @@ Scorer: TypeAlias = Callable[[str, Row], "float | SampleScore | None"]
 
 _INTEGER = re.compile(r"[-+]?\d+(?:,\d{3})*")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
-_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 # A letter as answers write it: C, (C), **C**, $C$, \(C\), \text{(C)}, \mathrm{C}.
-_OPENING = r"(?:[\s*_`(\[{$]|\\[(\[]|\\(?:text|math)[a-z]*(?=\s*\{)|\\mbox(?=\{))*"
-_CLOSING = r"(?:[\s*_`)\]}$]|\\[)\]])*"
+_OPENING = r"(?:[\s*_`(\[{$\"']|\\[(\[]|\\(?:text|math)[a-z]*(?=\s*\{)|\\mbox(?=\{))*"
+_CLOSING = r"(?:[\s*_`)\]}$\"']|\\[)\] ])*"
 _END = rf"{_CLOSING}[.,;:!]?{_CLOSING}"
 _ALONE = re.compile(rf"{_OPENING}([A-Za-z]){_END}")
-_WITH_ITS_CHOICE = re.compile(rf"{_OPENING}([A-Z])\s*[.):]{_CLOSING}\s.*")  # C. Paris
+# C. Paris, (C)\ 12, C - Paris
+_WITH_ITS_CHOICE = re.compile(
+    rf"{_OPENING}([A-Z])(?:\s*[.):]|\s*\}}[.):]|\s+-){_CLOSING}(?:(?<=[\s\}}])|(?<=\.)(?=[A-Z][a-z])).*"
+)
+# Full-width letters and signs, and other quotation marks and dashes, as the ones above.
+_WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
+    0x2018: 0x27, 0x2019: 0x27, 0x201C: 0x22, 0x201D: 0x22,
+    0x2013: 0x2D, 0x2014: 0x2D, 0x3002: 0x2E, 0x3000: 0x20,
+}  # fmt: skip
+# Another letter beside one, which ends the clause: A or B.
+_ANOTHER = re.compile(
+    rf"{_CLOSING}(?:,\s*(?:and|or)\b|,|/|&|\b(?:and|or)\b)\s*(?i:(?:option|choice)\s+)?{_OPENING}"
+    rf"[A-Z]\b{_CLOSING}(?=[.,;:!?]|$|\n|(?:because|since|as|but)\b)"
+)
 _RUN = re.compile(r"([\s*_`(){}\[\]$])\1{2,}")
-_IS = r"(?:\s+(?:is|was|(?:should|must|would|will|has\s+to)\s+be)\b\s*:?|\s*[*_`\"]*\s*[:=])"
-_OPTION = r"(?:(?:option|choice|letter)\b\s*)?"
+_IS = (
+    r"(?:\s+(?:is|was|(?:should|must|would|will|has\s+to)\s+be)\b\s*:?|\s*[*_`\"]*\s*[:=]"
+    r"|\s+-(?=\s))"
+)
+_OPTION = r"(?:(?:the\s+)?(?:option|choice|letter)\b\s*)?"
 # A capital is a letter, though not I of "I think"; a small one in brackets or at the end of a line.
 _STATED = (
     rf"{_OPENING}(?:([A-HJ-Z])\b|(I)\b(?!['\u2019]|\s+[a-z])|(?<=[(*{{])([a-z])(?=[)*}}])"
@@ -41,11 +57,16 @@ _STATED = (
 # What else tells the letter, the most explicit first.
 _LETTERS = (
     re.compile(
-        r"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice|one)))"
+        r"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice|one))(?:\s+to\s+(?:this|the)\s+\w+)?)"
         rf"(?i:{_IS})\s*(?i:{_OPTION}){_STATED}"
     ),
     re.compile(r"\b([A-Z])\b[*)\]]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b"),
     re.compile(rf"(?i:\b(?:answer|choice|option))(?i:{_IS})?{_STATED}"),
+    re.compile(
+        r"(?i:\bI(?:\s+(?:would|will)|'d|'ll)?\s+(?:choose|chose|pick|select|go\s+with)|\bit\s+must\s+be"
+        r"|(?:\u7b54\u6848|\u6b63\u786e\u9009\u9879)\s*(?:\u662f|\u9009|\u4e3a)?\s*:?|r\u00e9ponse\s*:|antwort\s*:|respuesta\s*(?:correcta\s+es|:))"
+        rf"\s*(?i:{_OPTION}){_OPENING}([A-Z])(?![A-Za-z'])"
+    ),
 )
 
 
@@ -120,10 +141,15 @@ def reference_text(reward: MathReward, row: Row) -> str:
 def letter_of(completion: str) -> str | None:
     """The letter that a completion answers with, as a capital; None where it tells none.
 
-    That is the last letter in a box, else in answer tags, else after "the answer is", else the last
-    that is called right, an option, or stands on a line by itself.
+    What follows a thought counts. That is the last letter in a box, else in answer tags, else after
+    "the answer is", else the last that is called right, an option, chosen, or stands on a line by
+    itself. Of "A or B" it tells none.
     """
-    completion = _RUN.sub(r"\1\1", completion)  # a long run would be tried in every part
+    # A long run would be tried in every part.
+    completion = _RUN.sub(r"\1\1", completion.translate(_WIDE))
+    _, closed, said = completion.rpartition("</think>")
+    if closed and said.strip():  # a thought is no answer
+        completion = said
     told = [[box.content for box in boxes_of(completion)], _ANSWER_TAG.findall(completion)]
     for contents in told:
         letters = [letter for one in contents if (letter := _letter_in(one)) is not None]
@@ -131,15 +157,21 @@ def letter_of(completion: str) -> str | None:
             return letters[-1]
     for form in _LETTERS:
         if matches := list(form.finditer(completion)):
-            return _group(matches[-1])
+            several = _ANOTHER.match(completion, _end_of_letter(matches[-1]))
+            return None if several else _group(matches[-1])
     lines = [match for line in completion.splitlines() if (match := _ALONE.fullmatch(line.strip()))]
     return _group(lines[-1]) if lines else _letter_in(completion)
 
 
 def _letter_in(text: str) -> str | None:
     """The letter that is all of a text, but for the choice that it names: C of (C) Paris."""
-    match = _ALONE.fullmatch(text.strip()) or _WITH_ITS_CHOICE.fullmatch(text.strip())
+    text = text.translate(_WIDE).strip()
+    match = _ALONE.fullmatch(text) or _WITH_ITS_CHOICE.fullmatch(text)
     return None if match is None else _group(match)
+
+
+def _end_of_letter(match: re.Match[str]) -> int:
+    return next(match.end(n) for n in range(1, len(match.groups()) + 1) if match[n] is not None)
 
 
 def _group(match: re.Match[str]) -> str:

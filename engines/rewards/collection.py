@@ -97,10 +97,11 @@ class _Collection:
         self._groups = {k: v for k, v in top.items() if isinstance(v, ast.ClassDef)}
         self._classes = {k: v for k, v in above.items() if isinstance(v, ast.ClassDef)}
         self._fixtures = {
-            node.name
+            node.name: node
             for nodes in self._definitions.values()
             for node in nodes
-            if any(self._last_name(decorator) == "fixture" for decorator in node.decorator_list)
+            if isinstance(node, _Function)
+            and any(self._last_name(decorator) == "fixture" for decorator in node.decorator_list)
         }
 
     def tests(self) -> list[Collected]:
@@ -212,7 +213,7 @@ class _Collection:
                 names |= _parameter_names(given.get("argnames"))
                 sizes.append(self._size(given.get("argvalues")))
         needed = [] if unittest else _required(function, method=bool(group))
-        unknown = [name for name in needed if name not in names | self._fixtures]
+        unknown = [name for name in needed if name not in names | self._fixtures.keys()]
         if unknown and (len(unknown) > 1 or unknown[0] in _FIXTURES or not self._candidate):
             raise ValueError(
                 f"the row's test {function.name} takes {unknown[0]}, which is no fixture of its text"
@@ -257,6 +258,7 @@ class _Collection:
 
     def _refuse_the_unknown(self) -> None:
         """ValueError where the text needs what cannot be had beside a program's process."""
+        self._refuse_fixtures()
         mocks = "patch" if "mock" in self._imports.values() else ""
         for node in ast.walk(self._tree):
             name = ""
@@ -279,6 +281,23 @@ class _Collection:
                 raise ValueError(
                     f"the row's tests use {name}, which does not reach a program: it runs in a "
                     "process of its own"
+                )
+
+    def _refuse_fixtures(self) -> None:
+        """ValueError where a fixture of the text needs what the stand-in of pytest does not give."""
+        for name, fixture in self._fixtures.items():
+            for decorator in fixture.decorator_list:
+                keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
+                if any(keyword.arg in ("params", "name") for keyword in keywords):
+                    raise ValueError(
+                        f"the row's tests have the fixture {name} with params or a name of its own, "
+                        "which is not known. Use mark.parametrize"
+                    )
+            unknown = [one for one in _required(fixture) if one not in self._fixtures]
+            unknown = [one for one in unknown if one not in ("self", "cls")]
+            if unknown and (unknown[0] in _FIXTURES or not self._candidate):
+                raise ValueError(
+                    f"the row's fixture {name} takes {unknown[0]}, which is no fixture of its text"
                 )
 
     def _last_name(self, node: ast.expr) -> str:

@@ -20,6 +20,7 @@ from latex2sympy2_extended.sets import FiniteSet
 from math_verify import parse, verify
 from sympy import (
     Basic,
+    Eq,
     Float,
     Ge,
     Gt,
@@ -31,6 +32,7 @@ from sympy import (
     MatrixBase,
     Symbol,
     Tuple,
+    Union,
     evaluate,
 )
 from sympy import FiniteSet as SymPyFiniteSet
@@ -61,13 +63,14 @@ _BETWEEN_VALUES = re.compile(
 )
 _TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"(?<!\\)\\[!,;: ()\[\]]|\\q?quad(?![a-z])|\\(?:left|right)(?![a-z])|[\s$~]")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\s|~|\\[,;: ])+(?=\d)")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp"
 _MATHS_WORD = re.compile(rf"and|inf|infinity|{_FUNCTIONS}")
 _ONLY_WORDS = re.compile(r"\(?[^\W\d_][^\d_\\{}$=<>+*/^]*")
 _ANSWER_IS = re.compile(r"answer(?:\s+is)?\s*:?[\s*]*", re.IGNORECASE)
-_NUMERAL = re.compile(r"([-+]?[A-F]*\d[0-9A-F]*)_\{?\(?(\d+)\)?\}?", re.ASCII)
+_NUMERAL = re.compile(r"\(?([-+]?[A-F]*\d[0-9A-F]*)\)?_\{?\(?(\d+)\)?\}?", re.ASCII)
 _BASES = dict(
     zip(
         ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"],
@@ -91,9 +94,38 @@ _SIGNS = str.maketrans(
         "\N{MIDDLE DOT}": r"\cdot ",
         "\N{UNION}": r"\cup ",
         "\N{ELEMENT OF}": r"\in ",
+        "\N{EN DASH}": "-",
+        "\N{POUND SIGN}": "",
+        "\N{EURO SIGN}": "",
+        "\N{EMPTY SET}": r"\emptyset ",
     }
 )
+_NUMBER_BEFORE = r"(?<![\w.,^_\\}])"  # where a number begins that no other or exponent is part of
 _SPELLINGS = (
+    (re.compile(r"\\(?:pounds|euro)(?![a-z])"), ""),
+    (re.compile(r"\\varnothing(?![a-z])"), r"\\emptyset "),
+    (re.compile(r"\\text\s*\{\s*infinity\s*\}"), r"\\infty "),
+    (re.compile(r"\\text\s*\{\s*(?:all )?real numbers\s*\}"), r"\\mathbb{R}"),
+    (re.compile(r"\\degree(?![a-z])"), r"^\\circ "),
+    (re.compile(r"\\lbrace(?![a-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![a-z])"), r"\\}"),
+    (re.compile(r"\\mathbb\s+([A-Z])"), r"\\mathbb{\1}"),
+    (re.compile(r"\\(?:mathbf|boldsymbol|bm|underline)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(?:color|textcolor)\s*\{[a-z]*\}\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\([dt]?)binom\s*(\d)\s*(\d)"), r"\\binom{\2}{\3}"),
+    (re.compile(r"(?:\\?(?<![A-Za-z])sqrt|\u221a)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"\u221a\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
+    # {x : 0 < x} is said by its condition.
+    (re.compile(r"\\\{\s*([A-Za-z])\s*(?::|\||\\mid(?![a-z]))\s*([^{}]*\1[^{}]*?)\\\}"), r"\2"),
+    (re.compile(rf"{_NUMBER_BEFORE}(\d+)\s+(\d+)/(\d+)(?![\d/])"), r"\1\\frac{\2}{\3}"),
+    # 1.5e3; but 3e-5 may be three times Euler's number, less five.
+    (
+        re.compile(
+            rf"{_NUMBER_BEFORE}(\d*\.\d+[eE]|\d+E|1e|\d+e(?=\+?\d|-\d\d))([-+]?\d{{1,3}})(?![\w.])",
+            re.ASCII,
+        ),
+        lambda match: rf"{match[1][:-1]} \times 10^{{{int(match[2])}}}",
+    ),
     (re.compile(r"\\langle(?![a-z])"), "("),
     (re.compile(r"\\rangle(?![a-z])"), ")"),
     (re.compile(r"(?<=\d)(?:\{,\}|,\\!)\s*(?=\d{3})"), ""),
@@ -101,6 +133,15 @@ _SPELLINGS = (
 )
 _BASE_IN_WORDS = re.compile(r"_\{?\s*\\text\{\s*(\w+)\s*\}\s*\}?")
 _UNIT_POWER = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*[a-z][^{}]*\}\s*\^\{?(\d)\}?[}$\s.]*$")
+_LENGTH = re.compile(
+    r"\\(?:text|mbox|mathrm)\s*\{[\s~]*(?:[mckd]?m|in|ft|yd|mi|inch(?:es)?|f(?:oo|ee)t|yards?|miles?"
+    r"|(?:milli|centi|kilo)?met(?:er|re)s?)\.?\s*\}[}$\s.]*$"
+)
+_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;: ]|[ ~])\d{3})+(?!\d)")  # 1 000 000
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
+_FRACTION_PERCENT = re.compile(r"(\d*)\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))\s*\\%")
+_CLOCK = re.compile(r"(\d{1,2})\s*:\s*([0-5]\d)\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
+_OPTION = re.compile(r"\(?([a-z])\s*[).:]\s*\S.*")  # (B) 5
 _CLOSED_INFINITY = re.compile(r"\\infty\s*\]|\[\s*-?\s*\\infty")
 
 
@@ -120,24 +161,28 @@ class Reference:
     text: str  # as the row has it
     words: str | None  # what it says where that is only words: east
     read: MathValue
+    clock: tuple[str, ...] | None  # hour, minute and half of the day where it is a time: 3, 30, p
 
     @property
     def readable(self) -> bool:
         """Whether it is more than text: words, or mathematics that is equal to itself."""
-        return self.words is not None or (
-            self.read.value is not None and _same_value(self.read, self.read)
+        return (
+            self.words is not None
+            or self.clock is not None
+            or (self.read.value is not None and _same_value(self.read, self.read))
         )
 
 
 @lru_cache(maxsize=_REFERENCES)
 def reference_of(text: str) -> Reference | None:
     """What a reference says; None where it is empty."""
-    text = text.strip()
+    text = _unwrapped(text.strip())
     if not text:
         return None
     only_words = _is_prose(text) or re.search(r"[^\W\d_]|\\", _TEXT.sub("", text)) is None
     words = _words_of(text) if only_words else None
-    return Reference(text=text, words=words, read=_read(_with_delimiters(text)))
+    read = _read(_with_delimiters(text))
+    return Reference(text=text, words=words, read=read, clock=_clock_of(text))
 
 
 def answers(completion: str, reference: Reference) -> bool:
@@ -157,6 +202,8 @@ def answers(completion: str, reference: Reference) -> bool:
         texts, read = [completion, last_line], [completion]
     if any(_same_text(text, reference) for text in texts):
         return True
+    if reference.clock is not None:
+        return any(_same_time(reference.clock, _clock_of(text, bare=True)) for text in texts)
     if boxes and reference.words is not None:
         return False
     return any(_same_value(reference.read, _read(text)) for text in read)
@@ -164,14 +211,47 @@ def answers(completion: str, reference: Reference) -> bool:
 
 def _same_text(text: str, reference: Reference) -> bool:
     if reference.words is not None:
-        return _words_of(text) == reference.words
+        words = _words_of(text)
+        if words is None and len(reference.words) == 1:
+            option = _OPTION.fullmatch(_SPACING.sub(" ", _TEXT.sub(r"\1", text)).strip().lower())
+            words = None if option is None else option[1]
+        return words == reference.words
     return _plain(text) == _plain(reference.text)
 
 
 def _plain(text: str) -> str:
     """Without what a reader does not see: spacing, delimiters, the size of a fraction."""
     text = _TEXT.sub(r"\1", _FRACTION.sub(r"\\frac", text))
+    text = _BETWEEN_DIGITS.sub("&", text)  # 2 1/2 is not 21/2
     return _SPACING.sub("", text).rstrip(".")
+
+
+def _unwrapped(text: str) -> str:
+    r"""Without the \text around all of it, where it has a number: \text{13 years old}."""
+    wrapped = _TEXT.fullmatch(text)
+    has_number = wrapped is not None and re.search(r"\d", wrapped[1]) is not None
+    return wrapped[1].strip() if wrapped is not None and has_number else text
+
+
+def _clock_of(text: str, bare: bool = False) -> tuple[str, ...] | None:
+    """The time of day that is all of a text; None where it is none, or may be a ratio as 3:10.
+
+    A ratio would not be 3:30, which is 1:10, nor 3:05. bare: a time without half of the day is one.
+    """
+    plain = _SPACING.sub("", _TEXT.sub(r"\1", text)).rstrip(".")
+    match = _CLOCK.fullmatch(plain)
+    if match is None:
+        return None
+    hour, minute, half = int(match[1]), int(match[2]), (match[3] or "").lower()
+    ratio = math.gcd(hour, minute) == 1 and match[2][0] != "0"
+    return None if ratio and not half and not bare else (str(hour), str(minute), half)
+
+
+def _same_time(gold: tuple[str, ...], answer: tuple[str, ...] | None) -> bool:
+    """Whether two times agree, but for the half of the day where one of them says none."""
+    if answer is None or gold[:2] != answer[:2]:
+        return False
+    return gold[2] == answer[2] or not (gold[2] and answer[2])
 
 
 def _words_of(text: str) -> str | None:
@@ -197,7 +277,16 @@ def _last_boxes(completion: str) -> list[str]:
 
 
 def _boxed(text: str) -> str:
-    return f"\\boxed{{{text}}}"
+    return f"\\boxed{{{_both_signs(_unwrapped(text))}}}"
+
+
+def _both_signs(text: str) -> str:
+    r"""Both values of a \pm within braces, as in a fraction, where math-verify reads neither."""
+    before, sign, after = text.partition(r"\pm")
+    within = before.count("{") - before.count(r"\{") > before.count("}") - before.count(r"\}")
+    if not sign or r"\pm" in after or "," in text or not within:
+        return text
+    return f"{before}+{after}, {before}-{after}"
 
 
 def _with_delimiters(text: str) -> str:
@@ -220,6 +309,9 @@ def _is_prose(text: str) -> bool:
 def _read(text: str) -> MathValue:
     """What math-verify reads in a text with delimiters, or in prose."""
     text = text.translate(_SIGNS)
+    text = _SPACED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _REPEATING.sub(_fraction_of, text)
+    text = _FRACTION_PERCENT.sub(_percents_of, text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
     text = _BASE_IN_WORDS.sub(lambda match: f"_{{{_BASES.get(match[1], match[1])}}}", text)
@@ -231,11 +323,28 @@ def _read(text: str) -> MathValue:
         decimal = base == "10" and digits.lstrip("+-").isdecimal()
         value = Integer(digits) if decimal else Symbol(f"{digits}_{base}")
     power = _UNIT_POWER.search(text)
+    one = "1" if _LENGTH.search(text) else None
     return MathValue(
         value=None if value is None else _canonical(value, said),
         text=said,
-        unit_power=None if power is None else power[1],
+        unit_power=one if power is None else power[1],
     )
+
+
+def _fraction_of(match: re.Match[str]) -> str:
+    r"""Of a repeating decimal: 1/6 of 0.1\overline{6}."""
+    whole, once, again = match[1] or "0", match[2], match[3] or match[4]
+    below = (10 ** len(again) - 1) * 10 ** len(once)
+    above = int(whole + once + again) - int(whole + once)
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _percents_of(match: re.Match[str]) -> str:
+    """A fraction of per cent as the decimal that math-verify reads before the sign."""
+    above, below = int(match[2] or match[4]), int(match[3] or match[5])
+    if not below:
+        return match[0]
+    return rf"{int(match[1] or 0) + above / below:.9f}\%"
 
 
 def _canonical(value: Value, text: str) -> Value:
@@ -282,18 +391,48 @@ def _same_value(gold: MathValue, answer: MathValue) -> bool:
         return False
     if not _brackets_agree(gold, answer):
         return False
-    given = answer.value
-    if isinstance(gold.value, Tuple | Interval) and isinstance(given, FiniteSet):
+    wanted, given = gold.value, answer.value
+    if isinstance(wanted, Tuple | Interval) and isinstance(given, FiniteSet):
         given = Tuple(*listed(given))  # 3, 4 for the point (3, 4), and in its order
+    values = _solution(wanted)
+    if values is not None and isinstance(given, Tuple | FiniteSet) and _solution(given) is None:
+        wanted = values
+        given = given if isinstance(given, Tuple) else Tuple(*listed(given))
+    if isinstance(wanted, Union | Interval):
+        given = _alternatives(given)
     return bool(
         verify(
-            gold.value,
+            wanted,
             given,
             float_rounding=_places(gold.value),
             allow_set_relation_comp=True,
             timeout_seconds=None,
         )
     )
+
+
+def _solution(value: Value) -> Tuple | None:
+    """The values of x = 1, y = 2 in the order in which they are written; None of what is else."""
+    parts = listed(value) if isinstance(value, FiniteSet) else []
+    equations = [one for one in parts if isinstance(one, Eq) and isinstance(one.lhs, Symbol)]
+    if len(equations) < len(parts) or len({one.lhs for one in equations}) < max(len(parts), 2):
+        return None
+    return Tuple(*(one.rhs for one in equations))
+
+
+def _alternatives(value: Value) -> Value:
+    """The union that x < -1, x > 1 means; other values as they are."""
+    parts = listed(value) if isinstance(value, FiniteSet) else []
+    if len(parts) < 2 or not all(
+        isinstance(one, _ORDERS) and len(one.free_symbols) == 1 for one in parts
+    ):
+        return value
+    if len({symbol for one in parts for symbol in one.free_symbols}) > 1:
+        return value
+    try:
+        return Union(*(one.as_set() for one in parts))
+    except (*_SYMPY_ERRORS, NotImplementedError):
+        return value
 
 
 def _brackets_agree(gold: MathValue, answer: MathValue) -> bool:
@@ -303,6 +442,8 @@ def _brackets_agree(gold: MathValue, answer: MathValue) -> bool:
     """
     wanted, given = _bracket(gold.text), _bracket(answer.text)
     ordered = Tuple | Interval
+    if isinstance(gold.value, And) and isinstance(answer.value, FiniteSet):
+        return all(isinstance(one, _ORDERS) for one in listed(answer.value))
     if isinstance(gold.value, ordered) and isinstance(answer.value, FiniteSet):
         return not given
     if isinstance(gold.value, SymPyFiniteSet) and isinstance(answer.value, ordered):

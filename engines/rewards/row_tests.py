@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from configs.rewards import UnitTestsReward
 from engines.rewards.collection import Collected, collected, has_statements, parsed
 from storage.objects.json_values import Row
 
+_FENCED = re.compile(r"\s*```\w*[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL)
 _LITERAL = ("[", "{", "(", '"', "'")  # how JSON, or Python's text of a value, begins
 
 
@@ -30,6 +33,8 @@ def tests_of(reward: UnitTestsReward, row: Row) -> list[dict[str, Any]]:
         [{"input": "1 2\\n", "output": "3\\n"}, …]                       the same
 
     With "fn_name" beside inputs and outputs, a test calls that function with the values of an input.
+    A pair of the testtype functional (LiveCodeBench) calls the function that the row names, with the
+    values of JSON in the lines of its input.
     """
     column = _value(row.get(reward.tests_column))
     setup = row.get(reward.setup_column) if reward.setup_column is not None else None
@@ -80,16 +85,43 @@ def _of_list(entries: list[Any], before: str, function: str | None) -> list[dict
             raise ValueError(
                 f"a row's test is neither a text nor has it input and output: {entry!r:.100}"
             )
-        if entry.get("testtype", "stdin") != "stdin":
-            raise ValueError(f"tests of the kind {entry['testtype']!r} are not known: stdin is")
-        tests.append(_printing(entry["input"], entry["output"]))
+        kind = entry.get("testtype", "stdin")
+        if kind == "functional" and function is not None:
+            tests.append(_functional(function, entry["input"], entry["output"]))
+        elif kind == "stdin":
+            tests.append(_printing(entry["input"], entry["output"]))
+        else:
+            raise ValueError(
+                f"tests of the kind {kind!r} are not known: stdin is, and functional where "
+                "function_column names a column with the function's name"
+            )
     return tests
+
+
+def _functional(function: str, given: object, expected: object) -> dict[str, Any]:
+    try:
+        arguments = [json.loads(line) for line in str(given).split("\n") if line.strip()]
+        value = json.loads(str(expected))
+    except ValueError as error:
+        raise ValueError(
+            f"a functional test has input or output that is no JSON: {error}"
+        ) from None
+    return _call(function, arguments, value, wrapped=False)
+
+
+def _bare(text: str) -> str:
+    """A text without the fences, the byte order mark or the indentation of all of it."""
+    text = text.removeprefix("\ufeff")
+    if fenced := _FENCED.fullmatch(text):
+        text = fenced[1]
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    return textwrap.dedent(text) if first[:1] in (" ", "\t") else text
 
 
 def _of_texts(texts: list[str], before: str, function: str | None) -> list[dict[str, Any]]:
     """The tests of each text. One without tests, such as imports, comes before those that follow."""
     tests: list[dict[str, Any]] = []
-    for text in texts:
+    for text in map(_bare, texts):
         tree = parsed(text, "tests")
         found = collected(tree, parsed(before, "setup statements"), function is not None)
         if not found and has_statements(tree):
@@ -137,7 +169,8 @@ def _of_pairs(column: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _call(name: object, given: object, expected: object, wrapped: bool) -> dict[str, Any]:
-    if not isinstance(name, str) or not name.isidentifier() or not isinstance(given, list):
+    identifier = isinstance(name, str) and name.removeprefix("Solution().").isidentifier()
+    if not isinstance(name, str) or not identifier or not isinstance(given, list):
         raise ValueError(f"tests of the function {name!r} do not give it a list of arguments")
     either = " or _found == _expected[0]" if wrapped else ""
     code = (

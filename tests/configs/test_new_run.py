@@ -72,3 +72,9 @@ def test_a_number_that_is_none_is_named(words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match="which is no finite number") as caught:
         check_finite(tiny(words))
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("word", ["steps", "group_size", "seed", "rollout.max_new_tokens"])
+def test_a_number_beyond_what_is_stored_is_named(word: str) -> None:
+    with pytest.raises(ValueError, match=f"^{word} = 99999999999999999999 is beyond"):
+        check_finite(tiny([f"{word}=99999999999999999999"]))

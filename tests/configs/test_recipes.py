@@ -243,3 +243,20 @@ def test_a_merged_group_may_be_changed(tmp_path: Path) -> None:
         recipe.write("critic_train:\n  <<: *train\n  epochs: 3\n  gradient_clip: 0.5\n")
     read = read_yaml(path.read_text())
     assert read["critic_train"] == read["train"] | {"epochs": 3, "gradient_clip": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("steps: 2\ntrain:\n\tlearning_rate: 1e-4\n", "in line 3, column 1 is a tab. Indent with spaces"),
+        ("steps: 2\ndata: [1, 2\ntrain: 3\n", "in line 3, column"),
+        ("steps: 2\nname: 'a\n", "in line 3, column"),
+        ("steps: 2\n  name: a\n", "in line 2, column"),
+    ],
+)  # fmt: skip
+def test_broken_yaml_is_named_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="is not valid YAML") as caught:
+        load_recipe(GRPOConfig, str(path))
+    assert said in str(caught.value)

@@ -127,6 +127,21 @@ FORMS: dict[str, Any] = {
     "fn_name, lists of one returned": ({"fn_name": "pair", "inputs": [[1]], "outputs": [[1]]}, None, "def pair(a): return (a,)"),
     "fn_name, not finite": ({"fn_name": "inf", "inputs": [[1]], "outputs": [float("inf")]}, None, "def inf(a): return float('inf')"),
     "pairs of CodeContests": ({"input": ["1 2"], "output": ["3\n"]}, None, "print(sum(map(int, input().split())))"),
+    "functional pairs of LiveCodeBench": (
+        json.dumps([{"input": "[1]\n[2]", "output": "[1, 2]", "testtype": "functional"}]),
+        "add",
+        "class Solution:\n    def add(self, a, b): return a + b",
+    ),
+    "functional pair of a method": (
+        [{"input": '"a"\n"b"', "output": '"ab"', "testtype": "functional"}],
+        "Solution().add",
+        "class Solution:\n    def add(self, a, b): return a + b",
+    ),
+    "fenced": "```python\nassert add(1, 2) == 3\n```",
+    "list of fenced": ["```\nassert add(1, 2) == 3\n```"],
+    "byte order mark": "\ufeffassert add(1, 2) == 3\n",
+    "indented": "\n    def test_a():\n        assert add(1, 2) == 3\n",
+    "list of indented": [" assert add(1, 2) == 3", "\tassert add(1, 1) == 2"],
     "one pair": ({"input": "1 2", "output": "3\n"}, None, "print(sum(map(int, input().split())))"),
 }  # fmt: skip
 
@@ -175,6 +190,10 @@ NO_TESTS: dict[str, Any] = {
     "list with no Python": ["assert add(1, 2) == 3", "assert add("],
     "a missing library": "import freezegun\nassert add(1, 2) == 3\n",
     "a missing name": "from math import nothing\nassert add(1, 2) == 3\n",
+    "a fixture with params": "import pytest\n@pytest.fixture(params=[1])\ndef n(): return 1\ndef test_a(n):\n    assert add(n, 2) == 3\n",
+    "a fixture with a name": "import pytest\n@pytest.fixture(name='n')\ndef make(): return 1\ndef test_a(make):\n    assert add(make, 2) == 3\n",
+    "a fixture of an unknown one": "import pytest\n@pytest.fixture\ndef n(tmp_path): return 1\ndef test_a(n):\n    assert add(n, 2) == 3\n",
+    "a functional pair that is no JSON": [{"input": "one", "output": "3", "testtype": "functional"}],
     "an unknown fixture": "def test_a(capsys):\n    add(1, 2)\n    assert capsys.readouterr().out == '3'\n",
     "an unknown part of pytest": "import pytest\ndef test_a():\n    with pytest.warns(UserWarning):\n        add(1, 2)\n",
     "a patch of the program": "from unittest.mock import patch\ndef test_a():\n    with patch('builtins.input', return_value='1'):\n        assert add(1, 2) == 3\n",
