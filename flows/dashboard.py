@@ -24,7 +24,9 @@ def main() -> int:
     server.launch()
     try:
         server.wait()
-        print(f"Prefect  {server.address}/runs    (Ctrl-C ends it)", flush=True)
+        dashboard = server.dashboard
+        place = dashboard.link if sys.stdout.isatty() else dashboard.asking
+        print(f"Prefect  {place}    (Ctrl-C ends it)", flush=True)
         print("MLflow   mlflow ui --backend-store-uri sqlite:///.refrain/mlflow.db", flush=True)
         signal.pause()
     except ServerError as error:

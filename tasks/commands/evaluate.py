@@ -92,7 +92,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     again = "To go on: " + command("flows.evaluate", config.store, *_words(config))
     try:
         with prefect_server(HOME / "prefect") as dashboard:
-            print(f"Dashboard {dashboard}", file=sys.stderr)
+            place = dashboard.link if sys.stderr.isatty() else dashboard.asking
+            print(f"Dashboard {place}", file=sys.stderr)
             call: Callable[..., Any] = load_flow(flow)
             found: BackFilled = call(config)
     except KeyboardInterrupt:

@@ -116,7 +116,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
             with prefect_server(HOME / "prefect") as dashboard:
-                terminal.say(f"Dashboard {dashboard}")
+                terminal.say(f"Dashboard {dashboard.asking}", shown=f"Dashboard {dashboard.link}")
                 summary: RunSummary = call(run)
     except KeyboardInterrupt:
         return _stopped(terminal, again if run is not None else "")

@@ -15,15 +15,22 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefect.logging.handlers import APILogHandler
-from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    temporary_settings,
+)
 
 from engines.processes.node_process import python_path
+from tasks.launch import dashboard_link
+from tasks.launch.prefect_login import HOST, login_file, new_login, write_login
 from tasks.launch.server_process import ServerError, ServerProcess
 
-HOST = "127.0.0.1"
 FIRST_PORT = 4200
 OTHER_PORTS = range(20000, 32768)  # below those of connections and of listeners on port 0
 START_TIMEOUT = 120.0  # seconds; the first start migrates the database
@@ -44,6 +51,8 @@ class EmbeddedServer:
         self.home = home.absolute()
         self.log = self.home / "server.log"
         self.port, self._reserved = _free_port()
+        self.login = new_login()
+        self.login_file = login_file(self.home, self.port)
         self._answered = threading.Event()
         self._stopping = threading.Event()
         self._ended: int | None = None  # exit code, where it is not started again
@@ -55,13 +64,20 @@ class EmbeddedServer:
 
     @property
     def address(self) -> str:
-        """Where the dashboard is."""
+        """Where the dashboard is; it asks for the login."""
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """How people get to the dashboard."""
+        link = dashboard_link.link(self.address, self.login)
+        return Dashboard(address=self.address, link=link, login_file=self.login_file)
 
     def launch(self) -> None:
         """Start the server's process and return at once; `wait` tells when it answers."""
         self.home.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
+        write_login(self.login_file, self.login)
         # The kernel ends the process with the thread that started it, so that one stays.
         self._keeper = threading.Thread(target=self._keep, name="prefect-server", daemon=True)
         self._keeper.start()
@@ -92,9 +108,12 @@ class EmbeddedServer:
             **os.environ,
             "PYTHONPATH": python_path(),
             "PREFECT_HOME": str(self.home),
-            # The dashboard calls the address that these two name, not the one that it came from.
+            "PREFECT_UI_API_URL": "/api",  # the dashboard asks where it came from
             "PREFECT_SERVER_API_HOST": HOST,
             "PREFECT_SERVER_API_PORT": str(self.port),
+            # Others of this machine see no environment of ours, other than a command line.
+            "PREFECT_SERVER_API_AUTH_STRING": self.login,
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.address,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
@@ -121,6 +140,7 @@ class EmbeddedServer:
         self._server.send(signal.SIGTERM)
         if self._keeper is not None:
             self._keeper.join()
+            self.login_file.unlink(missing_ok=True)
         self._reserved.close()
 
     def _failure(self, what: str) -> str:
@@ -134,9 +154,25 @@ class EmbeddedServer:
         return f"The Prefect server on port {self.port} {what}. {remedy}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """Where people find a server's dashboard."""
+
+    address: str  # for everybody: it asks for a login
+    link: str  # opens without asking: for the terminal of who started the server, and no log
+    login_file: Path | None = None  # of a run's own server
+
+    @property
+    def asking(self) -> str:
+        """The address, and where the login is."""
+        if self.login_file is None:
+            return self.address
+        return f"{self.address} (its login is in {self.login_file})"
+
+
 @contextlib.contextmanager
-def prefect_server(home: Path) -> Iterator[str]:
-    """Run the body against a Prefect server; yields the dashboard's address.
+def prefect_server(home: Path) -> Iterator[Dashboard]:
+    """Run the body against a Prefect server.
 
     Step flows keep no heartbeat: each synchronous flow would otherwise wait for it on exit, up to a
     second a step, since https://github.com/PrefectHQ/prefect/pull/19641 (the wait is not reported).
@@ -144,7 +180,8 @@ def prefect_server(home: Path) -> Iterator[str]:
     api = PREFECT_API_URL.value()
     if api is not None:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            yield api.removesuffix("/api")
+            address = api.removesuffix("/api")
+            yield Dashboard(address=address, link=address)
         return
     server = EmbeddedServer(home)
     server.launch()
@@ -152,11 +189,12 @@ def prefect_server(home: Path) -> Iterator[str]:
         server.wait()
         settings = {
             PREFECT_API_URL: f"{server.address}/api",
+            PREFECT_API_AUTH_STRING: server.login,
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
         }
         with temporary_settings(settings):
             try:
-                yield server.address
+                yield server.dashboard
             finally:
                 # Logs on their way would be waited for, when Python ends, while the server is gone.
                 APILogHandler().flush()

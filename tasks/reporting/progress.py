@@ -215,10 +215,11 @@ class Terminal:
             if self._status is not None:
                 self._status.update(Text(text))
 
-    def say(self, text: str, style: str = "") -> None:
-        """Print a line that stays."""
+    def say(self, text: str, style: str = "", shown: str | None = None) -> None:
+        """Print a line that stays; `shown` in its place on a terminal, and in no log."""
         with self._lock:
-            self.console.print(Text(text, style=style))
+            terminal = shown is not None and self.console.is_terminal
+            self.console.print(Text(shown if terminal else text, style=style))
         LINES.info("%s", text)
 
     def facts(self, title: str, lines: dict[str, str]) -> None:
