@@ -73,7 +73,7 @@ def words(side: str, steps: int) -> list[str]:
     ]
 
 
-def flow_run(side: str, steps: int, engine: str, server: str) -> Measured:
+def flow_run(side: str, steps: int, engine: str, server: EmbeddedServer) -> Measured:
     """A run in a folder of its own."""
     module = ["benchmarks.sleeping_engine", "flows.grpo"] if engine == "sleep" else ["flows.grpo"]
     with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
@@ -81,7 +81,8 @@ def flow_run(side: str, steps: int, engine: str, server: str) -> Measured:
             **os.environ,
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "OMP_NUM_THREADS": "1",
-            "PREFECT_API_URL": f"{server}/api",
+            "PREFECT_API_URL": f"{server.address}/api",
+            "PREFECT_API_AUTH_STRING": server.login,
             VARIABLE: SLEEP,
         }
         log = Path(folder, "log")
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             server.wait()
             for number, side in itertools.product(range(options.rounds), SIDES):
-                one = flow_run(side, options.steps, options.engine, server.address)
+                one = flow_run(side, options.steps, options.engine, server)
                 found[side].append(one)
                 median = statistics.median(one.steps)
                 print(f"round {number + 1}  {side:<8} {median:6.2f} s a step", flush=True)

@@ -25,7 +25,9 @@ def main() -> int:
     server.launch()
     try:
         server.wait()
-        print_text(f"Prefect  {server.address}/runs    (Ctrl-C ends it)", flush=True)
+        dashboard = server.dashboard
+        place = dashboard.link if sys.stdout.isatty() else dashboard.asking
+        print_text(f"Prefect  {place}    (Ctrl-C ends it)", flush=True)
         print_text(
             "MLflow   mlflow ui --backend-store-uri sqlite:///.refrain/mlflow.db", flush=True
         )

@@ -162,7 +162,7 @@ class ClusterConfig(Settings):
         False,
         description="Other people log in to this machine, so that they reach what listens on "
         "loopback: TLS is temporary where workers are on this machine too, unless tls says "
-        "otherwise, and the run's own Prefect server asks for a password (kind = local).",
+        "otherwise.",
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="Slurm (kind = slurm).")
     ssh: SshConfig = Field(default_factory=SshConfig, description="SSH (kind = ssh).")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -97,7 +98,8 @@ def _carry_out(config: BackFillConfig, flow: str, as_json: bool) -> int:
     again = "To go on: " + command("flows.evaluate", config.store, *_words(config))
     try:
         with prefect_server(HOME / "prefect") as dashboard:
-            print_text(f"Dashboard {dashboard}", error=True)
+            place = dashboard.link if sys.stderr.isatty() else dashboard.asking
+            print_text(f"Dashboard {place}", error=True)
             call: Callable[..., Any] = load_flow(flow)
             found: BackFilled = call(config)
     except KeyboardInterrupt:

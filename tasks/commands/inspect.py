@@ -23,6 +23,7 @@ from storage.runs.origins import origin_of, start_of
 from storage.runs.run_lease import holder_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, bytes_text, heading, table, text
+from tasks.launch.prefect_login import headers_for
 from tasks.run.recorded_flow import flow_of, settings_of
 
 if TYPE_CHECKING:
@@ -175,9 +176,9 @@ def task_views(live: Live) -> list[TaskView]:
         "limit": 1,
     }
     try:
-        flows = _ask(live.prefect, "flow_runs", newest)
+        flows = _ask(live, "flow_runs", newest)
         runs = [flow["id"] for flow in flows] or [live.flow_run]
-        tasks = _ask(live.prefect, "task_runs", {"flow_runs": {"id": {"any_": runs}}, "limit": 200})
+        tasks = _ask(live, "task_runs", {"flow_runs": {"id": {"any_": runs}}, "limit": 200})
     except httpx.HTTPError:
         return []
     tasks.sort(key=lambda task: (task["start_time"] or "9", task["name"]))
@@ -189,8 +190,11 @@ def task_views(live: Live) -> list[TaskView]:
     ]
 
 
-def _ask(api: str, what: str, question: dict[str, Any]) -> list[dict[str, Any]]:
-    answered = httpx.post(f"{api}/{what}/filter", json=question, timeout=HTTP_TIMEOUT)
+def _ask(live: Live, what: str, question: dict[str, Any]) -> list[dict[str, Any]]:
+    api = str(live.prefect)
+    headers = headers_for(api, live.logs)
+    url = f"{api}/{what}/filter"
+    answered = httpx.post(url, json=question, headers=headers, timeout=HTTP_TIMEOUT)
     answered.raise_for_status()
     return list(answered.json())
 

@@ -106,7 +106,7 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
     import httpx
     from prefect.exceptions import PrefectException
 
-    from tasks.launch.server import PASSWORD_FILE, prefect_server
+    from tasks.launch.server import prefect_server
     from tasks.reporting.progress import Terminal
     from tasks.run.life_cycle import started
 
@@ -118,10 +118,8 @@ def _run(call: Callable[[Run], Any], opened: OpenedRun) -> int:
             terminal.say(f"Run {name}: {config.steps} steps of {config.samples_per_step} samples")
             if run.origin is not None:
                 terminal.say(f"It begins after {run.origin}; {_data_of(run)}.")
-            shared = config.cluster.kind == "local" and config.cluster.shared_machine
-            with prefect_server(HOME / "prefect", shared) as dashboard:
-                behind = f", password in {HOME / 'prefect' / PASSWORD_FILE}" if shared else ""
-                terminal.say(f"Dashboard {dashboard}{behind}")
+            with prefect_server(HOME / "prefect") as dashboard:
+                terminal.say(f"Dashboard {dashboard.asking}", shown=f"Dashboard {dashboard.link}")
                 summary: RunSummary = call(run)
     except KeyboardInterrupt:
         return _stopped(terminal, again if run is not None else "")

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.routing import Route
 
 from engines.processes.process_setup import imports_uncollected
 from storage.tracking.database_template import new_database
+from tasks.launch import dashboard_link
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 
 
@@ -36,6 +40,7 @@ def main() -> None:
             new_database(database, "prefect", _make_tables)
             tables = writes_in_turn(_address(database))
         app = create_app()
+        guard(app, host)
     with tables:
         uvicorn.run(
             app,
@@ -46,6 +51,16 @@ def main() -> None:
             timeout_graceful_shutdown=1,
             ws_per_message_deflate=False,  # a flow and its server are on one machine
         )
+
+
+def guard(app: FastAPI, host: str) -> None:
+    """Have the server answer requests to this machine alone, and give its dashboard a link.
+
+    A web page whose own name leads here (DNS rebinding) asks for that name. `localhost` is the
+    browser's word where the port is forwarded, by SSH say.
+    """
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[host, "localhost"])
+    app.router.routes.insert(0, Route(dashboard_link.PATH, dashboard_link.page))
 
 
 def writes_in_turn(address: str) -> AbstractContextManager[None]:

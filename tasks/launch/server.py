@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from prefect.logging.handlers import APILogHandler
@@ -26,13 +26,11 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from configs.private_folder import private_folder
-from configs.process import close_folder
 from engines.processes.node_process import python_path
+from tasks.launch import dashboard_link
+from tasks.launch.prefect_login import HOST, login_file, new_login, write_login
 from tasks.launch.server_process import ServerError, ServerProcess
 
-HOST = "127.0.0.1"
-PASSWORD_FILE = "password"
 FIRST_PORT = 4200
 OTHER_PORTS = range(20000, 32768)  # below those of connections and of listeners on port 0
 START_TIMEOUT = 120.0  # seconds; the first start migrates the database
@@ -49,12 +47,12 @@ class EmbeddedServer:
     waits that long.
     """
 
-    def __init__(self, home: Path, password: str | None = None) -> None:
-        """`password`: what requests and the dashboard have to show, NAME:PASSWORD; None: nothing."""
+    def __init__(self, home: Path) -> None:
         self.home = home.absolute()
-        self._password = password
         self.log = self.home / "server.log"
         self.port, self._reserved = _free_port()
+        self.login = new_login()
+        self.login_file = login_file(self.home, self.port)
         self._answered = threading.Event()
         self._stopping = threading.Event()
         self._ended: int | None = None  # exit code, where it is not started again
@@ -66,13 +64,20 @@ class EmbeddedServer:
 
     @property
     def address(self) -> str:
-        """Where the dashboard is."""
+        """Where the dashboard is; it asks for the login."""
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """How people get to the dashboard."""
+        link = dashboard_link.link(self.address, self.login)
+        return Dashboard(address=self.address, link=link, login_file=self.login_file)
 
     def launch(self) -> None:
         """Start the server's process and return at once; `wait` tells when it answers."""
         self.home.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
+        write_login(self.login_file, self.login)
         # The kernel ends the process with the thread that started it, so that one stays.
         self._keeper = threading.Thread(target=self._keep, name="prefect-server", daemon=True)
         self._keeper.start()
@@ -103,17 +108,18 @@ class EmbeddedServer:
             **os.environ,
             "PYTHONPATH": python_path(),
             "PREFECT_HOME": str(self.home),
-            # The dashboard calls the address that these two name, not the one that it came from.
+            "PREFECT_UI_API_URL": "/api",  # the dashboard asks where it came from
             "PREFECT_SERVER_API_HOST": HOST,
             "PREFECT_SERVER_API_PORT": str(self.port),
+            # Others of this machine see no environment of ours, other than a command line.
+            "PREFECT_SERVER_API_AUTH_STRING": self.login,
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.address,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED": "false",
             "PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED": "false",
             "OMP_NUM_THREADS": "1",
         }
         environment.pop("PREFECT_API_URL", None)
-        if self._password is not None:
-            environment["PREFECT_SERVER_API_AUTH_STRING"] = self._password
         return environment
 
     def wait(self, timeout: float = 2 * START_TIMEOUT) -> None:  # one that hung is started again
@@ -134,6 +140,7 @@ class EmbeddedServer:
         self._server.send(signal.SIGTERM)
         if self._keeper is not None:
             self._keeper.join()
+            self.login_file.unlink(missing_ok=True)
         self._reserved.close()
 
     def _failure(self, what: str) -> str:
@@ -147,11 +154,25 @@ class EmbeddedServer:
         return f"The Prefect server on port {self.port} {what}. {remedy}"
 
 
-@contextlib.contextmanager
-def prefect_server(home: Path, shared_machine: bool = False) -> Iterator[str]:
-    """Run the body against a Prefect server; yields the dashboard's address.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """Where people find a server's dashboard."""
 
-    With `shared_machine` one that is started here asks for a password, which is in home/password.
+    address: str  # for everybody: it asks for a login
+    link: str  # opens without asking: for the terminal of who started the server, and no log
+    login_file: Path | None = None  # of a run's own server
+
+    @property
+    def asking(self) -> str:
+        """The address, and where the login is."""
+        if self.login_file is None:
+            return self.address
+        return f"{self.address} (its login is in {self.login_file})"
+
+
+@contextlib.contextmanager
+def prefect_server(home: Path) -> Iterator[Dashboard]:
+    """Run the body against a Prefect server.
 
     Step flows keep no heartbeat: each synchronous flow would otherwise wait for it on exit, up to a
     second a step, since https://github.com/PrefectHQ/prefect/pull/19641 (the wait is not reported).
@@ -159,39 +180,26 @@ def prefect_server(home: Path, shared_machine: bool = False) -> Iterator[str]:
     api = PREFECT_API_URL.value()
     if api is not None:
         with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            yield api.removesuffix("/api")
+            address = api.removesuffix("/api")
+            yield Dashboard(address=address, link=address)
         return
-    password = new_password(home) if shared_machine else None
-    server = EmbeddedServer(home, password)
+    server = EmbeddedServer(home)
     server.launch()
     try:
         server.wait()
         settings = {
             PREFECT_API_URL: f"{server.address}/api",
+            PREFECT_API_AUTH_STRING: server.login,
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
         }
-        if password is not None:
-            settings[PREFECT_API_AUTH_STRING] = password
         with temporary_settings(settings):
             try:
-                yield server.address
+                yield server.dashboard
             finally:
                 # Logs on their way would be waited for, when Python ends, while the server is gone.
                 APILogHandler().flush()
     finally:
         server.stop()
-
-
-def new_password(home: Path) -> str:
-    """A password for this run's server, as NAME:PASSWORD, kept in a file of this user alone."""
-    password = f"refrain:{secrets.token_urlsafe(24)}"
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    close_folder(home)
-    file = private_folder(home) / PASSWORD_FILE
-    file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as text:
-        text.write(f"{password}\n")
-    return password
 
 
 def _free_port() -> tuple[int, socket.socket]:

@@ -217,10 +217,12 @@ class Terminal:
             if self._status is not None:
                 self._status.update(Text(terminal_text(text)))
 
-    def say(self, text: str, style: str = "") -> None:
-        """Print a line that stays."""
+    def say(self, text: str, style: str = "", shown: str | None = None) -> None:
+        """Print a line that stays; `shown` in its place on a terminal, and in no log."""
         with self._lock:
-            self.console.print(Text(terminal_text(text), style=style))
+            terminal = shown is not None and self.console.is_terminal
+            line = terminal_text(shown if terminal and shown is not None else text)
+            self.console.print(Text(line, style=style))
         LINES.info("%s", text)
 
     def facts(self, title: str, lines: dict[str, str]) -> None:

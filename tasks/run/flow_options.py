@@ -18,6 +18,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import opaque
 from prefect.utilities.asyncutils import run_coro_as_sync
 
+from tasks.run.state_data import refuse_state_data
+
+refuse_state_data()  # here, since every flow of a run takes its options from this module
+
 Result = TypeVar("Result")
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from storage.audit.audit import audit
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, head, read_commit
 from storage.runs.run_store import RunStore
-from tasks.launch.server import EmbeddedServer
+from tasks.launch.server import HOST, EmbeddedServer
 from tests.faults.ledger import committed, story
 from tests.faults.planted import Fault, Faults
 
@@ -30,14 +31,24 @@ AFTER_STEP_3 = Fault(id="committed", target="tasks.run.run:Run.advance", action=
 
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a real Prefect server's API."""
+    """Address of a real Prefect server's API, with its login, by which httpx asks."""
     server = EmbeddedServer(tmp_path_factory.mktemp("prefect"))
     server.launch()
     try:
         server.wait()
-        yield f"{server.address}/api"
+        yield f"http://{server.login}@{HOST}:{server.port}/api"
     finally:
         server.stop()
+
+
+def settings_for(api: str) -> dict[str, str]:
+    """Variables for processes that ask the server at such an address."""
+    parts = urlsplit(api)
+    login, _, place = parts.netloc.rpartition("@")
+    return {
+        "PREFECT_API_URL": parts._replace(netloc=place).geturl(),
+        **({"PREFECT_API_AUTH_STRING": login} if login else {}),
+    }
 
 
 @dataclass
@@ -106,7 +117,7 @@ def starting(folder: Path, prefect_api: str) -> Iterator[Launch]:
         }
         variables.pop("PREFECT_API_URL", None)
         if not embedded:
-            variables["PREFECT_API_URL"] = prefect_api
+            variables |= settings_for(prefect_api)
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.flows.without_torch", module, *words],
             cwd=folder,

@@ -34,7 +34,7 @@ from tasks.commands.command import Request
 from tasks.reporting.artifacts import key
 from tasks.run.forking import origin_of_fork
 from tasks.run.recorded_flow import settings_of
-from tests.flows.conftest import ROOT
+from tests.flows.conftest import ROOT, settings_for
 
 pytestmark = pytest.mark.cluster
 
@@ -59,7 +59,7 @@ def command(folder: Path, module: str, *words: str, api: str = "") -> subprocess
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("PREFECT_API_URL", None)
     if api:
-        environment["PREFECT_API_URL"] = api
+        environment |= settings_for(api)
     return subprocess.Popen(
         [sys.executable, "-m", f"flows.{module}", *words],
         cwd=folder,

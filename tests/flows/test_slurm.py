@@ -16,7 +16,7 @@ import pytest
 from storage.objects.store import Store
 from storage.runs.commit_log import head, read_commit
 from storage.runs.run_store import RunStore
-from tests.flows.conftest import ROOT
+from tests.flows.conftest import ROOT, settings_for
 from tests.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
@@ -32,7 +32,7 @@ def command(slurm: Slurm, prefect_api: str, tmp_path: Path) -> Command:
         done = subprocess.run(
             [sys.executable, "-m", module, *words],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PREFECT_API_URL": prefect_api},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **settings_for(prefect_api)},
             capture_output=True,
             text=True,
             timeout=400,

@@ -29,10 +29,12 @@ def test_every_port_is_on_loopback_by_default() -> None:
 def test_credentials_come_from_the_environment_and_are_demanded() -> None:
     for service in COMPOSE["services"].values():
         for name, value in service.get("environment", {}).items():
-            if re.search("PASSWORD|SECRET|ACCESS_KEY|_USER|CONNECTION_URL|STORE_URI", name):
+            if re.search(
+                "PASSWORD|SECRET|AUTH_STRING|ACCESS_KEY|_USER|CONNECTION_URL|STORE_URI", name
+            ):
                 assert "${" in value or value == "refrain", name
     asked = set(re.findall(r"\$\{(\w+):\?", TEXT))
-    assert asked == {"POSTGRES_PASSWORD", "S3_ACCESS_KEY", "S3_SECRET_KEY"}
+    assert asked == {"POSTGRES_PASSWORD", "PREFECT_AUTH_STRING", "S3_ACCESS_KEY", "S3_SECRET_KEY"}
     example = (INFRA / "compose.env.example").read_text()
     for name in asked:
         assert re.search(rf"^{name}=$", example, re.MULTILINE)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from tasks.reporting.progress import Progress, Terminal, untrained
+from tasks.reporting.run_log import LINES
 
 METRICS = {"reward/mean": 0.5, "train/loss": 0.0, "time/step": 1.0, "retries": 0.0}
 
@@ -56,3 +59,26 @@ def test_a_step_that_trained_no_token_says_so(metrics: dict[str, float], said: s
     progress.step_done(1, METRICS | metrics)
     assert f"reward 0.500  {said}  tokens" in out.getvalue()
     assert untrained(METRICS | metrics) == ("" if said.startswith("loss") else said)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_secret_line_is_for_a_terminal_and_no_log(
+    terminal: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = StringIO()
+    said = Terminal(Console(file=out, force_terminal=terminal, width=200))
+    with caplog.at_level("INFO", LINES.name), told(caplog):
+        said.say("where the secret is", shown="the secret itself")
+    assert ("itself" in out.getvalue()) is terminal
+    assert ("where" in out.getvalue()) is not terminal
+    assert set(caplog.messages) == {"where the secret is"}
+
+
+@contextlib.contextmanager
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """During the body, what the terminal's log is told is seen, which hands nothing up."""
+    LINES.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        LINES.removeHandler(caplog.handler)

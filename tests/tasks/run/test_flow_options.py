@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,17 +15,20 @@ from prefect.client.orchestration import PrefectClient
 from prefect.context import AsyncClientContext, FlowRunContext
 from prefect.runtime import task_run
 from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
     PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
 from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 from tasks.run.flow_options import STEP, forget_results, one_client, result_of
 from tasks.run.retries import OPTIONS
-from tests.flows.conftest import prefect_api
+from tests.flows.conftest import prefect_api, settings_for
 
 __all__ = ["prefect_api"]  # a fixture
+ASKED = (PREFECT_API_URL, PREFECT_API_AUTH_STRING, PREFECT_LOGGING_TO_API_ENABLED)
 
 
 @task
@@ -90,6 +95,15 @@ def counted(step: int) -> int:
     return result_of(counts.submit(one, [other, other], {"x": other}, Walked()))
 
 
+@contextlib.contextmanager
+def asking(api: str) -> Iterator[None]:
+    """During the body Prefect's client asks that server, and sends it no logs."""
+    settings = [*settings_for(api).items(), ("PREFECT_LOGGING_TO_API_ENABLED", False)]
+    known = {setting.name: setting for setting in ASKED}
+    with temporary_settings({known[name]: value for name, value in settings}):
+        yield
+
+
 def inputs_of(prefect_api: str, name: str) -> dict[str, list[object]]:
     """What Prefect noted of a task run's inputs; nothing until it has it."""
     asked = {"task_runs": {"name": {"like_": name}}}
@@ -139,7 +153,7 @@ def test_the_flow_runs_of_all_steps_are_made_by_one_client(
         init(self, *given, **named)
 
     monkeypatch.setattr(PrefectClient, "__init__", counted)
-    with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+    with asking(prefect_api):
         in_turn(3)
         assert len(made) >= 3, "Prefect keeps one by itself: one_client may go"
         made.clear()
@@ -150,14 +164,14 @@ def test_the_flow_runs_of_all_steps_are_made_by_one_client(
 @pytest.mark.cluster
 def test_events_are_not_compressed_between_processes_of_one_machine(prefect_api: str) -> None:
     address = prefect_api.replace("http://", "ws://") + "/events/in"
-    with connect(address) as connection:
+    with connect(address, subprotocols=[Subprotocol("prefect")]) as connection:
         assert connection.response is not None
         assert "Sec-WebSocket-Extensions" not in connection.response.headers
 
 
 @pytest.mark.cluster
 def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) -> None:
-    with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+    with asking(prefect_api):
         assert a_step(1, False) == 8
         with pytest.raises(RuntimeError, match="the cause"):
             a_step(2, True)
@@ -169,7 +183,7 @@ def test_the_first_failure_is_raised_whatever_waited_for_it(prefect_api: str) ->
 
 @pytest.mark.cluster
 def test_prefect_does_not_walk_through_what_tasks_hand_to_each_other(prefect_api: str) -> None:
-    with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+    with asking(prefect_api):
         Walked.looks = 0
         assert counted(1) == 18
         assert Walked.looks == 9, "each once, by the task itself"
@@ -186,7 +200,7 @@ def test_prefect_does_not_walk_through_what_tasks_hand_to_each_other(prefect_api
 
 @pytest.mark.cluster
 def test_results_of_steps_are_not_noted_for_as_long_as_the_run(prefect_api: str) -> None:
-    with temporary_settings({PREFECT_API_URL: prefect_api, PREFECT_LOGGING_TO_API_ENABLED: False}):
+    with asking(prefect_api):
         noted = several(False)
         assert noted[2] > noted[0] > 0, "Prefect forgets by itself: forget_results may go"
         assert several(True) == [0, 0, 0]
