@@ -12,6 +12,7 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from websockets.sync.client import connect
+from websockets.typing import Subprotocol
 
 from tasks.launch.prefect_login import LOGIN, headers_for, login_file, write_login
 from tasks.launch.server import FIRST_PORT, HOST, OTHER_PORTS, EmbeddedServer
@@ -87,7 +88,9 @@ def test_who_has_no_login_is_refused(server: EmbeddedServer) -> None:
     assert asked(server, None) == 401
     assert asked(server, "refrain:" + "a" * 32) == 401
     assert asked(server, server.login) == 200
-    with connect(f"ws://{HOST}:{server.port}/api/events/in", subprotocols=["prefect"]) as socket_:
+    with connect(
+        f"ws://{HOST}:{server.port}/api/events/in", subprotocols=[Subprotocol("prefect")]
+    ) as socket_:
         socket_.send('{"type": "auth", "token": "guessed"}')
         with pytest.raises(Exception, match="1008"):
             socket_.recv(timeout=10)

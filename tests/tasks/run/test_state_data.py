@@ -105,7 +105,7 @@ def serving(folder: Path) -> Iterator[str]:
     """An HTTP server of the attacker's with the files of a folder; yields its URL."""
 
     class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *said: object) -> None: ...
+        def log_message(self, format: str, *args: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever)
