@@ -1,11 +1,15 @@
 """Runs unit tests of a program in a sandbox, and keeps the program from making up their results.
 
-It reads the program and its tests from its standard input, and writes a line when it begins and one
-for each test. A test never runs in the program's process: the program is loaded in a process of its
-own, anew for each test, and the test calls its functions from here. What they return comes back as
-plain data, so that no object of the program decides whether it equals what was expected; the program
-sees the arguments of calls, never a test or an expected value. The kernel lets it neither read this
-process nor write to it; if it kills this process, the tests that are left have not passed.
+It reads the program and its tests from its standard input. First it looks whether the tests can be
+run, while nothing of the program is here: where one cannot, it writes why and ends. Else it writes a
+line that it begins, and one for each test; nothing that comes after the first line, whatever the
+program did, says that a test cannot be run.
+
+A test never runs in the program's process: the program is loaded in a process of its own, anew for
+each test, and the test calls its functions from here. What they return comes back as plain data, so
+that no object of the program decides whether it equals what was expected; the program sees the
+arguments of calls, never a test or an expected value. The kernel lets it neither read this process
+nor write to it; if it kills this process, the tests that are left have not passed.
 
 Handed to Python as text: only the standard library is imported, and nothing of ours.
 """
@@ -86,7 +90,7 @@ LIBRARIES = frozenset(
 
 
 class Unusable(Exception):
-    """A test cannot be run, whatever the program."""
+    """A test cannot be run, whatever the program; raised before any is loaded."""
 
 
 class ProgramFailed(Exception):
@@ -126,6 +130,9 @@ class Thing:
 
     def __bool__(self) -> bool:
         return True  # and not its length, which need not exist
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError("the program writes what a Thing is")
 
     def number_of(self, program: Program) -> int | None:
         """Its number in a program; None if it is another's."""
@@ -201,10 +208,9 @@ class Program:
         buffer = io.BytesIO()
         try:
             _Pickler(self, buffer, 4).dump((what, _Reference(number), name, arguments, named))
-        except _OfProgram as error:
-            raise ProgramFailed(str(error)) from None
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise Unusable(str(error)) from None
+            # What it is may be the program's doing. What is the test's own is known by its text.
+            raise ProgramFailed(str(error)) from None
         self._send(buffer.getvalue())
         try:
             _, value, after, after_named = self._receive()
@@ -280,17 +286,6 @@ class _Reference:
         self.number = number
 
 
-class _OfProgram(Exception):
-    """What cannot leave this process is of the program's making: another one could do better."""
-
-
-def _is_method(value: Any) -> bool:
-    """Whether it is a method of a value, such as [].append."""
-    return isinstance(value, types.BuiltinMethodType) and not isinstance(
-        value.__self__, (types.ModuleType, type(None))
-    )
-
-
 class _Pickler(pickle.Pickler):
     def __init__(self, program: Program, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -305,14 +300,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         kind = value if isinstance(value, type) else type(value)
-        failure = issubclass(kind, BaseException)
-        if failure and kind.__module__ == "builtins":
+        if issubclass(kind, BaseException) and kind.__module__ == "builtins":
             return NotImplemented
         if kind.__name__ not in PLAIN.get(kind.__module__, ()):
-            if failure or kind in (Thing, types.CoroutineType) or _is_method(value):
-                raise _OfProgram(
-                    f"a test got a {kind.__name__} of the program's, and hands it back"
-                )
             raise pickle.PicklingError(f"a test hands the program a {kind.__name__}")
         return NotImplemented
 
@@ -537,26 +527,20 @@ def _lines(text: str) -> list[str]:
 
 
 def result_of(
-    source: str, loader: str, cases: Any, test: dict[str, Any], seconds: float
+    source: str, loader: str, cases: Any, test: dict[str, Any], aliases: set[str], seconds: float
 ) -> dict[str, Any]:
     """What one test came to."""
     started = time.monotonic()
     error = None
-    unusable = False
     try:
-        calls = test["kind"] == "calls"
-        aliases = aliases_of(test["setup"] + "\n" + test["code"]) if calls else set()
-        started = time.monotonic()
         # Where a test itself does not end, with what the program gave it.
         signal.setitimer(signal.ITIMER_REAL, seconds + 1.0)
-        if calls:
+        if test["kind"] == "calls":
             by_calls(source, loader, cases, test, aliases, seconds)
         else:
             by_output(source, test, seconds)
         if time.monotonic() - started > seconds + 1.0:  # the test has caught what the alarm raised
             error = "took too long"
-    except Unusable as problem:
-        error, unusable = str(problem), True
     except (ProgramFailed, TestFailed) as problem:
         error = str(problem) or "failed"
     except BaseException as problem:
@@ -566,18 +550,63 @@ def result_of(
     return {
         "passed": error is None,
         "error": None if error is None else error[:ERROR],
-        "unusable": unusable,
         "seconds": round(time.monotonic() - started, 4),
     }
 
 
-def usable(test: dict[str, Any]) -> dict[str, Any] | None:
-    """The result of a test that cannot be run for what it imports; None if it can be."""
-    try:
-        aliases_of(test["setup"] + "\n" + test["code"])
-    except Unusable as problem:
-        return {"passed": False, "error": str(problem)[:ERROR], "unusable": True, "seconds": 0.0}
-    return None
+def usable(test: dict[str, Any]) -> set[str]:
+    """The names under which a test imports the program. Unusable if it cannot be run."""
+    if test["kind"] != "calls":
+        return set()
+    text = test["setup"] + "\n" + test["code"]
+    aliases = aliases_of(text)
+    _look_at_arguments(text)
+    return aliases
+
+
+def _look_at_arguments(text: str) -> None:
+    """Unusable where a text calls the program with a function, generator or object of its own."""
+    nodes = list(ast.walk(ast.parse(text)))
+    functions = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    classes = {n.name for n in nodes if isinstance(n, ast.ClassDef) and not n.bases}
+    own = _bound(text) | set(vars(builtins))
+    # An argument hides a function of its name, such as a fixture.
+    arguments = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    functions, classes = functions - arguments, classes - arguments
+    own |= arguments - {"candidate"}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            own |= set(vars(sys.modules.get(str(node.module), builtins)))
+
+    def look(value: ast.expr) -> None:
+        if isinstance(value, (ast.List, ast.Tuple, ast.Set)):
+            for one in value.elts:
+                look(one)
+        name = value.id if isinstance(value, ast.Name) else ""
+        called = value.func if isinstance(value, ast.Call) else None
+        made = called.id if isinstance(called, ast.Name) else ""
+        if isinstance(value, ast.Lambda) or name in functions:
+            raise Unusable("a test hands the program a function")
+        if isinstance(value, ast.GeneratorExp) or name in classes or made in classes:
+            kind = "generator" if isinstance(value, ast.GeneratorExp) else name or made
+            raise Unusable(f"a test hands the program a {kind}")
+
+    for node in nodes:
+        if isinstance(node, ast.Call) and _root(node.func) not in own | {""}:
+            for value in [*node.args, *(one.value for one in node.keywords)]:
+                look(value)
+
+
+def _root(node: ast.expr) -> str:
+    """The name that add or Solution().add begins with; empty if with none, or a call's value."""
+    while isinstance(node, (ast.Attribute, ast.Call)):
+        if isinstance(node, ast.Attribute):
+            node = node.value
+        elif isinstance(node.func, ast.Name) and node.func.id[:1].isupper():  # a class
+            node = node.func
+        else:
+            return ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _ring(signum: int, frame: object) -> NoReturn:
@@ -596,14 +625,14 @@ def main() -> NoReturn:
     os.dup2(null, 0)
     cases = types.ModuleType("cases")
     exec(compile(asked["cases"], "cases", "exec"), vars(cases))
+    try:
+        aliases = [usable(test) for test in asked["tests"]]
+    except Unusable as problem:
+        _write(results, {"unusable": str(problem)[:ERROR]})
+        os._exit(0)
     os.write(results, b"begun\n")
-    for test in asked["tests"]:
-        if asked["begin"] and test["kind"] == "calls":
-            result = usable(test)
-            if result is not None:
-                _write(results, result)
-    for test in asked["tests"]:
-        result = result_of(asked["source"], asked["loader"], cases, test, asked["seconds"])
+    for test, names in zip(asked["tests"], aliases):  # noqa: B905
+        result = result_of(asked["source"], asked["loader"], cases, test, names, asked["seconds"])
         _write(results, result)
         if asked["begin"] and not result["passed"]:
             break

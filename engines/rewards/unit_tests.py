@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from configs.rewards import UnitTestsReward
 from engines.rewards.protocol import SampleScore
 from engines.rewards.row_tests import tests_of
@@ -44,6 +46,16 @@ def unit_test_scorer(reward: UnitTestsReward) -> UnitTestScorer:
     """The scorer of these settings; ValueError, one sentence, where this machine has no sandbox."""
     prove(reward.sandbox, f"rewards.functions.{reward.name}.sandbox")
     return UnitTestScorer(reward)
+
+
+class _Result(BaseModel):
+    """A line of the testing program: what a test came to."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    passed: bool
+    error: str | None
+    seconds: float
 
 
 class UnitTestScorer:
@@ -113,20 +125,23 @@ class UnitTestScorer:
 
 
 def _results(ran: Executed, tests: int) -> list[dict[str, JsonValue]]:
-    """What each test came to; those that were not reached have not passed."""
-    lines = ran.stdout.splitlines()
-    if not lines:  # no line of the program has run yet
+    """What each test came to; those that were not reached have not passed.
+
+    Only what was written before the program was loaded, the first line, can say that the tests or the
+    machine are to blame.
+    """
+    first, *lines = ran.stdout.splitlines() or [b""]
+    if first.startswith(b"{"):
+        raise ValueError(f"the test cannot be run: {json.loads(first)['unusable']}")
+    if first != b"begun":
         said = ran.stderr.decode(errors="replace").strip()[-300:]
         raise SandboxFailed(f"The tests were not begun ({ran.cause}). {said}".rstrip())
     results: list[dict[str, JsonValue]] = []
-    for line in lines[1 : tests + 1]:
+    for line in lines[:tests]:
         try:
-            found = json.loads(line)
-        except ValueError:  # the testing program was stopped in the middle of it
+            results.append(_Result.model_validate_json(line).model_dump())
+        except ValidationError:  # the testing program was stopped in the middle of it
             break
-        if found.pop("unusable"):  # known before the program was loaded, or by what a test hands it
-            raise ValueError(f"the test cannot be run: {found['error']}")
-        results.append(found)
     reason = "the program ended the tests" if ran.cause == "ended" else ran.cause.replace("_", " ")
     return results + [_missed(f"not reached: {reason}")] * (tests - len(results))
 

@@ -15,6 +15,7 @@ from engines.rewards.checks import check_rewards
 from engines.rewards.row_tests import tests_of as all_tests_of
 from engines.rewards.runner import RewardRunner, deadline
 from engines.rewards.unit_tests import UnitTestScorer, program_of
+from engines.rewards.unit_tests import _results as results_of
 from engines.sandboxes.opening import open_sandbox
 from engines.sandboxes.protocol import WORK, Executed, SandboxFailed
 from storage.prompts.datasets import open_source
@@ -332,6 +333,124 @@ def test_what_a_program_made_is_no_fault_of_a_test_that_hands_it_back(sandboxes:
     for made in ("object()", "[]", "f", "g(2)"):
         program = f"def g(x): raise ValueError\ndef f(x): return {made}"
         assert None not in results(program, back)
+
+
+# Programs that would have a test say that it cannot be run: their answers are of a kind that a test
+# cannot hand back, or poisoned such that it cannot. For honest ones of the same tests there is a score.
+POISONS = {
+    "a Thing with another number": "state(thing, {'_Thing__number': thing})",
+    "a Thing of no program": "state(thing, {'_Thing__program': None})",
+    "a Thing in slots": "state(thing, (None, {'_Thing__number': 2.5}))",
+    "an OrderedDict without items": "state(ordered, {'items': 5})",
+    "a Counter that reduces itself": "state(counter, {'__reduce_ex__': 5, 'items': None})",
+    "nested without end": "b'(' * 100000 + b't' * 100000",
+    "a memo of all memory": "b'Nr\\xff\\xff\\xff\\x7f'",
+}
+POISONED = (
+    "import os, time\n"
+    "def one(): return 1\n"  # the first thing of the program: number 0
+    "thing, ordered, counter = b'K\\x00Q', b'ccollections\\nOrderedDict\\n)R', b'ccollections\\nCounter\\n)R'\n"
+    "def value(v):\n"
+    "    if v is None: return b'N'\n"
+    "    if type(v) is bytes: return v\n"
+    "    if type(v) is str: return b'\\x8c' + bytes([len(v)]) + v.encode()\n"
+    "    if type(v) is int: return b'K' + bytes([v])\n"
+    "    if type(v) is float: return b'F%f\\n' % v\n"
+    "    if type(v) is tuple: return b'(' + b''.join(map(value, v)) + b't'\n"
+    "    return b'}' + b''.join(value(k) + value(x) + b's' for k, x in v.items())\n"
+    "def state(what, attributes): return what + value(attributes) + b'b'\n"
+    "def g(x): return x\n"
+    "def f(x):\n"
+    "    data = b'\\x80\\x04(\\x8c\\x04gave' + VALUE + b')}t.'\n"
+    "    for number in range(3, 256):\n"
+    "        try: os.write(number, len(data).to_bytes(8, 'big') + data)\n"
+    "        except OSError: pass\n"
+    "    time.sleep(0.2)\n"
+    "    return 1\n"
+)
+KINDS = ("None", "True", "{}", "one", "iter", "Ellipsis", "(i for i in 'a')", "{}.keys()", "b''", "memoryview(b'')",
+         "type('T', (ValueError,), {})", "object()", "__import__('math')")  # fmt: skip
+HANDS_BACK = [
+    "assert g(f(1)) == [1, 2, 3]",
+    "assert g([f(1)]) == [[1, 2, 3]]",
+    "assert g(type(f(1))) == g(iter(f(1))) == [1, 2, 3]",
+    "assert g(getattr(f(1), 'items', reversed([]))) == [1, 2, 3]",
+    "assert g(f) == g(f(1).append) == [1, 2, 3]",
+    "try: f(1)\nexcept Exception as error: assert g(error) == [1, 2, 3]\nelse: assert g(map(str, f(1))) == 3",
+]
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_no_program_has_its_sample_fail(name: str, sandboxes: None) -> None:
+    assert None not in results(POISONED.replace("VALUE", POISONS[name]), HANDS_BACK)
+
+
+def test_no_kind_of_answer_has_a_sample_fail(sandboxes: None) -> None:
+    for kind in KINDS:
+        program = f"def one(): pass\ndef g(x): return x\ndef f(x): return {kind}\n"
+        assert None not in results(program, HANDS_BACK), kind
+
+
+def test_what_a_program_uses_up_has_no_later_test_fail(sandboxes: None) -> None:
+    """What a later test imports is found before the program runs."""
+    tests = [
+        "assert f(1) == 2",
+        "import sqlite3, unittest.mock\nassert f(1) == 2",
+        "import no_such\nassert f(1) == 2",
+    ]
+    uses = FORGERIES["all processes"] + FORGERIES["all of the disk"] + "def f(x): return x\n"
+    assert None not in results(uses, tests)
+
+
+def test_a_row_that_hands_over_what_is_its_own_has_no_score_whatever_the_program(
+    sandboxes: None,
+) -> None:
+    own = [
+        "assert f(1) == 2 and apply(lambda x: x) == 1",
+        "def double(x): return 2 * x\nassert f(double, 1) == 2",
+        "class Node: pass\nassert f(Node()) == 2",
+        "assert Solution().f([x for x in 'a'], key=(x for x in 'a')) == 2",
+        "def check(candidate):\n    assert candidate([1, lambda: 1]) == 1\n",
+    ]
+    for test in own:
+        for program in ("", "1 / 0", "def f(*a): return 2", "def apply(g): return 1"):
+            with pytest.raises(ValueError, match="hands the program a "):
+                results(program, [test] if "check" not in test else test, entry_point="f")
+    honest = [
+        "def own(g): return g(1)\nassert own(lambda x: f(x)) == max([1], key=lambda x: x)",
+        "from functools import *\nassert reduce(lambda a, b: a + b, [f(1), f(2)]) == 3",
+        "assert f([2, 1]).sort(key=lambda x: x) is None",
+        "import pytest\ndef test_a():\n    with pytest.raises(TypeError): f(*map(lambda x: x, [1, 2]))",
+    ]
+    for test in honest:
+        assert results("def f(x): return x", [test]) == [None]
+
+
+def test_lines_that_are_no_results_are_tests_that_did_not_pass() -> None:
+    good = b'{"passed": true, "error": null, "seconds": 0.5}'
+    odd = [
+        b"5",
+        b"null",
+        b"[]",
+        b"{",
+        b'{"passed": true}',
+        b"[" * 100000,
+        b"1" * 5000,
+        b'{"unusable": "x"}',
+        b"\xff",
+    ]
+    odd += [
+        good.replace(b"0.5", b"NaN"),
+        good.replace(b"true", b"1"),
+        good[:-1] + b', "unusable": true}',
+    ]
+    for line in odd:
+        ran = Executed(
+            cause="ended", exit_code=0, signal=None, stdout=b"begun\n" + good + b"\n" + line + b"\n" + good,
+            stderr=b"", truncated=False, seconds=1.0,
+        )  # fmt: skip
+        passed = [one["passed"] for one in results_of(ran, 3)]
+        assert passed == [True, False, False], line
 
 
 def test_an_honest_program_passes_the_same_tests(sandboxes: None) -> None:
