@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -350,11 +350,11 @@ def _made_once(final: Path, make: Callable[[Path], None]) -> Path:
     with open(final.with_name(final.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not final.exists():
-            made = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+            made = final.with_name(f".{final.name}-{uuid.uuid4().hex[:12]}")
+            made.mkdir()
             try:
                 with quiet():
                     make(made)
-                made.chmod(0o755)
                 os.replace(made, final)
             finally:
                 shutil.rmtree(made, ignore_errors=True)

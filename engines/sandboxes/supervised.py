@@ -98,6 +98,8 @@ class SupervisedSandbox:
                 stdout=subprocess.PIPE,
                 stderr=self._said,
                 bufsize=0,
+                # Of its own file system, which nobody else reaches; programs may be another user.
+                umask=0o022,
                 cwd=tempfile.gettempdir(),  # Podman leaves a file there when memory runs out
             )
         except OSError as error:

@@ -84,3 +84,15 @@ def test_a_folder_of_a_colleague_stays_as_it_is(tmp_path: Path) -> None:
     os.chown(folder, 12345, 12345)
     close_folder(folder)
     assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_model_that_is_kept_is_no_exception(tmp_path: Path) -> None:
+    from engines.models import _made_once
+
+    def make(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+
+    close_to_others()
+    made = _made_once(tmp_path / "models" / "random", make)
+    assert modes(tmp_path) == {0o700, 0o600}
+    assert sorted(path.name for path in made.parent.iterdir()) == ["random", "random.lock"]

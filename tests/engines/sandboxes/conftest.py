@@ -97,3 +97,11 @@ def container(sandbox: SupervisedSandbox, docker: Path) -> Iterator[SupervisedSa
     )
     with open_container(settings) as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True)
+def umask_of_a_run() -> Iterator[None]:
+    """As a run's workers have it: nothing is open to other users, of whom a program may be one."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
