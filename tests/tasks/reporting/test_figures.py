@@ -175,7 +175,7 @@ def versions_and_prompts(store: Store) -> list[Figure]:
     (old,), (new,) = batch(store, "s1", 24).objects, more.objects
     return [
         Figure({("step",): 9, ("parent",): 8},
-               [("Step 7", "Step 9"), ("flows.replay a 7", "flows.replay a 9")]),
+               [("Step 7", "Step 9"), ("refrain replay a 7", "refrain replay a 9")]),
         figure("version_in", "version", value=6, shown=[("version 5", "version 6")]),
         figure("version_in", "digest", value="xxh3:new", shown=[("xxh3:in", "xxh3:new")]),
         figure("version_in", "key", value="v1",
