@@ -175,8 +175,8 @@ def main() -> int:
             if not problems:
                 problems += own_digests(lineage, listed, store, xxhash)
                 told += "\nthe store's own digests were made again too"
-        for line in (*told.splitlines(), *problems):  # names in it are others'
-            print(shown(line).encode("ascii", "backslashreplace").decode())
+    for line in (*told.splitlines(), *problems):  # names in it are others'
+        print(shown(line).encode("ascii", "backslashreplace").decode())
     print(f"{len(problems)} problems." if problems else "All is as it was.")
     return 1 if problems else 0
 

@@ -92,7 +92,7 @@ def serve(host: str, prefect_port: int, mlflow_port: int, folder: Path) -> int:
         )
         return 2
     if (refusal := open_to_all(host)) is not None:
-        print(refusal, file=sys.stderr)
+        print_text(refusal, error=True)
         return 2
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     servers = (

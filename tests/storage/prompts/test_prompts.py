@@ -177,7 +177,7 @@ def test_digests_of_rows_are_those_of_before_however_they_are_read(tmp_path: Pat
 def test_the_hub_without_its_library_says_what_to_install() -> None:
     if importlib.util.find_spec("datasets"):
         pytest.skip("the datasets library is installed")
-    with pytest.raises(ValueError, match="Install the extra 'hub'"):
+    with pytest.raises(ValueError, match="Install it: pip install 'datasets>=4'"):
         open_source(HubSource(name="openai/gsm8k", subset="main"))
 
 

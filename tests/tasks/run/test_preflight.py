@@ -267,7 +267,7 @@ def test_a_models_own_files_are_read(
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     word = checkpoint(tmp_path / "model")
-    check(settings(tmp_path, word))
+    check_settings(settings(tmp_path, word))
     (tmp_path / "model" / "tokenizer.model").unlink()
     assert "/model has no tokenizer (tokenizer.json, " in refused(tmp_path, word)
     check_settings(settings(tmp_path, word), resumed=True)  # a run that is there is not asked
@@ -578,6 +578,7 @@ def family(folder: Path, name: str, **values: object) -> str:
     config = AutoConfig.for_model(name, **sizes)
     config.save_pretrained(folder)
     (folder / "model.safetensors").touch()
+    (folder / "tokenizer.model").touch()
     (folder / "chat_template.jinja").touch()
     return f"model={{kind: pretrained, path: {folder}}}"
 

@@ -123,7 +123,7 @@ def test_verdicts_are_kept_in_a_folder_of_the_user_alone(
     file.write_text(Verdict(refused="kept").to_json())
     with self_test(model, 64) as wait:
         assert wait() == Verdict(refused="kept")
-    folder.chmod(0o770)  # others may have written what is in it
+    folder.chmod(0o707)  # others may have written what is in it
     with self_test(model, 64) as wait:
         assert wait() == first
 
