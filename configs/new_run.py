@@ -40,7 +40,7 @@ def check_new_run(config: GRPOConfig) -> None:
 
 def warnings_of(config: GRPOConfig) -> list[str]:
     """What a person should know of settings that are allowed."""
-    return [*_bias(config.rollout), *_early_end(config)]
+    return [*_bias(config.rollout), *_early_end(config), *_idle(config)]
 
 
 def _bias(rollout: RolloutConfig) -> list[str]:
@@ -51,6 +51,16 @@ def _bias(rollout: RolloutConfig) -> list[str]:
         f"{cut} draws from a part of the policy's distribution, and the policy is trained as if from "
         "the whole: the gradient is biased, and more so as the part gets smaller. Set "
         f"{WHOLE}, unless that is wanted."
+    ]
+
+
+def _idle(config: GRPOConfig) -> list[str]:
+    if config.train.recompute == "all" or config.train.gradient_checkpointing:
+        return []
+    return [
+        f"train.recompute = {config.train.recompute} is about layers that "
+        "train.gradient_checkpointing names, and that is 0: nothing is computed again. Set "
+        "train.gradient_checkpointing = true."
     ]
 
 

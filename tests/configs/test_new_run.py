@@ -78,3 +78,10 @@ def test_a_number_that_is_none_is_named(words: list[str], said: str) -> None:
 def test_a_number_beyond_what_is_stored_is_named(word: str) -> None:
     with pytest.raises(ValueError, match=f"^{word} = 99999999999999999999 is beyond"):
         check_finite(tiny([f"{word}=99999999999999999999"]))
+
+
+def test_what_is_computed_again_needs_layers_that_compute_again() -> None:
+    (said,) = warnings_of(tiny(["train.recompute=selective"]))
+    assert said.startswith("train.recompute = selective is about layers")
+    words = ["train.recompute=selective", "train.gradient_checkpointing=0.5"]
+    assert warnings_of(tiny(words)) == []
