@@ -37,6 +37,7 @@ SHAPES = {
     "0.5b": (24, 896, 14, 2, 4864, 151936),
     "1.5b": (28, 1536, 12, 2, 8960, 151936),
     "7b": (28, 3584, 28, 4, 18944, 152064),
+    "0.6b": (28, 1024, 16, 8, 3072, 151936),  # Qwen3's; the others are Qwen2.5's
 }
 # What makes the update's memory less, the cheapest first; each with those before it.
 SMALLER: tuple[dict[str, Any], ...] = (
@@ -51,7 +52,8 @@ SMALLER: tuple[dict[str, Any], ...] = (
 )
 ROOM = 0.94  # of a device: the plan does not count CUDA's context and the allocator's fragments
 GROUP = 8  # samples of a prompt
-TIED = ("small", "0.5b", "1.5b")  # have one embedding for both ends
+TIED = ("small", "0.5b", "1.5b", "0.6b")  # have one embedding for both ends
+HEAD_SIZES = {"0.6b": 128}  # where they are not the width's share; queries and keys are normed too
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
@@ -154,9 +156,10 @@ def plan(job: Job, train: TrainConfig, on_gpu: bool = CUDA) -> MemoryPlan:
         intermediate=inner,
         heads=heads,
         kv_heads=keys,
-        head_size=width // heads,
+        head_size=HEAD_SIZES.get(job.shape, width // heads),
         vocabulary=words,
         tied=job.shape in TIED,
+        head_norms=job.shape in HEAD_SIZES,
     )
     budget = train.micro_batch_tokens
     batch = largest_batch(budget, job.prompt, job.response, job.samples, GROUP, 1)

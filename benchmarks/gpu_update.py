@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu_job import CUDA, DEVICE, SHAPES, TIED, Job, free, plan
+from benchmarks.gpu_job import CUDA, DEVICE, HEAD_SIZES, SHAPES, TIED, Job, free, plan
 from benchmarks.gpu_job import rows as drawn_rows
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
@@ -47,7 +47,6 @@ GIB = 2**30
 # samples, prompt and response tokens of an update
 SIZES = {"small": (8, 12, 24), "0.5b": (128, 256, 1024), "1.5b": (64, 256, 1024)}
 SIZES |= {"7b": (64, 256, 1024), "0.6b": (1, 1024, 64512)}
-SHAPES["0.6b"] = (28, 1024, 16, 8, 3072, 151936)  # Qwen3's
 
 
 @dataclass(kw_only=True)
@@ -88,8 +87,8 @@ def hollow(shape: str, folder: Path) -> PretrainedModel:
         materialize(RandomModel(layers=1, hidden_size=32), folder / "cache")
     )
     layers, width, heads, keys, inner, words = SHAPES[shape]
-    long = shape == "0.6b"  # Qwen3's shape, with heads of 128
-    facts: dict[str, Any] = {"head_dim": 128} if long else {}
+    long = shape in HEAD_SIZES
+    facts: dict[str, Any] = {"head_dim": HEAD_SIZES[shape]} if long else {}
     facts |= {
         "vocab_size": words,
         "hidden_size": width,
@@ -98,7 +97,7 @@ def hollow(shape: str, folder: Path) -> PretrainedModel:
         "num_attention_heads": heads,
         "num_key_value_heads": keys,
         "max_position_embeddings": 131072,
-        "tie_word_embeddings": shape in (*TIED, "0.6b"),
+        "tie_word_embeddings": shape in TIED,
         "bos_token_id": characters.bos_token_id,
         "eos_token_id": characters.eos_token_id,
         "pad_token_id": characters.pad_token_id,

@@ -64,6 +64,7 @@ class ModelShape:
     vocabulary: int  # tokens
     tied: bool  # whether the output head is the embedding
     vision: VisionShape | None = None  # of a policy that looks at images
+    head_norms: bool = False  # whether queries and keys are normed, as Qwen3's are
 
     @property
     def layer_parameters(self) -> int:
@@ -181,7 +182,7 @@ def _of_directory(directory: Path) -> ModelFacts:
         head_size=head_size,
         chat_template=_has_chat_template(directory),
         unsupported=_unsupported(text),
-        shape=None if compressed else _shape(text, head_size, vision),
+        shape=None if compressed else _shape(text, head_size, vision, _head_norms(directory)),
         vision=vision,
         rows=text.get("vocab_size"),
         quantised=_quantised(whole),
@@ -197,7 +198,7 @@ def made_vision(config: RandomModel) -> VisionShape | None:
 
 
 def _shape(
-    text: dict[str, Any], head_size: int | None, vision: VisionShape | None
+    text: dict[str, Any], head_size: int | None, vision: VisionShape | None, head_norms: bool
 ) -> ModelShape | None:
     """By config.json; None where it does not say all, or has experts."""
     heads = text.get("num_attention_heads")
@@ -212,15 +213,29 @@ def _shape(
     }
     if any("expert" in name for name in text):
         return None
-    return _whole_shape(sizes, bool(text.get("tie_word_embeddings", False)), vision)
+    tied = bool(text.get("tie_word_embeddings", False))
+    return _whole_shape(sizes, tied, head_norms, vision)
+
+
+def _head_norms(directory: Path) -> bool:
+    """Whether a checkpoint has weights of a norm of queries; False where its files do not say."""
+    index, single = (directory / f"model.safetensors{end}" for end in (".index.json", ""))
+    try:
+        if index.exists():
+            return any(".q_norm." in name for name in json.loads(index.read_text())["weight_map"])
+        with single.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        return any(".q_norm." in name for name in json.loads(header))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return False  # who reads the weights says what is wrong with them
 
 
 def _whole_shape(
-    sizes: dict[str, int | None], tied: bool, vision: VisionShape | None = None
+    sizes: dict[str, int | None], tied: bool, head_norms: bool, vision: VisionShape | None = None
 ) -> ModelShape | None:
     if any(size is None for size in sizes.values()):
         return None
-    return ModelShape(**sizes, tied=tied, vision=vision)  # type: ignore[arg-type]
+    return ModelShape(**sizes, tied=tied, head_norms=head_norms, vision=vision)  # type: ignore[arg-type]
 
 
 def _positions(text: dict[str, Any]) -> int | None:
@@ -274,11 +289,11 @@ def _of_gguf(values: dict[str, Any], tensors: set[str]) -> ModelFacts:
         or (width // heads if width and heads else None),
         chat_template="tokenizer.chat_template" in values,
         unsupported=None,
-        shape=_gguf_shape(values, kind, tied="output.weight" not in tensors),
+        shape=_gguf_shape(values, kind, tensors),
     )
 
 
-def _gguf_shape(values: dict[str, Any], kind: str, tied: bool) -> ModelShape | None:
+def _gguf_shape(values: dict[str, Any], kind: str, tensors: set[str]) -> ModelShape | None:
     """By the header's sizes; None where it does not say all, or has experts."""
     heads, width = (
         values.get(f"{kind}.attention.head_count"),
@@ -296,7 +311,8 @@ def _gguf_shape(values: dict[str, Any], kind: str, tied: bool) -> ModelShape | N
         or (width // heads if width and heads else None),
         "vocabulary": values.get(f"{kind}.vocab_size"),
     }
-    return _whole_shape(sizes, tied)
+    normed = any(".attn_q_norm." in name for name in tensors)
+    return _whole_shape(sizes, "output.weight" not in tensors, normed)
 
 
 def gguf_scalars(path: Path) -> dict[str, Any]:

@@ -84,8 +84,9 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
 
 
 def goes_behind(run: Run) -> bool:
-    """Whether the trainer's machine may have a version before the store has it."""
-    return is_kept(run.files.store, run.config.store.node_cache_bytes)
+    """Whether the trainer's machine may have a version before the store, or its disk, has it."""
+    store = run.files.store
+    return not store.backend.remote or is_kept(store, run.config.store.node_cache_bytes)
 
 
 def check_settled(announced: WeightsRef, stored: WeightsRef) -> None:

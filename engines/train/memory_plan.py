@@ -317,11 +317,11 @@ def layer_bytes(
 ) -> int:
     """What one decoder layer keeps for its backward pass.
 
-    Two norms (see `norm_bytes`). Attention keeps queries, keys, values and its output in slots, and
-    the output in tokens for the projection; by plain matrix products (short sequences in bfloat16 on
-    a CPU) queries, keys and values twice, and the scores. The feed-forward layer keeps its two
-    inputs, the gate's activation and their product; by kernels not the activation. Of an adapted
-    linear layer what the second factor reads is kept besides.
+    Two norms (see `normed_bytes`), and what those of queries and keys read. Attention keeps queries,
+    keys, values and its output in slots, and the output in tokens for the projection; by plain matrix
+    products (short sequences in bfloat16 on a CPU) queries, keys and values twice, and the scores.
+    The feed-forward layer keeps its two inputs, the gate's activation and their product; by kernels
+    not the activation. Of an adapted linear layer what the second factor reads is kept besides.
     """
     kernels = by_kernels(train, on_gpu)
     heads, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
@@ -334,7 +334,11 @@ def layer_bytes(
     attention = c * (batch.slots * slot + batch.tokens * heads)
     feed_forward = (3 if kernels else 4) * c * batch.tokens * shape.intermediate
     low = 0 if lora is None else c * batch.tokens * lora.rank * len(adapted_sizes(shape, lora))
-    return 2 * norm_bytes(shape, batch, c, lora, kernels) + attention + feed_forward + low
+    normed = 2 * normed_bytes(shape.hidden, batch, c, lora, kernels)
+    if shape.head_norms:  # what they give goes on to be rotated, which keeps nothing
+        read = c if kernels else FLOAT + (c if lora is None else 0)
+        normed += batch.tokens * (heads + keys) * read
+    return normed + attention + feed_forward + low
 
 
 def selected_bytes(shape: ModelShape, batch: Batch, c: int) -> int:
@@ -369,16 +373,16 @@ def without_fsdp(
     return on_gpu and whole and train.engine != "elastic" and train.compute_dtype == "bfloat16"
 
 
-def norm_bytes(
-    shape: ModelShape, batch: Batch, c: int, lora: LoraConfig | None, kernels: bool = False
+def normed_bytes(
+    width: int, batch: Batch, c: int, lora: LoraConfig | None, kernels: bool = False
 ) -> int:
-    """What a norm keeps: hidden states in float32, and normed ones before and after its weight.
+    """What norms of so many numbers a token keep: states in float32, before and after the weight.
 
-    Before it only where the weight itself has a gradient. By a kernel hidden states before and after.
+    Before it only where the weight itself has a gradient. By a kernel states before and after.
     """
     if kernels:
-        return 2 * c * batch.tokens * shape.hidden
-    return batch.tokens * shape.hidden * (FLOAT + (2 * c if lora is None else c))
+        return 2 * c * batch.tokens * width
+    return batch.tokens * width * (FLOAT + (2 * c if lora is None else c))
 
 
 def activation_bytes(
@@ -396,7 +400,7 @@ def activation_bytes(
         inputs = again * selected_bytes(shape, batch, c)
     else:
         inputs = again * c * batch.tokens * shape.hidden
-    return whole + inputs + norm_bytes(shape, batch, c, lora, by_kernels(train, on_gpu))
+    return whole + inputs + normed_bytes(shape.hidden, batch, c, lora, by_kernels(train, on_gpu))
 
 
 def tower_layer_bytes(shape: ModelShape, batch: Batch, c: int) -> int:

@@ -25,7 +25,7 @@ from engines.train.spec import TensorDifference, WeightsComparison
 from engines.workers.lanes import Lane, by_lanes, on_lanes
 from storage.batches.tensors import bytes_of
 from storage.objects.store import Store
-from storage.objects.write_behind import WriteBehind
+from storage.objects.write_behind import Behind
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import base_for, changes_name, write_changes
 from storage.runs.weights import (
@@ -67,7 +67,7 @@ def publish_together(
     dtype: torch.dtype | None,
     group: dist.ProcessGroup,
     every: int = 1,
-    behind: WriteBehind | None = None,
+    behind: Behind | None = None,
     shard_bytes: int = SHARD_BYTES,
     *,
     key: str | None = None,
@@ -97,7 +97,7 @@ def publish_together(
     owners = {name: number % group.size() for number, shard in enumerate(shards) for name in shard}
     parts_of = _Parts(store=store, key=key, token=token, base=base, behind=behind)
     device = _device(state)
-    if group.size() == 1 and behind is None and not store.backend.remote and by_lanes(device):
+    if group.size() == 1 and not store.backend.remote and by_lanes(device):
         numbered = {
             number: {name: outlines[name] for name in shard} for number, shard in enumerate(shards)
         }
@@ -112,7 +112,7 @@ def publish_together(
     whole = contents(key, version, ordered, files, below, made)
     if behind is None or below is not None:
         return Publication(on_first(group, lambda: finish(store, whole)))
-    together(group, lambda: announce(behind.cache, whole))
+    together(group, lambda: announce(behind, whole))
     return Publication(whole.ref, lambda: _settle(store, behind, whole, group))
 
 
@@ -128,9 +128,7 @@ class Publication:
         return self.ref if self.rest is None else self.rest()
 
 
-def _settle(
-    store: Store, behind: WriteBehind, made: Contents, group: dist.ProcessGroup
-) -> WeightsRef:
+def _settle(store: Store, behind: Behind, made: Contents, group: dist.ProcessGroup) -> WeightsRef:
     together(group, behind.settle)
     return on_first(group, lambda: finish(store, made))
 
@@ -143,7 +141,7 @@ class _Parts:
     key: str  # folder of the version
     token: str  # of the attempt
     base: Base | None  # from which the version is stored as the difference
-    behind: WriteBehind | None
+    behind: Behind | None
 
     def write(
         self,
@@ -186,7 +184,9 @@ class _Parts:
             if base is None:
                 name = shard_name(number, self.token)
                 pieces = partial(_pieces, lane, dtype)
-                return write_shard(self.store, self.key, name, outlines, tensors, pieces=pieces)
+                return write_shard(
+                    self.store, self.key, name, outlines, tensors, self.behind, pieces
+                )
             name = changes_name(number, self.token)
             whole = ((each, _whole(lane, dtype, tensor)) for each, tensor in tensors)
             return write_changes(self.store, self.key, name, outlines, whole, base)

@@ -268,7 +268,7 @@ class Updater(ABC):
                 loss.backward()
             finite.append(torch.isfinite(loss.detach()))
             tally.sums += sums
-            tally.count(micro, self._cost)
+            tally.count(micro, self._cost.of_heads)
         return finite
 
     def normaliser(self, batch: BatchRef, mini: MiniBatch, max_new_tokens: int) -> Normaliser:

@@ -30,7 +30,7 @@ from engines.train.publication import (
 )
 from engines.train.spec import TrainSpec, WeightsComparison
 from storage.objects.node_cache import NodeCache
-from storage.objects.write_behind import WriteBehind
+from storage.objects.write_behind import open_behind
 from storage.runs.adapters import base_key, find_base
 from storage.runs.run_store import RunStore
 from storage.runs.weights import Adapter, Base, WeightsRef, adapter_digest, open_manifest
@@ -55,7 +55,7 @@ class Versions:
         self._spec = spec
         self._files = files
         self._directory = directory
-        self._behind = None if cache is None else WriteBehind(files.store, cache)
+        self._behind = open_behind(files.store, cache)
         self._group = group
         self._last: Publication | None = None
 

@@ -144,6 +144,23 @@ class LocalBackend:
             os.replace(path, self.root / key)
             _sync_folder(path.parent)
 
+    @contextlib.contextmanager
+    def write_unsynced(self, key: str) -> Iterator[IO[bytes]]:
+        """As `write_stream`, of a file that this machine's end may still take, until `sync`."""
+        with self._temporary(key) as (file, path):
+            yield file
+            os.replace(path, self.root / key)
+
+    def sync(self, key: str) -> None:
+        """Return once a file, and that it is in its folder, are on the disk."""
+        path = self.root / key
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        _sync_folder(path.parent)
+
     def create(self, key: str, chunks: Sequence[memoryview]) -> None:
         if (self.root / key).exists():
             raise FileExistsError(key)

@@ -193,6 +193,33 @@ class Store:
         COUNTER.add(bytes_written=written)
         self._forget(key)
 
+    @contextlib.contextmanager
+    def write_unsynced(self, key: str) -> Iterator[IO[bytes]]:
+        """As `write_stream`, of a local store: it can be read at once, and stays after `sync`.
+
+        Until then it outlives its writer, and not the machine.
+        """
+        backend = self._local()
+        with contextlib.ExitStack() as stack:
+            opened = self._try(
+                "write",
+                key,
+                lambda _: stack.enter_context(backend.write_unsynced(_checked(key))),
+            )
+            yield opened
+            written = opened.tell()
+            self._try_once("write", key, stack.close)
+        COUNTER.add(bytes_written=written)
+
+    def sync(self, key: str) -> None:
+        """Return once the disk of a local store has an object. Raises ObjectMissing."""
+        self._try("sync", key, lambda _: self._local().sync(_checked(key)))
+
+    def _local(self) -> LocalBackend:
+        backend = self.backend
+        assert isinstance(backend, LocalBackend), f"{self.uri} is not local"
+        return backend
+
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> bool:
         """Store the bytes only if nothing is there. False when something is.
 

@@ -24,6 +24,7 @@ from storage.batches.format import DTYPES
 from storage.objects import documents
 from storage.objects.digests import digest, digest_lines
 from storage.objects.errors import ObjectDamaged, ObjectMissing
+from storage.objects.write_behind import announced
 
 if TYPE_CHECKING:
     import torch
@@ -209,8 +210,14 @@ def open_manifest_at(store: Store | NodeCache, key: str) -> Manifest:
 
 
 def open_manifest(store: Store | NodeCache, ref: WeightsRef | Base) -> Manifest:
-    """The manifest of the version that `ref` means. Raises ObjectMissing, ObjectDamaged."""
-    manifest = open_manifest_at(store, ref.key)
+    """The manifest of the version that `ref` means. Raises ObjectMissing, ObjectDamaged.
+
+    That of a local store may still be on its way to the disk.
+    """
+    try:
+        manifest = open_manifest_at(store, ref.key)
+    except ObjectMissing:
+        manifest = _announced(store, ref.key)
     found = manifest.content
     if not manifest.digest == ref.digest == found:
         raise ObjectDamaged(
@@ -218,6 +225,17 @@ def open_manifest(store: Store | NodeCache, ref: WeightsRef | Base) -> Manifest:
             f"its tensors have digest {found}, the reference says {ref.digest}."
         )
     return manifest
+
+
+def _announced(store: Store | NodeCache, key: str) -> Manifest:
+    manifest = f"{key}/{MANIFEST}"
+    try:
+        data = store.read(announced(manifest))
+    except ObjectMissing:  # the store has it by now, or never
+        data = store.read(manifest)
+    return documents.validated(
+        Manifest, manifest, documents.decode_version(READERS, manifest, data)
+    )
 
 
 def open_chain(store: Store | NodeCache, ref: WeightsRef | Base) -> list[tuple[str, Manifest]]:

@@ -20,6 +20,7 @@ from storage.batches import tensors as torch_bytes
 from storage.objects import documents
 from storage.objects.digests import Digester, digest
 from storage.objects.errors import StoreError
+from storage.objects.write_behind import announced
 from storage.runs.run_store import RunStore
 from storage.runs.weight_changes import changes_name, write_changes
 from storage.runs.weights import (
@@ -47,9 +48,8 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    from storage.objects.node_cache import NodeCache
     from storage.objects.store import Store
-    from storage.objects.write_behind import WriteBehind
+    from storage.objects.write_behind import Behind
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 512 * 2**20
@@ -101,7 +101,7 @@ def write_shard(
     file: str,
     outlines: Mapping[str, Outline],
     tensors: Iterable[tuple[str, torch.Tensor]],
-    behind: WriteBehind | None = None,
+    behind: Behind | None = None,
     pieces: Callable[[torch.Tensor], Iterable[memoryview]] = _bytes_of,
 ) -> Part:
     """Write a safetensors file into the folder `key`, tensor by tensor as they come.
@@ -210,14 +210,15 @@ def finish(store: Store, made: Contents) -> WeightsRef:
     """
     key, manifest = made.key, made.manifest
     if not _create(store, key, manifest, made.others):
-        store.delete([f"{key}/{name}" for name in manifest.files if name not in made.others])
+        own = [f"{key}/{name}" for name in manifest.files if name not in made.others]
+        store.delete([*own, announced(f"{key}/{MANIFEST}")])
         return same(open_manifest_at(store, key), key, manifest.digest)
     return made.ref
 
 
-def announce(cache: NodeCache, made: Contents) -> WeightsRef:
-    """Let this machine read a version that its cache has, before the store has it."""
-    cache.put(f"{made.key}/{MANIFEST}", _encoded(made.manifest))
+def announce(behind: Behind, made: Contents) -> WeightsRef:
+    """Let this machine read a version whose shards were written, before the store has it."""
+    behind.announce(f"{made.key}/{MANIFEST}", _encoded(made.manifest))
     return made.ref
 
 

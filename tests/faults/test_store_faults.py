@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import threading
@@ -148,10 +149,14 @@ def test_the_store_goes_away_in_a_run(
 
 
 SLOW = 3.0  # seconds more for each object
-COPY = "storage.objects.write_behind:WriteBehind._copy"
+# How a file of a version comes to the store: from what the machine keeps, or from memory to disk.
+COMES = {
+    "s3": "storage.objects.write_behind:WriteBehind._copy",
+    "local": "storage.objects.store:Store.sync",
+}
 ON_ITS_WAY = {
-    "slow": Fault(id="slow", target=COPY, action="delay", seconds=SLOW),
-    "trainer": Fault(id="trainer", target=COPY, nth=2, action="kill"),
+    "slow": Fault(id="slow", target="", action="delay", seconds=SLOW),
+    "trainer": Fault(id="trainer", target="", nth=2, action="kill"),
     "flow": Fault(id="flow", target="engines.train.trainer:Trainer.settle", nth=2, action="kill"),
     "manifest": Fault(
         id="manifest", target="storage.runs.weights_writing:finish", nth=2, action="kill"
@@ -166,19 +171,26 @@ ON_ITS_WAY = {
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", ON_ITS_WAY)
+@pytest.mark.parametrize("place", COMES)
 def test_a_version_on_its_way_to_the_store(
     launch: Launch,
     s3: Endpoint,
     undisturbed: Callable[..., list[Commit]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    place: str,
     case: str,
 ) -> None:
     """Engines have it before the store; who is killed then loses nothing, and leaves nothing."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.url)
-    uri = f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}"
-    faults = Faults(tmp_path / "faults", [ON_ITS_WAY[case]])
-    words = (f"store.uri={uri}", "store.node_cache_gib=0.1")
+    fault = ON_ITS_WAY[case]
+    if not fault.target:
+        fault = dataclasses.replace(fault, target=COMES[place])
+    faults = Faults(tmp_path / "faults", [fault])
+    uri = {"s3": f"s3://{BUCKET}/{uuid.uuid4().hex[:8]}", "local": f"file://{tmp_path}/store"}[
+        place
+    ]
+    words = (f"store.uri={uri}", *(["store.node_cache_gib=0.1"] if place == "s3" else []))
     run = launch(*WORDS, *S3_WORDS, *words, environment=faults.environment)
     run.store_uri = uri
     code, out = run.end(300)

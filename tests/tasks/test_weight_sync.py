@@ -34,8 +34,8 @@ def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d")
 
     run = Mock(start=0)
     run.probe.return_value = ([[1, 2]], [1])
-    run.files.store.backend.remote = kept
-    run.config.store.node_cache_bytes = 1024
+    run.files.store.backend.remote = True
+    run.config.store.node_cache_bytes = 1024 if kept else 0
     run.config.cluster.share_devices = shared
     run.engines.actor.export.return_value = REF
     run.engines.actor.score.return_value = [[0.0]]
@@ -65,6 +65,14 @@ def test_order(kept: bool, shared: bool, order: list[str]) -> None:
     assert calls == order
     later = synced.metrics["weights/stored_seconds"] - synced.metrics["weights/publish_seconds"]
     assert (later >= SLOW) == kept
+
+
+def test_engines_do_not_wait_for_the_disk_of_a_local_store() -> None:
+    calls: list[str] = []
+    run = a_run(calls, kept=False)
+    run.files.store.backend.remote = False
+    weight_sync.publish_and_sync(run, 3, 3)
+    assert calls == ["sync", "settle"]
 
 
 def test_other_weights_in_the_store_than_in_the_engines() -> None:

@@ -8,7 +8,7 @@ that the model needs, not those of recomputation or padding. Plans of a batch we
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class CostModel:
 
     per_token: float = 1.0  # layers: 2 x their parameters
     per_response_token: float = 0.0  # output head: 2 x hidden size x vocabulary
-    per_square: float = 0.0  # causal attention, per squared sequence length
+    per_square: float = 0.0  # causal attention, per squared sequence length, with heads as wide as
+    # the model together: the weight that plans of updates have, which a replay makes anew
+    attention: float | None = None  # the same of the heads as they are; None: no other
     patches: int = 0  # tokens that an image becomes; 0: the model looks at none
     per_image: float = 0.0  # vision towers: 2 x their parameters, for each patch
     frozen: float = (
@@ -85,6 +87,11 @@ class CostModel:
             + self.per_square * squares
             + self.per_image * images
         )
+
+    @property
+    def of_heads(self) -> CostModel:
+        """What is really computed, where heads together are wider or narrower than the model."""
+        return self if self.attention is None else replace(self, per_square=self.attention)
 
     def backward(self, tokens: int, response_tokens: int, squares: int, images: int = 0) -> float:
         """FLOPs of a backward pass, in which frozen weights take half; arguments as for `forward`."""
@@ -110,7 +117,19 @@ def cost_model(policy: Trained) -> CostModel:
         per_token=2.0 * (parameters - tables - vision),
         per_response_token=2.0 * head.numel(),
         per_square=2.0 * config.hidden_size * config.num_hidden_layers,
+        attention=_attention(config),
     )
+
+
+def _attention(config: Any) -> float | None:
+    """FLOPs of causal attention per squared length: half of two products, queries and values."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return None
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    queries = getattr(config, "qk_head_dim", None) or size
+    values = getattr(config, "v_head_dim", None) or size
+    return 1.0 * heads * (queries + values) * config.num_hidden_layers
 
 
 def seeing(model: Any) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
+from configs.model import PretrainedModel
 from configs.train import TrainConfig
 from engines.model_facts import ModelShape, model_facts
 from engines.models import build_empty, materialize
@@ -127,6 +130,43 @@ def test_activations_weights_and_moments_are_what_the_plan_says(
     assert kept == pytest.approx(max(hooked), rel=0.05)
 
 
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_norms_of_queries_and_keys_are_in_the_plan(
+    tmp_path: Path, hooked: list[int], lora: LoraConfig | None
+) -> None:
+    """Of a Qwen3 model with heads that are together wider than the model, as the published ones."""
+    folder = tmp_path / "qwen3"
+    shutil.copytree(materialize(MODEL, tmp_path), folder)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    config = Qwen3Config(
+        vocab_size=len(AutoTokenizer.from_pretrained(folder)),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **sizes,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = PretrainedModel(path=str(folder))
+    shape = shape_of(model)
+    assert shape.head_norms and not shape_of().head_norms
+    engine = FSDPEngine(spec(tmp_path).model_copy(update={"lora": lora, "model": model}))
+    engine.join(0, 1, "127.0.0.1", 0, 1, 60.0)
+    engine.update(longest_rows(tmp_path), AlgorithmConfig(), TEMPERATURE, RESPONSE, 1)
+    engine.leave()
+    train = TrainConfig(compute_dtype="float32", micro_batch_tokens=4096)
+    largest = largest_batch(4096, PROMPT, RESPONSE, ROWS, GROUP, 1)
+    kept, without = (
+        activation_bytes(one, train, largest, 4, on_gpu=False, lora=lora)
+        for one in (shape, replace(shape, head_norms=False))
+    )
+    assert kept == pytest.approx(max(hooked), rel=0.05)
+    assert without != pytest.approx(max(hooked), rel=0.05), "else this test could not fail"
+
+
 def test_the_largest_micro_batch() -> None:
     # Two groups of four: each a prompt of 8 once, and 4 x (6 - 1) response tokens: 28.
     assert largest_batch(4096, 8, 6, samples=8, group=4, ranks=1) == Batch(
@@ -181,11 +221,12 @@ HOST = {
     "gradient_checkpointing": 1.0,
 }
 HERE = {"optimizer_dtype": "bfloat16", "gradient_checkpointing": 1.0, "logit_chunk_tokens": 2048}
-# layers, width, heads, key heads, MLP width, words: those of Qwen2.5
+# layers, width, heads, key heads, MLP width, words: those of Qwen2.5, and Qwen3's of heads of 128
 SIZES = {
     "0.5b": (24, 896, 14, 2, 4864, 151936),
     "1.5b": (28, 1536, 12, 2, 8960, 151936),
     "7b": (28, 3584, 28, 4, 18944, 152064),
+    "0.6b": (28, 1024, 16, 8, 3072, 151936),
 }
 SEEN = {
     name: ModelShape(
@@ -194,9 +235,10 @@ SEEN = {
         intermediate=inner,
         heads=heads,
         kv_heads=keys,
-        head_size=width // heads,
+        head_size=128 if name == "0.6b" else width // heads,
         vocabulary=words,
         tied=name != "7b",
+        head_norms=name == "0.6b",
     )
     for name, (layers, width, heads, keys, inner, words) in SIZES.items()
 }
@@ -257,16 +299,20 @@ def test_each_setting_makes_less_of_what_it_is_for() -> None:
         ("7b", 64, {"micro_batch_tokens": 16384, **HOST}, 50.13),
         ("7b", 160, {"micro_batch_tokens": 8192, "recompute": "selective", **HOST}, 69.77),
         ("7b", 160, {"micro_batch_tokens": 8192, "recompute": "selective", **HERE}, 127.85),
+        ("0.6b", 1, {"micro_batch_tokens": 65536}, 95.97),
+        ("0.6b", 1, {"micro_batch_tokens": 65536, "logit_chunk_tokens": 16384}, 112.16),
     ],
 )
 def test_a_lone_gpu_takes_what_an_h200_was_seen_to_take(
     model: str, rows: int, settings: dict[str, Any], measured: float
 ) -> None:
-    """Peaks in GiB of benchmarks.gpu_update on 2026-11-26; micro-batches as full as they were there."""
+    """Peaks in GiB of benchmarks.gpu_update on 2026-11-26, on two machines; micro-batches as full as they were there."""
     train = TrainConfig(**{"compute_dtype": "bfloat16", "micro_batch_tokens": 32768, **settings})
     batch = largest_batch(train.micro_batch_tokens, 256, 1024, 160, 8, 1)
     if train.micro_batch_tokens == 32768:  # four micro-batches of 25,700 tokens, 33,000 slots
         batch = replace(batch, tokens=25_800, slots=33_000, responses=24_800, several=True)
+    if rows == 1:  # a sequence of 61,779 tokens
+        batch = replace(batch, tokens=61_779, slots=61_779, responses=60_755, several=False)
     plan = plan_rank(SEEN[model], train, batch, role="actor", ranks=1, on_gpu=True)
     assert plan.peak / 2**30 == pytest.approx(measured, rel=0.05)
 

@@ -17,8 +17,8 @@ from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError, Sto
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.objects.usage import COUNTER
-from storage.objects.write_behind import WriteBehind
-from storage.runs.weights import MANIFEST, WeightsRef, open_manifest
+from storage.objects.write_behind import Behind, SyncBehind, WriteBehind, announced, open_behind
+from storage.runs.weights import MANIFEST, WeightsRef, find_manifest, open_manifest
 from storage.runs.weights_reading import stream, wait_until_readable
 from storage.runs.weights_writing import (
     Contents,
@@ -61,6 +61,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 @pytest.fixture
+def local(tmp_path: Path) -> Store:
+    return Store(f"file://{tmp_path}/store")
+
+
+@pytest.fixture
 def behind(memory: Store, tmp_path: Path) -> WriteBehind:
     return WriteBehind(memory, NodeCache(memory, tmp_path / "kept", 100_000))
 
@@ -71,7 +76,7 @@ def put(behind: WriteBehind, key: str, data: bytes = DATA) -> None:
         write(data[1234:])
 
 
-def version(behind: WriteBehind, store: Store, token: str, shift: float = 0.0) -> Contents:
+def version(behind: Behind, store: Store, token: str, shift: float = 0.0) -> Contents:
     tensors = {name: tensor + shift for name, tensor in TENSORS.items()}
     outlines = {name: outline_of(tensor, None) for name, tensor in tensors.items()}
     name = f"model-{token}.safetensors"
@@ -163,7 +168,7 @@ def test_a_version_is_read_here_before_the_store_has_it(
     behind: WriteBehind, memory: Store, gate: Gate, tmp_path: Path
 ) -> None:
     made = version(behind, memory, "one")
-    ref = announce(behind.cache, made)
+    ref = announce(behind, made)
     assert wait_until_readable(memory, ref, behind.cache) < 5
     assert same(memory, ref, behind.cache)
     assert memory.list() == []
@@ -190,7 +195,7 @@ def test_a_version_of_which_the_machine_has_lost_a_part(
     behind: WriteBehind, memory: Store, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = version(behind, memory, "one")
-    ref = announce(behind.cache, made)
+    ref = announce(behind, made)
     behind.cache.forget("run/v/model-one.safetensors")
     with pytest.raises(ObjectMissing):
         wait_until_readable(memory, ref, behind.cache, patience=0.0)
@@ -206,14 +211,14 @@ def test_a_version_of_which_the_machine_has_lost_a_part(
 def test_what_an_attempt_left_that_died(
     behind: WriteBehind, memory: Store, gate: Gate, tmp_path: Path
 ) -> None:
-    dead = announce(behind.cache, version(behind, memory, "dead", shift=1.0))
+    dead = announce(behind, version(behind, memory, "dead", shift=1.0))
     again = WriteBehind(memory, behind.cache)
     made = version(again, memory, "one")
     with pytest.raises(ObjectDamaged):
         open_manifest(behind.cache, made.ref)  # the dead one's is still there
     with pytest.raises(ObjectMissing):
         wait_until_readable(memory, made.ref, behind.cache, patience=0.0)
-    announce(behind.cache, made)
+    announce(behind, made)
     wait_until_readable(memory, made.ref, behind.cache)
     assert same(memory, made.ref, behind.cache)
     assert dead.digest != made.ref.digest
@@ -229,3 +234,92 @@ def test_what_an_attempt_left_that_died(
         "model-one.safetensors",
         "model.safetensors.index.json",
     }
+
+
+def listed(store: Store) -> set[str]:
+    return {key.rpartition("/")[2] for key in store.list("run/v")}
+
+
+def test_a_version_of_a_local_store_is_read_before_the_disk_has_it(
+    local: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest comes once the disk has all that it names: a machine's end takes all or nothing."""
+    synced, order = threading.Event(), list[str]()
+    real, create = Store.sync, Store.create
+
+    def sync(store: Store, key: str) -> None:
+        assert synced.wait(20)
+        real(store, key)
+        order.append(key)
+
+    def noted(store: Store, key: str, data: bytes) -> bool:
+        order.append(key)
+        return create(store, key, data)
+
+    monkeypatch.setattr(Store, "sync", sync)
+    monkeypatch.setattr(Store, "create", noted)
+    behind = SyncBehind(local)
+    made = version(behind, local, "one")
+    ref = announce(behind, made)
+    assert same(local, ref, None)
+    assert find_manifest(local, "run/v") is None, "it does not count yet"
+    synced.set()
+    behind.settle()
+    assert finish(local, made) == ref
+    assert order == ["run/v/model-one.safetensors", f"run/v/{MANIFEST}"]
+    assert same(local, ref, None)
+    assert announced(MANIFEST) not in listed(local)
+
+
+def test_a_disk_that_fails_takes_the_version_with_it(
+    local: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    behind = SyncBehind(local)
+    monkeypatch.setattr("storage.objects.backends.os.fsync", sync)
+    announce(behind, version(behind, local, "one"))
+    with pytest.raises((StoreError, OSError), match="Input/output error"):
+        behind.settle()
+    assert find_manifest(local, "run/v") is None
+
+
+def test_what_a_writer_left_in_a_local_store_that_died(local: Store) -> None:
+    dead = announce(SyncBehind(local), version(SyncBehind(local), local, "dead", shift=1.0))
+    behind = SyncBehind(local)
+    made = version(behind, local, "one")
+    with pytest.raises(ObjectDamaged):
+        open_manifest(local, made.ref)  # the dead one's is still there
+    assert announce(behind, made) != dead
+    assert same(local, made.ref, None)
+    behind.settle()
+    finish(local, made)
+    assert listed(local) == {
+        "config.json",
+        "manifest.json",
+        "model-one.safetensors",
+        "model.safetensors.index.json",
+    }
+
+
+def test_another_writer_was_faster(local: Store) -> None:
+    behind = SyncBehind(local)
+    first, late = (version(behind, local, token) for token in ("first", "late"))
+    finish(local, first)
+    announce(behind, late)
+    behind.settle()
+    assert finish(local, late) == first.ref
+    assert listed(local) == {
+        "config.json",
+        "manifest.json",
+        "model-first.safetensors",
+        "model.safetensors.index.json",
+    }
+
+
+def test_which_stores_are_written_behind(local: Store, memory: Store, tmp_path: Path) -> None:
+    kept = NodeCache(memory, tmp_path / "kept", 1000)
+    assert isinstance(open_behind(local, None), SyncBehind)
+    assert isinstance(open_behind(memory, kept), WriteBehind)
+    assert open_behind(memory, None) is None
