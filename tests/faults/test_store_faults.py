@@ -211,10 +211,11 @@ def test_a_version_on_its_way_to_the_store(
             )
             assert published < SLOW < stored, "the store had it later than the engines"
     assert audit(run.files).problems == []
+    versions = [done[0].version_in, *(c.version_out for c in done)]
     assert [key for key in run.files.store.list() if "model-" in key] == sorted(
-        f"{c.version_out.key}/{file}"
-        for c in done
-        for file in open_manifest(run.files.store, c.version_out).files
+        f"{version.key}/{file}"
+        for version in versions
+        for file in open_manifest(run.files.store, version).files
         if "model-" in file
     )
 
