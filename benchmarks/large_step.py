@@ -158,7 +158,7 @@ def large_step(run: Run, group: int, tokens: int, shard_prompts: int) -> dict[st
     memory.stage("plan")
     config = run.config.train.model_copy(update={"micro_batch_tokens": BUDGET})
     part = plan_of(run, 1, batch, "update", RANKS, config, COST)
-    plan = spread(run, 1, "update", "plan", [part], BatchRef, run.engines.planners)[0]
+    plan = spread(run, 1, "update", [part], BatchRef)[0]
     memory.end()
     attempts = run.attempts_of(1)
     return {

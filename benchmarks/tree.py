@@ -30,6 +30,7 @@ import numpy as np
 from configs.imports import imported_class
 from configs.recipe import load_recipe
 from configs.tree import TreeConfig
+from engines.data.data_engine import DataEngine
 from engines.data.results import Growth
 from engines.rollout.contract import RolloutRequest, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
@@ -39,7 +40,7 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run.engine_specs import data_spec, rollout_spec, train_spec
+from tasks.run.engine_specs import data_spec, rollout_spec, train_spec, tree_spec
 from tasks.tree import sampling_of
 
 RUN = "benchmark"
@@ -103,7 +104,9 @@ class Bench:
         )
         self.engine.sync(weights)
         data = data_spec(config, files).model_copy(update={"model_cache": str(folder / "models")})
-        self.data = TreeEngine(data)
+        self.data = DataEngine(data)
+        trees = tree_spec(config, self.store).model_copy(update={"model_cache": data.model_cache})
+        self.grower = TreeEngine(trees)
         self.files, self.models = files, str(folder / "models")
         made = self.data.prompts(list(range(prompts)), 0, f"{RUN}/prompts.safetensors")
         assert made.ref is not None
@@ -134,7 +137,7 @@ class Bench:
         growth = Growth(tree=config.tree, n=config.group_size, seed=config.rollout.seed, step=step)
         drawn, calls, seconds = 0, 0, 0.0
         began = time.perf_counter()
-        plan = self.data.grow(self.prompts, growth, f"{RUN}/{step}/grow-0.safetensors")
+        plan = self.grower.grow(self.prompts, growth, f"{RUN}/{step}/grow-0.safetensors")
         while plan.asked is not None:
             calls += 1
             request = self.request(plan.asked, sampling, step, f"level-{calls}")
@@ -142,7 +145,7 @@ class Bench:
             level = self.engine.generate(replace(request, begun=plan.asked))
             seconds += time.perf_counter() - asked
             drawn += level.stats.tokens
-            plan = self.data.grow(
+            plan = self.grower.grow(
                 self.prompts,
                 growth,
                 f"{RUN}/{step}/grow-{calls}.safetensors",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from prefect import task
 
+from engines.data.contract import Scorer
 from engines.data.results import (
     AdvantageParts,
     AdvantagesResult,
@@ -70,8 +71,8 @@ def advantage(
     out_key = run.files.stage_key(step, "advantage", 1, key)
     with repetitions(run, step, samples, key) as repetition:
         with telling_causes(run, samples, scored), attempted(run, step, "advantage") as attempt:
-            result: AdvantagesResult | AdvantageParts = run.engines.scorers.call(
-                "advantages",
+            result = run.engines.scorers.call(
+                Scorer.advantages,
                 run.call_id(step, f"advantages-{key}"),
                 attempt.assignment,
                 samples=samples,
@@ -125,31 +126,31 @@ def in_parts(
     """
     numbers = range(len(parts))
     measured = [
-        Part(
+        Part.of(
+            run.engines.scorers,
+            Scorer.advantage_statistics,
+            samples=parts.part(number)[0],
+            rows=parts.part(number)[1],
+            algorithm=run.algorithm,
             out_key=run.files.stage_key(step, "advantage", f"{number + 1}-statistics", key),
-            arguments={
-                "samples": parts.part(number)[0],
-                "rows": parts.part(number)[1],
-                "algorithm": run.algorithm,
-            },
         )
         for number in (numbers if parts.measured else ())
     ]
-    statistics = spread(run, step, "advantage", "advantage_statistics", measured, BatchRef)
-    shared = {
-        "parts": parts,
-        "statistics": BatchRef.concat(statistics) if statistics else None,
-        "algorithm": run.algorithm,
-        "version": step - 1,
-    }
+    statistics = spread(run, step, "advantage", measured, BatchRef)
     calls = [
-        Part(
+        Part.of(
+            run.engines.scorers,
+            Scorer.advantage_part,
+            parts=parts,
+            number=number,
+            statistics=BatchRef.concat(statistics) if statistics else None,
+            algorithm=run.algorithm,
+            version=step - 1,
             out_key=run.files.stage_key(step, "advantage", f"{number + 1}-part", key),
-            arguments={**shared, "number": number},
         )
         for number in numbers
     ]
-    written = spread(run, step, "advantage", "advantage_part", calls, PartResult)
+    written = spread(run, step, "advantage", calls, PartResult)
     discard(run, measured, statistics)
     run.files.discard({out_key: parts.rows.objects})
     return joined(parts, written)
@@ -168,12 +169,15 @@ def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> Iterator[Ba
         yield None
         return
     parts = [
-        Part(
+        Part.of(
+            run.engines.scorers,
+            Scorer.repetition,
+            samples=samples.rows(start, stop),
+            algorithm=run.algorithm,
             out_key=run.files.stage_key(step, "advantage", f"{number}-repetition", key),
-            arguments={"samples": samples.rows(start, stop), "algorithm": run.algorithm},
         )
         for number, (start, stop) in enumerate(cuts, 1)
     ]
-    refs = spread(run, step, "advantage", "repetition", parts, BatchRef)
+    refs = spread(run, step, "advantage", parts, BatchRef)
     yield BatchRef.concat(refs)
     discard(run, parts, refs)

@@ -12,6 +12,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from pydantic import JsonValue
 
+from engines.data.contract import Scorer
 from engines.data.results import RowHistoryResult
 from engines.meanings import VERSIONS
 from engines.rewards.runner import code_digest
@@ -186,18 +187,18 @@ def row_history(
     listed = None if again is None else sorted(again)
     known = None if before is None else before.to_json()
     key = key_of("row_history", known, samples.to_json(), bounds, listed)
-    part = Part(
+    part = Part.of(
+        run.engines.scorers,
+        Scorer.row_history,
+        before=before,
+        prompts=prompts.ref[["group_id", "prompt_row"]],
+        samples=samples,
+        step=step,
+        quarantine=quarantine,
+        readmitted=listed,
         out_key=run.files.stage_key(step, "row_history", 1, key),
-        arguments={
-            "before": before,
-            "prompts": prompts.ref[["group_id", "prompt_row"]],
-            "samples": samples,
-            "step": step,
-            "quarantine": quarantine,
-            "readmitted": listed,
-        },
     )
-    (found,) = spread(run, step, "row_history", "row_history", [part], RowHistoryResult)
+    (found,) = spread(run, step, "row_history", [part], RowHistoryResult)
     return found
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from prefect import task
 
 from configs.grpo import GRPOConfig
+from engines.data.contract import PromptMaker
 from engines.data.results import PromptsResult
 from storage.batches.columns import TOKENS
 from storage.batches.refs import BatchRef
@@ -122,24 +123,25 @@ def tokenized(
     cuts = slices(len(rows), PART_ROWS, MOST_PARTS)
     if len(cuts) == 1:
         with attempted(run, step, "prompts") as attempt:
-            made: PromptsResult = run.engines.prompters.call(
-                "prompts",
+            return run.engines.prompters.call(
+                PromptMaker.prompts,
                 run.call_id(step, f"prompts-{key}"),
                 attempt.assignment,
                 rows=rows,
                 first_group=first_group,
                 out_key=run.files.stage_key(step, "prompts", number, key),
             )
-        return made
     parts = [
-        Part(
+        Part.of(
+            run.engines.prompters,
+            PromptMaker.prompts,
+            rows=rows[start:stop],
+            first_group=None,
             out_key=run.files.stage_key(step, "prompts", f"{number}-{part}", key),
-            arguments={"rows": rows[start:stop], "first_group": None},
         )
         for part, (start, stop) in enumerate(cuts, 1)
     ]
-    pool = run.engines.prompters
-    found = spread(run, step, "prompts", "prompts", parts, PromptsResult, pool)
+    found = spread(run, step, "prompts", parts, PromptsResult)
     dropped = tuple(row for part in found for row in part.dropped)
     refs = [part.ref for part in found if part.ref is not None]
     if not refs:

@@ -24,7 +24,8 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from configs.dapo import DAPOConfig
-from engines.data.results import InformativeResult, TooFewGroups
+from engines.data.contract import Scorer
+from engines.data.results import TooFewGroups
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Exhausted
@@ -135,8 +136,8 @@ def choose_groups(
         telling_causes(run, samples, every),
         attempted(run, step, "selection") as attempt,
     ):
-        found: InformativeResult = run.engines.scorers.call(
-            "informative",
+        found = run.engines.scorers.call(
+            Scorer.informative,
             run.call_id(step, f"informative-{key}"),
             attempt.assignment,
             samples=samples,

@@ -18,6 +18,7 @@ from typing import Any
 from prefect.logging import get_run_logger
 
 from configs.episodes import EpisodesConfig
+from engines.data.contract import EnvironmentHost
 from engines.data.frames import frames_by_turn
 from engines.data.results import AnswerResult, OpponentSeats, SampleFailure
 from engines.rollout.contract import RolloutResult, ShardStats
@@ -108,7 +109,7 @@ def dealt(
     if record is None:
         with attempted(run, step, "deal", shard) as attempt:
             asked, begun = run.engines.environments.call(
-                "deal",
+                EnvironmentHost.deal,
                 run.call_id(step, f"deal-{shard}-{key}"),
                 attempt.assignment,
                 prompts=prompts,
@@ -190,8 +191,8 @@ def answer(
         return of_record(done), out_key, last
     with attempted(run, step, "environment", shard) as attempt:
         attempt.assignment.worker = last
-        result: AnswerResult = run.engines.environments.call(
-            "answer",
+        result = run.engines.environments.call(
+            EnvironmentHost.answer,
             run.call_id(step, f"answer-{shard}-{key}"),
             attempt.assignment,
             samples=turn,

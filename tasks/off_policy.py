@@ -6,7 +6,7 @@ import numpy as np
 
 from configs.distill import DistillConfig, OffPolicyConfig
 from configs.grpo import GRPOConfig
-from engines.data.results import AnswersGiven
+from engines.data.contract import Scorer
 from engines.rollout.contract import RolloutResult, ShardStats
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -38,8 +38,8 @@ def given_shard(
     if (done := run.files.finished(out_key)) is not None:
         return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
     with attempted(run, step, "given", shard) as attempt:
-        found: AnswersGiven = run.engines.scorers.call(
-            "given",
+        found = run.engines.scorers.call(
+            Scorer.given,
             run.call_id(step, f"given-{shard}-{key}"),
             attempt.assignment,
             prompts=prompts,

@@ -7,56 +7,77 @@ on any cluster. A finished part has a marker, so a retry, or a resumed run, make
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from pydantic import TypeAdapter
 
+from engines.workers.engine import Engine
 from engines.workers.pool import EnginePool
 from storage.batches.refs import BatchRef
 from tasks.run.retries import attempted
 from tasks.run.run import Run
 
+E = TypeVar("E", bound=Engine)
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Part(Generic[Result]):
     """A call that makes one part."""
 
-    out_key: str  # of the object that it writes, made of its inputs
-    arguments: Mapping[str, Any]  # beside out_key
+    pool: EnginePool[Any]
+    method: Callable[..., Result]  # of the contract of its engines
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        pool: EnginePool[E],
+        method: Callable[Concatenate[E, P], Result],
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> Part[Result]:
+        """A call as `pool.call` takes it; the argument out_key is made of the others."""
+        assert not nothing, f"{method.__name__}: arguments are given by name"
+        return Part(pool=pool, method=method, arguments=arguments)
+
+    @property
+    def out_key(self) -> str:
+        """Of the object that it writes."""
+        return str(self.arguments["out_key"])
 
 
 def spread(
     run: Run,
     step: int,
     stage: str,
-    method: str,
-    parts: Sequence[Part],
+    parts: Sequence[Part[Result]],
     kind: type[Result],
-    pool: EnginePool | None = None,
 ) -> list[Result]:
-    """What a method of the data engine, or of another pool's, answers to each part, in their order.
+    """What the engines of one pool answer to each part, in their order.
 
     kind: of the answers: a BatchRef, or a carrier with a field `ref`.
 
     As many parts are under way as there are workers, one on each. Where one fails those that were
     not begun are given up, and its error is raised once those under way have ended.
     """
-    form, engines = TypeAdapter(kind), pool or run.engines.scorers
+    if not parts:
+        return []
+    form = TypeAdapter(kind)
 
-    def made(number: int, part: Part) -> Result:
+    def made(number: int, part: Part[Result]) -> Result:
         if (done := run.files.finished(part.out_key)) is None:
             with attempted(run, step, stage, number) as attempt:
-                result = engines.call(
-                    method,
-                    run.call_id(step, f"{method}-{part.out_key}"),
+                result = part.pool.call(
+                    part.method,
+                    run.call_id(step, f"{part.method.__name__}-{part.out_key}"),
                     attempt.assignment,
-                    out_key=part.out_key,
                     **part.arguments,
                 )
             record = form.dump_python(result, mode="json")
@@ -64,7 +85,7 @@ def spread(
             done = run.files.finish(part.out_key, record)
         return form.validate_python(done["ref"] if kind is BatchRef else done)
 
-    with ThreadPoolExecutor(max(1, len(engines.live()))) as threads:
+    with ThreadPoolExecutor(max(1, len(parts[0].pool.live()))) as threads:
         calls = [
             threads.submit(contextvars.copy_context().run, made, number, part)
             for number, part in enumerate(parts, 1)
@@ -78,7 +99,7 @@ def spread(
     return [call.result() for call in calls]
 
 
-def discard(run: Run, parts: Sequence[Part], refs: Sequence[BatchRef]) -> None:
+def discard(run: Run, parts: Sequence[Part[Any]], refs: Sequence[BatchRef]) -> None:
     """Remove what some parts came to, once it has served: no commit names it."""
     run.files.discard({part.out_key: ref.objects for part, ref in zip(parts, refs, strict=True)})
 

@@ -15,7 +15,7 @@ from prefect.logging import get_run_logger
 
 from configs.srpo import SRPOConfig
 from engines.data.frames import FIRST
-from engines.encoders.progress import ProgressResult
+from engines.encoders.contract import EpisodeEncoder, ProgressResult, ProgressScorer
 from engines.rewards.failing_samples import LoggedMetric
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
@@ -38,8 +38,8 @@ def embedding(run: Run, step: int, sampled: WholeShards, number: int, count: int
     out_key = run.files.stage_key(step, "embedding", number, key)
     if (done := run.files.finished(out_key)) is None:
         with attempted(run, step, "embedding", number) as attempt:
-            made: BatchRef = run.engines.encoders.call(
-                "embed",
+            made = run.engines.encoders.call(
+                EpisodeEncoder.embed,
                 run.call_id(step, f"embed-{out_key}"),
                 attempt.assignment,
                 samples=samples,
@@ -71,8 +71,8 @@ def progress(run: Run, step: int, scored: list[Scored], embedded: list[BatchRef]
     wanted = settings(run).progress
     key = key_of("progress", samples.to_json(), wanted.model_dump(mode="json"))
     with attempted(run, step, "progress") as attempt:
-        result: ProgressResult = run.engines.scorers.call(
-            "progress",
+        result = run.engines.progress.call(
+            ProgressScorer.progress,
             run.call_id(step, f"progress-{key}"),
             attempt.assignment,
             prompts=prompts[["group_id", "row"]],

@@ -10,6 +10,7 @@ from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
 from configs.data import Source
+from engines.data.contract import RewardModels, Scorer
 from engines.data.results import ModelScores, SampleFailure, ScoreResult
 from engines.rewards.protocol import TrainerState
 from storage.batches.columns import EXTRA
@@ -100,8 +101,8 @@ def score(
     models_key = run.files.stage_key(step, "reward_model", number, key)
     models = model_scores(run, step, number, prompts, samples, models_key)
     with attempted(run, step, stage, number) as attempt:
-        result: ScoreResult = run.engines.scorers.call(
-            "score",
+        result = run.engines.scorers.call(
+            Scorer.score,
             run.call_id(step, f"{stage}-{number}-{key}"),
             attempt.assignment,
             prompts=prompts,
@@ -109,7 +110,7 @@ def score(
             out_key=run.files.stage_key(step, stage, number, key),
             trainer_state=state,
             models=models,
-            **({} if source is None else {"source": source}),
+            source=source,
         )
     for (function, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
@@ -135,15 +136,14 @@ def model_scores(
     if not run.config.rewards.on_engines:
         return None
     with attempted(run, step, "reward_model", number) as attempt:
-        scores: ModelScores = run.engines.reward_models.call(
-            "score",
+        return run.engines.reward_models.call(
+            RewardModels.score,
             run.call_id(step, f"score-{out_key}"),
             attempt.assignment,
             prompts=prompts,
             samples=samples,
             out_key=out_key,
         )
-    return scores
 
 
 def with_scores(samples: BatchRef, models: ModelScores | None, scores: BatchRef) -> BatchRef:

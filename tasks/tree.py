@@ -19,6 +19,7 @@ from prefect.futures import PrefectFuture
 from configs.tree import TreeConfig
 from engines.data.results import GrownTrees, Growth
 from engines.rollout.contract import RolloutResult, Sampling, ShardStats
+from engines.trees.contract import TreeGrower
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
@@ -120,8 +121,8 @@ def plan(
     if (done := run.files.finished(out_key)) is not None:
         return trees_of(done), out_key
     with attempted(run, step, "grow", shard) as attempt:
-        found: GrownTrees = run.engines.scorers.call(
-            "grow",
+        found = run.engines.trees.call(
+            TreeGrower.grow,
             run.call_id(step, f"grow-{shard}-{key}"),
             attempt.assignment,
             prompts=prompts,

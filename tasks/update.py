@@ -11,6 +11,7 @@ from prefect import task
 
 from configs.train import TrainConfig
 from engines.train.batching.mfu import CostModel
+from engines.train.batching.planner import Planner
 from engines.train.spec import UnitAttempt
 from engines.workers.pool import Assignment
 from storage.batches.refs import BatchRef
@@ -90,7 +91,7 @@ def planned(
     with attempted(run, step, stage):
         cost = trainer.cost(step - 1)
     part = plan_of(run, step, batch, stage, trainer.world, run.config.train_of(role), cost)
-    plans = spread(run, step, stage, "plan", [part], BatchRef, run.engines.planners)
+    plans = spread(run, step, stage, [part], BatchRef)
     yield plans[0]
     discard(run, [part], plans)
 
@@ -103,7 +104,7 @@ def plan_of(
     ranks: int,
     config: TrainConfig,
     cost: CostModel,
-) -> Part:
+) -> Part[BatchRef]:
     """The call that cuts an update into micro-batches on so many ranks, balanced by `cost`."""
     limits: dict[str, int] = {
         "world": ranks // config.sequence_parallel,
@@ -116,7 +117,14 @@ def plan_of(
     named = ["prompt_ids", "response_ids", "group_id", "player"]
     named += ["author", "frame"] if cost.patches else []
     lengths = batch.ref[[name for name in named if name in batch.ref.names]]
-    return Part(
+    return Part.of(
+        run.engines.planners,
+        Planner.plan,
+        batch=lengths,
+        world=limits["world"],
+        budget=limits["budget"],
+        mini_batches=limits["mini_batches"],
+        cost=cost,
         out_key=run.files.stage_key(step, stage, "plan", key),
-        arguments={"batch": lengths, **limits, "cost": cost},
+        tree_training=config.tree_training,
     )

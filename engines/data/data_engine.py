@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.data import QuarantineConfig, Source
 from configs.rewards import RewardsConfig
 from engines.data.chat_template import state_number, tokenize
+from engines.data.contract import Scorer
 from engines.data.given_answers import write_answers
 from engines.data.results import (
     AdvantageParts,
@@ -40,7 +41,6 @@ from engines.rewards.failing_samples import Column, pooled
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import EPISODE_COLUMNS, TrainerState
 from engines.rewards.runner import RewardCode, RewardRunner, Scores, code_digest
-from engines.workers.engine import Engine
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -64,29 +64,14 @@ class DataSpec(RowsSpec):
     scorers: int = Field(1, ge=1, description="Workers that score, this one included.")
 
 
-class DataEngine(Engine):
+class DataEngine(Scorer):
     """Makes prompts, rewards and advantages out of stored batches, and stores them."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = (
-        "prompts",
-        "row_digests",
-        "probe",
-        "given",
-        "reward_code",
-        "score",
-        "repetition",
-        "informative",
-        "advantages",
-        "advantage_statistics",
-        "advantage_part",
-        "row_history",
-    )
 
     def __init__(self, spec: DataSpec) -> None:
         from engines.models import load_tokenizer, materialize
 
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._store = spec.open_store()
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
         answers = JudgeAnswers(store=self._store, run=spec.run)
@@ -96,10 +81,7 @@ class DataEngine(Engine):
     def prompts(
         self, rows: list[int], first_group: int | None, out_key: str, source: Source | None = None
     ) -> PromptsResult:
-        """Write the prompts of rows, of the data set or of another source with the same columns.
-
-        Groups are numbered on from `first_group`; None: they get no numbers here.
-        """
+        """Write the prompts of rows, of the data set or of another source with the same columns."""
         opened = self._source if source is None else open_source(source)
         found = opened.rows(rows)
         made = tokenize(found, self._spec.data, self._tokenizer)
@@ -165,8 +147,7 @@ class DataEngine(Engine):
         """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
 
         What the functions give to log_extra becomes columns extra/<function>/<column>, one JSON
-        value per sample; null for a sample of which nothing was logged. models: what the reward
-        models among the functions gave. source: of the prompts; None: the data set.
+        value per sample; null for a sample of which nothing was logged.
         """
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
         rows = texts.rows
@@ -219,18 +200,7 @@ class DataEngine(Engine):
         most_groups: int | None = None,
         kept: BatchRef | None = None,
     ) -> AdvantagesResult | AdvantageParts:
-        """Choose the samples that train, and write their advantages.
-
-        version: the policy version that trains on them. baselines: scored greedy completions of the
-        prompts. left_out: samples of groups that the step did not wait for and dropped. repetition:
-        what `repetition` wrote of all samples. part_tokens: where there are more response tokens,
-        and the estimator allows it, they are cut into parts of that size, which are then written by
-        calls of their own. most_groups: that train. kept: the samples that train, with the columns
-        of the train engines, where those were made for them alone.
-
-        A batch without rows where selection leaves no sample. Raises RewardsFailed
-        (rewards.on_failure = abort) or NothingToTrain.
-        """
+        """Choose the samples that train, and write their advantages."""
         from engines.data.advantage_columns import write_advantages
         from engines.data.advantage_parts import parts_of
         from engines.data.training_batch import choose
@@ -266,10 +236,7 @@ class DataEngine(Engine):
         most_groups: int,
         repetition: BatchRef | None = None,
     ) -> InformativeResult:
-        """Which groups of a step's samples so far `advantages` would choose, most_groups of them.
-
-        repetition: as there. Raises RewardsFailed (rewards.on_failure = abort).
-        """
+        """Which groups of a step's samples so far `advantages` would choose, most_groups of them."""
         from engines.data.training_batch import choose
 
         choice = choose(
@@ -323,11 +290,7 @@ class DataEngine(Engine):
         readmitted: list[int] | None,
         out_key: str,
     ) -> RowHistoryResult:
-        """Write what became of each row of the data, after one more step.
-
-        before: the same before the step. prompts: of the step, of which `samples` are the scored
-        samples. readmitted: rows that are let in again; None: all.
-        """
+        """Write what became of each row of the data, after one more step."""
         from engines.data.row_outcomes import row_outcomes
 
         old = RowHistory.read(self._store, before)

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
@@ -28,6 +28,7 @@ from engines.data.chat_template import (
     said_by,
     state_number,
 )
+from engines.data.contract import EnvironmentHost
 from engines.data.conversation import Conversation, Delta
 from engines.data.episode_rows import Episode, episode_columns, read_episodes, seed_of
 from engines.data.frames import (
@@ -66,12 +67,10 @@ from engines.environments.sessions import (
     digest_of,
     took_too_long,
 )
-from engines.workers.engine import Engine
 from storage.batches.columns import OPPONENTS_TURN, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.json_values import Row
-from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 
 
@@ -82,16 +81,14 @@ class EnvironmentSpec(RowsSpec):
     frames: bool = Field(False, description="Whether frames are kept of what there is to see.")
 
 
-class EnvironmentEngine(Engine):
+class EnvironmentEngine(EnvironmentHost):
     """Opens episodes and answers them; see the module's docstring."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = ("prompts", "deal", "answer")
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         from engines.models import load_tokenizer, materialize
 
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._store = spec.open_store()
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
         self._source = open_source(spec.data.source)
         self._environments = Environments(spec.episodes, frames=spec.frames)
@@ -184,13 +181,7 @@ class EnvironmentEngine(Engine):
         source: Source | None = None,
         frames: bool = False,
     ) -> AnswerResult:
-        """Step the environments of the episodes whose turn is over, and write what they said.
-
-        samples: as the rollout engine wrote them. stage: what they are for; sample numbers are those
-        of a stage. source: of their rows, where it is not the data set. frames: whether those of the
-        answers are written. An environment that fails
-        makes its sample FAILED; one that ends, or a limit, ends the episode, for all its players.
-        """
+        """Step the environments of the episodes whose turn is over, and write what they said."""
         opened = self._source if source is None else open_source(source)
         episodes = read_episodes(self._store, samples, opened, stage)
         asked = [one for one in episodes if one.waits]

@@ -13,25 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from configs.base import Settings
 from configs.data import DataConfig
 from configs.model import Model
 from configs.tree import TreeSettings
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
+from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
 
 
-class RowsSpec(Settings):
+class RowsSpec(StoreSpec):
     """What engines that make prompts of rows have in common."""
 
     model: Model = Field(description="The model, for its tokenizer.")
     model_cache: str = Field(description="Directory for models that are converted or drawn.")
     data: DataConfig = Field(description="Rows and their template.")
     max_new_tokens: int = Field(description="Longest completion, in tokens.")
-    store_uri: str = Field(description="Store of batches.")
-    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
-    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

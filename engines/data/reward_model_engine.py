@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from configs.judge import LocalJudgeReward
 from configs.reward_model import RewardModelReward
+from engines.data.contract import RewardModels
 from engines.data.data_engine import ERROR
 from engines.data.results import ModelScores, RowsSpec
 from engines.data.sample_texts import SampleTexts, read_texts
@@ -25,7 +26,7 @@ from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.protocol import Unscored
 from engines.rewards.reward_model import RewardModel
 from engines.rewards.runner import RewardCode
-from engines.workers.engine import Engine, Memory
+from engines.workers.engine import Memory
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -50,26 +51,21 @@ class Scored:
     metrics: Mapping[str, LoggedMetric] = field(default_factory=dict)
 
 
-class RewardModelEngine(Engine):
+class RewardModelEngine(RewardModels):
     """Scores samples by all reward models of a run."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = ("score",)
 
     def __init__(self, spec: RewardModelSpec) -> None:
         from engines.models import load_tokenizer, prepared
 
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._store = spec.open_store()
         cache = Path(spec.model_cache)
         self._tokenizer = load_tokenizer(prepared(spec.model, cache))
         self._models = {one.label: RewardModel(one, cache) for one in spec.reward_models}
         self._lock = threading.Lock()  # one batch at a time is on the device
 
     def score(self, prompts: BatchRef, samples: BatchRef, out_key: str) -> ModelScores:
-        """Score the completions of a shard; row i of samples belongs to row i // n of prompts.
-
-        Writes score/<function>, NaN where there is none, and extra/<function>/error, which says why.
-        """
+        """Score the completions of a shard; row i of samples belongs to row i // n of prompts."""
         began = time.monotonic()
         texts = read_texts(self._store, prompts, samples, self._spec.data, self._tokenizer)
         columns: dict[str, object] = {}

@@ -8,17 +8,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from configs.base import Settings
 from configs.encoder import EncoderConfig, FramesSettings, ProjectionEncoder
 from engines.data.frames import FIRST
+from engines.encoders.contract import EpisodeEncoder
 from engines.encoders.encoder import Encoder, Frames, Projection, looked_at
-from engines.workers.engine import Engine, Memory
+from engines.workers.engine import Memory
+from engines.workers.store_spec import StoreSpec
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -28,33 +29,24 @@ CHUNK_BYTES = 64 * 2**20  # frames that are read at once
 BEFORE = -1  # in the place of a turn, and of a row: the frame before the first turn
 
 
-class EncoderSpec(Settings):
+class EncoderSpec(StoreSpec):
     """From what the engine is built."""
 
     encoder: EncoderConfig = Field(description="The encoder.")
     model_cache: str = Field(description="Directory for models.")
-    store_uri: str = Field(description="Store of batches.")
-    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
-    cache_bytes: int = Field(0, ge=0, description="Batch cache of this process, in bytes.")
 
 
-class EncoderEngine(Engine):
+class EncoderEngine(EpisodeEncoder):
     """Makes embeddings of episodes."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = ("embed",)
 
     def __init__(self, spec: EncoderSpec) -> None:
         self._spec = spec
-        self._store = Store(spec.store_uri, spec.store_options, cache_bytes=spec.cache_bytes)
+        self._store = spec.open_store()
         self._encoder = make_encoder(spec.encoder, Path(spec.model_cache))
         self._lock = threading.Lock()  # one episode at a time is on the device
 
     def embed(self, samples: BatchRef, frames: BatchRef | None, out_key: str) -> BatchRef:
-        """Write the embeddings of the episodes of a shard.
-
-        samples: [N], with their first frames. frames: of their turns. Writes embedding [N, D], NaN
-        where there is none, which embedding_error explains, and the encoder's digest.
-        """
+        """Write the embeddings of the episodes of a shard."""
         status = samples.fetch_numpy(self._store, "status")[0]
         found = np.full((len(samples), self._encoder.dim), np.nan, np.float32)
         errors, digest = [""] * len(samples), ""

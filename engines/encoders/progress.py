@@ -6,16 +6,16 @@ One call for the whole step: so they are the same however its episodes lay in sh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.srpo import ProgressConfig
 from engines.algorithms.progress_rewards import Progress, progress_rewards
-from engines.data.data_engine import DataEngine
 from engines.data.results import SampleFailure
+from engines.encoders.contract import ProgressResult, ProgressScorer
+from engines.workers.store_spec import StoreSpec
 from storage.batches.columns import EXTRA, SCORE, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -26,22 +26,11 @@ NAME = "progress"  # of the score, as reward functions have names
 MEASURED = f"{EXTRA}{NAME}/measured"  # task, encoder, cluster and distance, as JSON
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgressResult:
-    """The rewards of a step's N episodes."""
+class ProgressEngine(ProgressScorer):
+    """Makes rewards for progress out of stored embeddings."""
 
-    ref: BatchRef  # [N] reward, status, score/progress, extra/progress/measured
-    # A row for each cluster of successes: task, centre, members (sample_id), encoder. None: there is
-    # no success.
-    clusters: BatchRef | None
-    failures: tuple[SampleFailure, ...]  # samples without an embedding, not those failed before
-    metrics: dict[str, float]
-
-
-class ProgressEngine(DataEngine):
-    """A data engine that also makes rewards for progress."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = (*DataEngine.REMOTE, "progress")
+    def __init__(self, spec: StoreSpec) -> None:
+        self._store = spec.open_store()
 
     def progress(
         self, prompts: BatchRef, samples: BatchRef, settings: ProgressConfig, out_key: str

@@ -21,7 +21,7 @@ from engines.rollout.contract import RolloutRequest, RolloutResult, SyncMode, Sy
 from engines.rollout.weight_probe import CheckedLoad, Probe, check_report, check_scores
 from engines.workers.calls import control, stop
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import Engine, EngineSpec
 from engines.workers.messages import CallId, Moved
 from engines.workers.pool import Assignment, EnginePool
 from storage.runs.weights import WeightsRef
@@ -32,7 +32,7 @@ CUT_AT_ONCE = 32  # engines that are told at a time to end a step's shards
 LOOKED_AT = 8  # engines that are asked at a time how far they are
 
 
-class RolloutPool(EnginePool):
+class RolloutPool(EnginePool[Engine]):
     """Engines that sample, each at the current policy version before it gets a shard."""
 
     def __init__(

@@ -12,6 +12,7 @@ from pydantic import Field
 from configs.base import Settings
 from configs.model import Model
 from engines.rollout.contract import RolloutSpec
+from engines.teachers.contract import TeacherEngine
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.messages import CallId
@@ -35,7 +36,7 @@ class VllmTeacherSpec(Settings):
     run: str = Field(description="Name of the run, the first part of its keys in the store.")
 
 
-class TeacherPool(EnginePool):
+class TeacherPool(EnginePool[TeacherEngine]):
     """The engines of one teacher. What they score does not depend on which of them does it."""
 
     def __init__(
@@ -53,7 +54,7 @@ class TeacherPool(EnginePool):
             cluster,
             pool,
             f"teacher-{spec.engine.name}",
-            EngineSpec.of("engines.teachers.vllm_teacher:VllmTeacher", spec),
+            EngineSpec.of("engines.teachers.vllm_teacher:VllmTeacher", spec, TeacherEngine),
             deadline=deadline,
             start_timeout=start_timeout,
             cancel=cancel,
@@ -70,21 +71,20 @@ class TeacherPool(EnginePool):
         """Digest of the weights held: the model's in rollout.dtype, or a version's."""
         assert version == 0, version
         if self._digest is None:
-            self._digest = self.call("digest", self._call_id(f"digest-{dtype}"))
+            self._digest = self.call(TeacherEngine.digest, self._call_id(f"digest-{dtype}"))
         return self._digest
 
     def teach(self, batch: BatchRef, out_key: str, top_k: int) -> BatchRef:
         """The scores of the responses [N, jagged], as new columns (VllmTeacher.teach)."""
         assert self._digest is not None, "its digest is part of what the columns are called"
-        found: BatchRef = self.call(
-            "teach",
+        return self.call(
+            TeacherEngine.teach,
             self._call_id(f"teach-{out_key}"),
             batch=batch,
             out_key=out_key,
             top_k=top_k,
             digest=self._digest,
         )
-        return found
 
     def _call_id(self, call: str) -> CallId:
         return CallId(run=self._run, epoch=self._epoch, step=0, call=f"{self.role}-{call}")

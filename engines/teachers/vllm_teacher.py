@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +23,9 @@ from engines.rollout.contract import EngineDead
 from engines.rollout.frozen_weights import published
 from engines.rollout.vllm_arguments import ScoredTokens
 from engines.rollout.vllm_engine import VllmEngine
+from engines.teachers.contract import TeacherEngine
 from engines.teachers.pool import SPARE_WORDS, VllmTeacherSpec
-from engines.workers.engine import Engine, Memory
+from engines.workers.engine import Memory
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -34,10 +34,8 @@ FOLDER = "taught/models"  # below the run's, where weights are that are no polic
 LEAST_TAIL = 2.0**-20  # probability; what float32 leaves of 1 less a sum near 1
 
 
-class VllmTeacher(Engine):
+class VllmTeacher(TeacherEngine):
     """One teacher on one worker; any of a pool's takes any shard."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = ("teach", "digest")
 
     def __init__(self, spec: VllmTeacherSpec) -> None:
         """ValueError where its tokens are not the student's; EngineDead where vLLM does not start."""
@@ -67,7 +65,7 @@ class VllmTeacher(Engine):
         self.version = 0
 
     def digest(self) -> str:
-        """Digest of the weights that vLLM loaded. EngineDead where it is gone."""
+        """Digest of the weights that vLLM loaded."""
         status = self._engine.status()
         if status.state == "dead":
             raise EngineDead(status.cause)
@@ -76,8 +74,7 @@ class VllmTeacher(Engine):
     def teach(self, batch: BatchRef, out_key: str, top_k: int, digest: str) -> BatchRef:
         """Write teacher_logprobs of all rows [N], in their order; with `top_k` the likeliest words.
 
-        Columns as of FSDPEngine.teach. digest: of the weights by which they are to be; another is a
-        WeightMismatch.
+        Columns as of FSDPEngine.teach.
         """
         if (held := self.digest()) != digest:
             raise WeightMismatch(

@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from configs.tree import TreeSettings
-from engines.data.data_engine import DataEngine
 from engines.data.results import GrownTrees, Growth
 from engines.rollout.samples import (
     NOTHING,
@@ -25,6 +25,7 @@ from engines.rollout.samples import (
     read_begun,
     token_columns,
 )
+from engines.trees.contract import TreeGrower, TreeSpec
 from engines.trees.plan import Branch, Node, Noise, branches, leaves, path_of, settled
 from storage.batches.columns import SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef
@@ -56,10 +57,14 @@ class PromptTree:
         return found
 
 
-class TreeEngine(DataEngine):
-    """A data engine that also has trees grow."""
+class TreeEngine(TreeGrower):
+    """Has trees grow by the model's tokenizer."""
 
-    REMOTE: ClassVar[tuple[str, ...]] = (*DataEngine.REMOTE, "grow")
+    def __init__(self, spec: TreeSpec) -> None:
+        from engines.models import load_tokenizer, materialize
+
+        self._store = spec.open_store()
+        self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))
 
     def grow(
         self,

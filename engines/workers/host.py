@@ -132,6 +132,10 @@ class EngineHost(WorkerPlugin):
             raise TypeError(
                 f"{spec.cls} is no engine. Derive it from engines.workers.engine.Engine."
             )
+        if not issubclass(cls, spec.contract):
+            raise TypeError(
+                f"{spec.cls} is no {spec.contract.__name__}. Derive it from that class."
+            )
 
         def make() -> Engine:
             with memory_watched(f"{role}.build on {self.worker}", spec.payload, lambda: cls):

@@ -11,17 +11,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers.broadcast import submit_to_all
 from engines.workers.calls import build, stop, submit
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.device_time import DeviceTime, Held
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import Engine, EngineSpec
 from engines.workers.membership import SCAN_AGE
 from engines.workers.messages import CallId
 from engines.workers.slot_queue import SlotQueue, Turn
+
+E = TypeVar("E", bound=Engine, covariant=True)  # the contract of a pool's engines
+P = ParamSpec("P")  # what a method of theirs takes
+R = TypeVar("R")  # what it returns
 
 
 @dataclass(slots=True)
@@ -35,15 +39,15 @@ class Assignment:
     held: Held = field(default_factory=Held)  # what the calls had of them
 
 
-class EnginePool:
-    """The engines of one role on one pool of workers."""
+class EnginePool(Generic[E]):
+    """The engines of one role on one pool of workers, which keep the contract E."""
 
     def __init__(
         self,
         cluster: Cluster,
         pool: str,
         role: str,
-        spec: EngineSpec,
+        spec: EngineSpec[E],
         *,
         deadline: float,
         start_timeout: float,
@@ -82,12 +86,23 @@ class EnginePool:
         self.cluster.check()
 
     def call(
-        self, method: str, call_id: CallId, assignment: Assignment | None = None, **arguments: Any
-    ) -> Any:
-        """Call a method on one of the pool's engines and wait for its result."""
+        self,
+        method: Callable[Concatenate[E, P], R],
+        call_id: CallId,
+        assignment: Assignment | None = None,
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> R:
+        """Call a method of the contract on one of the pool's engines and wait for its result.
+
+        Its arguments are given by name.
+        """
+        assert not nothing, f"{method.__name__}: arguments are given by name"
         rather = "" if assignment is None else assignment.worker
         with self._calling(self._slots.least_busy(rather), assignment) as (_, address):
-            return self.submit(address, method, call_id, arguments)
+            result: R = self.submit(address, method.__name__, call_id, arguments)
+            return result
 
     def submit(
         self,

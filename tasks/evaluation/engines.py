@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.cluster.cluster import Role
+from engines.data.contract import EnvironmentHost, PromptMaker, RewardModels, Scorer
 from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import E, EngineSpec
 from engines.workers.pool import EnginePool
 from tasks.reporting.run_view import Caller
-from tasks.run.engine_specs import data_spec
-from tasks.run.handles import environment_engine, pool_of, reward_model_engine
+from tasks.run.handles import environment_engine, pool_of, reward_model_engine, scoring_engine
 from tasks.run.suite import Suite
 
 
@@ -20,10 +20,10 @@ class SuiteEngines:
     """Engines as the tasks that sample and score know them (tasks/run/stage_view.py)."""
 
     rollouts: RolloutPool
-    scorers: EnginePool
+    scorers: EnginePool[Scorer]
     opponents_or_none: RolloutPool | None = None
-    environments_or_none: EnginePool | None = None
-    reward_models_or_none: EnginePool | None = None
+    environments_or_none: EnginePool[EnvironmentHost] | None = None
+    reward_models_or_none: EnginePool[RewardModels] | None = None
 
     @property
     def opponents(self) -> RolloutPool:
@@ -32,19 +32,19 @@ class SuiteEngines:
         return self.opponents_or_none
 
     @property
-    def environments(self) -> EnginePool:
+    def environments(self) -> EnginePool[EnvironmentHost]:
         """The workers that have the environments of episodes."""
         assert self.environments_or_none is not None, "the suite plays no episodes"
         return self.environments_or_none
 
     @property
-    def reward_models(self) -> EnginePool:
+    def reward_models(self) -> EnginePool[RewardModels]:
         """The workers that hold reward models."""
         assert self.reward_models_or_none is not None, "the suite has no reward model"
         return self.reward_models_or_none
 
     @property
-    def prompters(self) -> EnginePool:
+    def prompters(self) -> EnginePool[PromptMaker]:
         """The workers that make prompts of rows."""
         return self.scorers if self.environments_or_none is None else self.environments
 
@@ -66,13 +66,11 @@ class Place:
         asks = _Asks(caller, suite)
         config, name = suite.config, f"evaluation-{suite.name}"
 
-        def pool(role: Role, what: str, engine: EngineSpec, deadline: float) -> EnginePool:
+        def pool(role: Role, what: str, engine: EngineSpec[E], deadline: float) -> EnginePool[E]:
             there: Role = "evaluation" if self.aside else role
             return pool_of(asks, self.cluster, there, f"{name}{what}", engine, deadline)
 
-        scorers = EngineSpec.of(
-            "engines.data.data_engine:DataEngine", data_spec(config, caller.files)
-        )
+        scorers = scoring_engine(asks)
         models = environments = None
         if config.episodes is not None:
             played = environment_engine(asks, config.episodes)

@@ -16,7 +16,7 @@ from prefect import flow, task
 from pydantic import JsonValue
 
 from configs.overrides import ConfigError
-from engines.data.results import PromptsResult
+from engines.data.contract import PromptMaker, Scorer
 from engines.failures import WeightMismatch
 from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rewards.protocol import TrainerState
@@ -209,8 +209,8 @@ def ask(run: Questioning) -> Asked:
     record = run.files.finished(out_key)
     if record is None:
         with attempted(run, STEP_NUMBER, "evaluation prompts") as attempt:
-            made: PromptsResult = run.engines.prompters.call(
-                "prompts",
+            made = run.engines.prompters.call(
+                PromptMaker.prompts,
                 run.call_id(STEP_NUMBER, f"prompts-{suite.prompts_key}"),
                 attempt.assignment,
                 rows=rows,
@@ -229,8 +229,8 @@ def ask(run: Questioning) -> Asked:
             dropped.setdefault(reason, []).append(row)
         record = run.files.finish(out_key, {"ref": made.ref.to_json(), "dropped": dropped})
     with attempted(run, STEP_NUMBER, "reward code"):
-        called: dict[str, RewardCode] = run.engines.scorers.call(
-            "reward_code", run.call_id(STEP_NUMBER, f"code-{suite.name}")
+        called = run.engines.scorers.call(
+            Scorer.reward_code, run.call_id(STEP_NUMBER, f"code-{suite.name}")
         )
     return Asked(
         prompts=BatchRef.from_json(record["ref"]),

@@ -17,6 +17,8 @@ from engines.encoders.embedding import EncoderSpec
 from engines.rollout.contract import RolloutSpec
 from engines.teachers.pool import SPARE_WORDS, VllmTeacherSpec
 from engines.train.spec import TrainSpec
+from engines.trees.contract import TreeSpec
+from engines.workers.store_spec import StoreSpec
 from storage.objects.store import Store
 from storage.runs.adapters import trained_base
 from storage.runs.run_store import RunStore
@@ -74,6 +76,22 @@ def data_spec(config: GRPOConfig, files: RunStore) -> DataSpec:
         store_uri=files.store.uri,
         store_options=config.store.options,
         cache_bytes=files.store.cache_bytes,
+    )
+
+
+def store_spec(config: GRPOConfig, store: Store) -> StoreSpec:
+    """From what an engine is built that reads and writes batches alone."""
+    return StoreSpec(
+        store_uri=store.uri, store_options=config.store.options, cache_bytes=store.cache_bytes
+    )
+
+
+def tree_spec(config: GRPOConfig, store: Store) -> TreeSpec:
+    """From what the engines are built that have trees grow."""
+    return TreeSpec(
+        model=config.model,
+        model_cache=str(MODELS.absolute()),
+        **store_spec(config, store).model_dump(),
     )
 
 

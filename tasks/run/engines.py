@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 from configs.cluster.cluster import Role
 from configs.cluster.kinds import TemporaryTls
 from configs.srpo import SRPOConfig
+from engines.data.contract import EnvironmentHost, PromptMaker, RewardModels, Scorer
+from engines.encoders.contract import EpisodeEncoder, ProgressScorer
 from engines.processes.certificates import Certificates
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
 from engines.teachers.pool import TeacherPool
+from engines.train.batching.planner import Planner
 from engines.train.trainer import Trainer
+from engines.trees.contract import TreeGrower
 from engines.workers.cluster import Cluster
 from engines.workers.pool import Assignment, EnginePool
 from engines.workers.spent import SpentOfPool, SpentSince
@@ -248,7 +252,7 @@ class Engines:
         return found
 
     @property
-    def scorers(self) -> EnginePool:
+    def scorers(self) -> EnginePool[Scorer]:
         """The workers that make prompts, rewards and advantages."""
         return self._made().scorers
 
@@ -260,33 +264,47 @@ class Engines:
         return found
 
     @property
-    def environments(self) -> EnginePool:
+    def environments(self) -> EnginePool[EnvironmentHost]:
         """The workers that have the environments of episodes."""
         found = self._made().environments
         assert found is not None, "the run plays no episodes"
         return found
 
     @property
-    def reward_models(self) -> EnginePool:
+    def reward_models(self) -> EnginePool[RewardModels]:
         """The workers that hold the reward models."""
         found = self._made().reward_models
         assert found is not None, "the recipe has no reward model"
         return found
 
     @property
-    def encoders(self) -> EnginePool:
+    def encoders(self) -> EnginePool[EpisodeEncoder]:
         """The workers that hold the encoder of what episodes see."""
         found = self._made().encoders
         assert found is not None, "the flow measures no progress"
         return found
 
     @property
-    def prompters(self) -> EnginePool:
+    def progress(self) -> EnginePool[ProgressScorer]:
+        """The workers that score, as those that measure progress; built when the first call comes."""
+        found = self._made().progress
+        assert found is not None, "the flow measures no progress"
+        return found
+
+    @property
+    def trees(self) -> EnginePool[TreeGrower]:
+        """The same workers, as those that have trees grow; built when the first call comes."""
+        found = self._made().trees
+        assert found is not None, "the flow grows no trees"
+        return found
+
+    @property
+    def prompters(self) -> EnginePool[PromptMaker]:
         """The workers that make prompts of rows."""
         return self.scorers if self._run.config.episodes is None else self.environments
 
     @property
-    def planners(self) -> EnginePool:
+    def planners(self) -> EnginePool[Planner]:
         """The same workers, as those that plan large updates; built when the first one comes."""
         return self._made().planners
 

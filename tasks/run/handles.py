@@ -14,16 +14,20 @@ from configs.srpo import SRPOConfig
 from configs.teachers import TeacherConfig, VllmTeaching
 from configs.tree import TreeConfig
 from engines.clusters.opening import open_cluster
+from engines.data.contract import EnvironmentHost, RewardModels, Scorer
 from engines.elastic.opening import trainer_on
+from engines.encoders.contract import EpisodeEncoder, ProgressScorer
 from engines.rollout.contract import engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
 from engines.teachers.pool import TeacherPool
-from engines.train.batching.planner import PlannerSpec
+from engines.train.batching.planner import Planner
 from engines.train.trainer import Trainer
+from engines.trees.contract import TreeGrower
 from engines.workers.cluster import Cluster
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import E, EngineSpec
 from engines.workers.pool import EnginePool
+from engines.workers.store_spec import StoreSpec
 from storage.runs.run_store import RunStore
 from tasks.reporting.run_log import WORKERS, folder_of
 from tasks.run.decay import decay_steps
@@ -34,7 +38,9 @@ from tasks.run.engine_specs import (
     environment_spec,
     reward_model_spec,
     rollout_spec,
+    store_spec,
     train_spec,
+    tree_spec,
     vllm_teacher_spec,
 )
 from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
@@ -67,11 +73,13 @@ class Handles:
     rollouts: RolloutPool
     opponents: RolloutPool | None
     evaluations: RolloutPool | None  # of a pool of their own
-    scorers: EnginePool
-    planners: EnginePool
-    environments: EnginePool | None
-    reward_models: EnginePool | None
-    encoders: EnginePool | None  # of what episodes see
+    scorers: EnginePool[Scorer]
+    planners: EnginePool[Planner]
+    environments: EnginePool[EnvironmentHost] | None
+    reward_models: EnginePool[RewardModels] | None
+    encoders: EnginePool[EpisodeEncoder] | None  # of what episodes see
+    progress: EnginePool[ProgressScorer] | None
+    trees: EnginePool[TreeGrower] | None
 
 
 def open_engines(run: RunView, cluster: Cluster | None = None) -> Handles:
@@ -119,6 +127,8 @@ def open_engines(run: RunView, cluster: Cluster | None = None) -> Handles:
         ),
         reward_models=_reward_models(run, cluster) if config.rewards.on_engines else None,
         encoders=_encoders(run, cluster, config) if isinstance(config, SRPOConfig) else None,
+        progress=_progress(run, cluster) if isinstance(config, SRPOConfig) else None,
+        trees=_trees(run, cluster) if isinstance(config, TreeConfig) else None,
     )
 
 
@@ -225,52 +235,64 @@ def rollouts_of(
     )
 
 
-def _scorers(run: RunView, cluster: Cluster) -> EnginePool:
-    config = run.config
-    spec = data_spec(config, run.files)
-    engine = "engines.data.data_engine:DataEngine"
-    if isinstance(config, TreeConfig):
-        engine = "engines.trees.growing:TreeEngine"
-    elif isinstance(config, SRPOConfig):
-        engine = "engines.encoders.progress:ProgressEngine"
-    deadline = config.scoring_deadline
-    return pool_of(run, cluster, "reward", "reward", EngineSpec.of(engine, spec), deadline)
+def _scorers(run: RunView, cluster: Cluster) -> EnginePool[Scorer]:
+    engine, deadline = scoring_engine(run), run.config.scoring_deadline
+    return pool_of(run, cluster, "reward", "reward", engine, deadline)
 
 
-def _planners(run: RunView, cluster: Cluster) -> EnginePool:
-    config = run.config
-    spec = PlannerSpec(store_uri=run.store.uri, store_options=config.store.options)
-    engine = EngineSpec.of("engines.train.batching.planner:Planner", spec)
+def scoring_engine(run: Caller) -> EngineSpec[Scorer]:
+    """From what the data engines of the caller's settings are built."""
+    spec = data_spec(run.config, run.files)
+    return EngineSpec.of("engines.data.data_engine:DataEngine", spec, Scorer)
+
+
+def _planners(run: RunView, cluster: Cluster) -> EnginePool[Planner]:
+    spec = StoreSpec(store_uri=run.store.uri, store_options=run.config.store.options)
+    engine = EngineSpec.of("engines.train.batching.planner:StoredPlanner", spec, Planner)
     return pool_of(run, cluster, "reward", "planner", engine)
 
 
-def _environments(run: RunView, cluster: Cluster, episodes: EpisodesConfig) -> EnginePool:
+def _progress(run: RunView, cluster: Cluster) -> EnginePool[ProgressScorer]:
+    spec = store_spec(run.config, run.store)
+    engine = EngineSpec.of("engines.encoders.progress:ProgressEngine", spec, ProgressScorer)
+    return pool_of(run, cluster, "reward", "progress", engine, run.config.scoring_deadline)
+
+
+def _trees(run: RunView, cluster: Cluster) -> EnginePool[TreeGrower]:
+    spec = tree_spec(run.config, run.store)
+    engine = EngineSpec.of("engines.trees.growing:TreeEngine", spec, TreeGrower)
+    return pool_of(run, cluster, "reward", "trees", engine, run.config.scoring_deadline)
+
+
+def _environments(
+    run: RunView, cluster: Cluster, episodes: EpisodesConfig
+) -> EnginePool[EnvironmentHost]:
     engine = environment_engine(run, episodes)
     return pool_of(run, cluster, "environment", "environment", engine)
 
 
-def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec:
+def environment_engine(run: Caller, episodes: EpisodesConfig) -> EngineSpec[EnvironmentHost]:
     """From what the environments of the caller's settings are built."""
     spec = environment_spec(run.config, episodes, run.store)
-    return EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec)
+    return EngineSpec.of("engines.data.environment_engine:EnvironmentEngine", spec, EnvironmentHost)
 
 
-def _reward_models(run: RunView, cluster: Cluster) -> EnginePool:
+def _reward_models(run: RunView, cluster: Cluster) -> EnginePool[RewardModels]:
     engine, deadline = reward_model_engine(run), run.config.model_scoring_deadline
     return pool_of(run, cluster, "reward_model", "reward_model", engine, deadline)
 
 
-def reward_model_engine(run: Caller) -> EngineSpec:
+def reward_model_engine(run: Caller) -> EngineSpec[RewardModels]:
     """From what the reward models and judges of the caller's settings are built."""
     spec = reward_model_spec(run.config, run.files)
     judging = "engines.judges.local_judge:JudgingEngine"
     plain = "engines.data.reward_model_engine:RewardModelEngine"
-    return EngineSpec.of(judging if spec.judges else plain, spec)
+    return EngineSpec.of(judging if spec.judges else plain, spec, RewardModels)
 
 
-def _encoders(run: RunView, cluster: Cluster, config: SRPOConfig) -> EnginePool:
+def _encoders(run: RunView, cluster: Cluster, config: SRPOConfig) -> EnginePool[EpisodeEncoder]:
     spec = encoder_spec(config, run.store)
-    engine = EngineSpec.of("engines.encoders.embedding:EncoderEngine", spec)
+    engine = EngineSpec.of("engines.encoders.embedding:EncoderEngine", spec, EpisodeEncoder)
     return pool_of(run, cluster, "encoder", "encoder", engine)
 
 
@@ -279,9 +301,9 @@ def pool_of(
     cluster: Cluster,
     role: Role,
     name: str,
-    engine: EngineSpec,
+    engine: EngineSpec[E],
     deadline: float | None = None,
-) -> EnginePool:
+) -> EnginePool[E]:
     """Engines on every worker of a role's pool, any of which takes a call; `name`: theirs there."""
     config = run.config
     return EnginePool(

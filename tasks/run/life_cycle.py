@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from configs.new_run import warnings_of
+from engines.data.contract import Scorer
 from engines.failures import ClusterLost, InfrastructureError
 from engines.workers.cluster import Cluster
 from storage.prompts.datasets import open_source
@@ -170,7 +171,7 @@ def row_digests(run: Run) -> np.ndarray:
         rows = range(start, min(start + ROWS_AT_ONCE, len(source)))
         call = run.call_id(run.after, f"row-digests-{start}")
         try:
-            found: np.ndarray = engines.call("row_digests", call, start=start, stop=rows.stop)
+            found = engines.call(Scorer.row_digests, call, start=start, stop=rows.stop)
         except (ClusterLost, InfrastructureError):
             found = source.row_digests(rows)
         return found

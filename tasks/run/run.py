@@ -14,6 +14,7 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
 from configs.grpo import GRPOConfig
 from engines.algorithms.kl_controller import adapted_coefficient
+from engines.data.contract import Scorer
 from engines.rollout.contract import Sampling
 from engines.workers.device_time import DeviceTime
 from engines.workers.messages import CallId
@@ -279,7 +280,7 @@ class Run:
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Token ids of a few short sequences, and where each one's response begins."""
         if self._probe is None:
-            self._probe = self.engines.scorers.call("probe", self.call_id(self.head, "probe"))
+            self._probe = self.engines.scorers.call(Scorer.probe, self.call_id(self.head, "probe"))
         return self._probe
 
     def advance(self, record: Commit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from configs.grpo import GRPOConfig
+from engines.data.contract import EnvironmentHost, RewardModels, Scorer
 from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.messages import CallId
 from engines.workers.pool import EnginePool
@@ -27,15 +28,15 @@ class StageEngines(Protocol):
         """Those of the frozen version that plays against the policy."""
 
     @property
-    def scorers(self) -> EnginePool:
+    def scorers(self) -> EnginePool[Scorer]:
         """The workers that score."""
 
     @property
-    def environments(self) -> EnginePool:
+    def environments(self) -> EnginePool[EnvironmentHost]:
         """The workers that have the environments of episodes."""
 
     @property
-    def reward_models(self) -> EnginePool:
+    def reward_models(self) -> EnginePool[RewardModels]:
         """The workers that hold reward models."""
 
 

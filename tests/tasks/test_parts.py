@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import abstractmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from engines.failures import WorkerLost
 from engines.workers.device_time import DeviceTime
+from engines.workers.engine import Engine
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -19,6 +21,14 @@ from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.parts import Part, discard, slices, spread
 from tasks.reporting.attempt_log import AttemptLog
+
+
+class Squares(Engine):
+    """Writes squares."""
+
+    @abstractmethod
+    def square(self, number: int, out_key: str) -> BatchRef:
+        """Write one."""
 
 
 class Pool:
@@ -34,9 +44,10 @@ class Pool:
         return {"cpu-0": "tcp://a", "cpu-1": "tcp://b"}
 
     def call(
-        self, method: str, call_id: CallId, assignment: Any, number: int, out_key: str
+        self, method: Any, call_id: CallId, assignment: Any, number: int, out_key: str
     ) -> BatchRef:
-        assert method == "square"
+        assert method is Squares.square
+        assert call_id.call == f"square-{out_key}"
         with self.lock:
             self.at_once += 1
             self.most = max(self.most, self.at_once)
@@ -69,11 +80,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def parts(run: Any, count: int) -> list[Part]:
-    return [
-        Part(out_key=run.files.stage_key(1, "squares", n, "key"), arguments={"number": n})
-        for n in range(count)
-    ]
+def parts(run: Any, pool: Any, count: int) -> list[Part[BatchRef]]:
+    keys = [run.files.stage_key(1, "squares", n, "key") for n in range(count)]
+    return [Part.of(pool, Squares.square, number=n, out_key=key) for n, key in enumerate(keys)]
 
 
 def numbers(store: Store, refs: list[BatchRef]) -> list[int]:
@@ -83,7 +92,7 @@ def numbers(store: Store, refs: list[BatchRef]) -> list[int]:
 def test_parts_come_in_their_order_and_are_made_once(run: Any) -> None:
     pool = Pool(run.files.store)
     for _ in range(2):  # as a resumed run would
-        found = spread(run, 1, "squares", "square", parts(run, 7), BatchRef, pool)  # type: ignore[arg-type]
+        found = spread(run, 1, "squares", parts(run, pool, 7), BatchRef)
         assert numbers(run.files.store, found) == [n**2 for n in range(7)]
     assert sorted(pool.made) == list(range(7))
     assert pool.most <= 2  # one on each worker
@@ -93,22 +102,23 @@ def test_parts_come_in_their_order_and_are_made_once(run: Any) -> None:
 def test_a_retry_makes_what_is_left(run: Any) -> None:
     pool = Pool(run.files.store, broken=3)
     with pytest.raises(WorkerLost, match="cpu-0"):
-        spread(run, 1, "squares", "square", parts(run, 40), BatchRef, pool)  # type: ignore[arg-type]
+        spread(run, 1, "squares", parts(run, pool, 40), BatchRef)
     before = len(pool.made)
     assert before < 40
-    found = spread(run, 1, "squares", "square", parts(run, 40), BatchRef, pool)  # type: ignore[arg-type]
+    found = spread(run, 1, "squares", parts(run, pool, 40), BatchRef)
     assert numbers(run.files.store, found) == [n**2 for n in range(40)]
     assert sorted(pool.made) == list(range(40))  # none twice
 
 
 def test_what_has_served_is_removed_with_its_markers(run: Any) -> None:
-    store, todo = run.files.store, parts(run, 2)
+    store = run.files.store
+    todo = parts(run, Pool(store), 2)
     write_batch(store, todo[0].out_key, {"number": [7]})  # of another attempt: its key is taken
-    found = spread(run, 1, "squares", "square", todo, BatchRef, Pool(store))  # type: ignore[arg-type]
+    found = spread(run, 1, "squares", todo, BatchRef)
     assert found[0].objects != {todo[0].out_key}
     discard(run, todo, found)
     assert [run.files.finished(part.out_key) for part in todo] == [None, None]
-    again = spread(run, 1, "squares", "square", todo, BatchRef, Pool(store))  # type: ignore[arg-type]
+    again = spread(run, 1, "squares", todo, BatchRef)
     assert numbers(store, again) == [0, 1]
 
 

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from abc import abstractmethod
 
-from pydantic import Field
-
-from configs.base import Settings
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.stored_plan import write_plan
 from engines.workers.engine import Engine
+from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
-from storage.objects.store import Store
-
-
-class PlannerSpec(Settings):
-    """From what the planner is built."""
-
-    store_uri: str = Field(description="Store of batches.")
-    store_options: dict[str, str | int | float | bool] = Field(description="Its arguments.")
 
 
 class Planner(Engine):
-    """Stores plans; see engines/train/batching/stored_plan.py."""
+    """Makes plans of updates."""
 
-    REMOTE: ClassVar[tuple[str, ...]] = ("plan",)
-
-    def __init__(self, spec: PlannerSpec) -> None:
-        self._store = Store(spec.store_uri, spec.store_options)
-
+    @abstractmethod
     def plan(
         self,
         batch: BatchRef,
@@ -40,6 +26,25 @@ class Planner(Engine):
         tree_training: bool = False,
     ) -> BatchRef:
         """Write the micro-batches of an update; reads tokens for tree training only."""
+
+
+class StoredPlanner(Planner):
+    """Stores plans; see engines/train/batching/stored_plan.py."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._store = spec.open_store()
+
+    def plan(
+        self,
+        batch: BatchRef,
+        world: int,
+        budget: int,
+        mini_batches: int,
+        cost: CostModel,
+        out_key: str,
+        tree_training: bool = False,
+    ) -> BatchRef:
+        """Write the micro-batches of an update."""
         return write_plan(
             self._store,
             batch,
@@ -50,6 +55,3 @@ class Planner(Engine):
             out_key=out_key,
             tree_training=tree_training,
         )
-
-    def close(self) -> None:
-        """There is nothing to end."""

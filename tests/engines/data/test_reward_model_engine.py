@@ -15,10 +15,12 @@ import pytest
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from configs.reward_model import Pairwise
+from engines.data.contract import Scorer
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec
 from engines.models import load_tokenizer, materialize
 from engines.rewards.runner import code_digest
+from engines.workers.engine import callable_methods
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -72,9 +74,9 @@ def run(config: GRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def calls_of(engine: Any) -> Any:
-    def call(method: str, call_id: object, assignment: object, **arguments: Any) -> Any:
-        assert method in engine.REMOTE
-        return getattr(engine, method)(**arguments)
+    def call(method: Any, call_id: object, assignment: object, **arguments: Any) -> Any:
+        assert method.__name__ in callable_methods(type(engine))
+        return getattr(engine, method.__name__)(**arguments)
 
     return call
 
@@ -82,7 +84,7 @@ def calls_of(engine: Any) -> Any:
 def sampled(run: Mock, texts: list[str]) -> Any:
     """A shard: completions of the first two rows."""
     made = run.engines.scorers.call(
-        "prompts", None, None, rows=[0, 1], first_group=0, out_key="r/prompts.safetensors"
+        Scorer.prompts, None, None, rows=[0, 1], first_group=0, out_key="r/prompts.safetensors"
     )
     tokenizer = load_tokenizer(materialize(run.config.model, run.cache))
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engines.data.contract import Scorer
 from engines.failures import (
     EngineMissing,
     InfrastructureError,
@@ -89,6 +90,9 @@ def test_an_engine_in_use_is_not_closed(host):
 def test_only_engines_are_built(host):
     with pytest.raises(TypeError, match="is no engine"):
         host.build("role2", EngineSpec.of("tests.engines.workers.dummies:Payload", Payload()))
+    other = EngineSpec.of("tests.engines.workers.dummies:Dummy", Payload(), Scorer)
+    with pytest.raises(TypeError, match="Dummy is no Scorer. Derive it from that class"):
+        host.build("role2", other)
 
 
 def test_a_finished_call_is_not_run_again(host):
