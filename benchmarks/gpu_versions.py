@@ -54,6 +54,7 @@ def sync_paths(job: Job) -> Found:
     spec = job.train_spec(whole_every=EVERY, run=f"gpu-{job.shape}-paths")
     engine = job.joined(spec)
     ways = {"whole": _published(found, job, engine, "whole", 0)}
+    engine.settle_weights(0, FORM)  # the next one is the difference from what the store has
     engine.update(stored(job), AlgorithmConfig(), 1.0, job.response, 1)
     ways["difference"] = _published(found, job, engine, "difference", 1)
     if open_manifest(Store(job.store), ways["difference"]).base is None:

@@ -278,6 +278,7 @@ def test_a_published_version_is_not_written_twice(elastic: MakeElastic, tmp_path
     batch, one = stored(tmp_path, samples()), elastic()
     one.update(batch, 1)
     published = one.aggregator.export_weights(1, "float32")
+    one.aggregator.settle_weights(1, "float32")
     assert one.aggregator.offer_weights(under=2, version=1).key == published.key
     assert spec(tmp_path).run == "run"
 
