@@ -6,9 +6,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
-import textwrap
 import zlib
 from base64 import b85encode
 from collections.abc import Callable
@@ -29,16 +26,12 @@ from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.runs import commit_lists, gradients, seen_rows
-from storage.runs.commit_log import FORMAT, Commit, head, read_commit
+from storage.runs.commit_log import head, read_commit
 from storage.runs.origins import ancestry, committer, origin_of
-from storage.runs.run_store import RUN_FORMAT, RunStore
+from storage.runs.run_store import RunStore
 from storage.runs.tensor_changes import BLOCK, HEAD, decode, encode
 from storage.runs.weights import (
-    FORMAT as WEIGHTS_FORMAT,
-)
-from storage.runs.weights import (
     Base,
-    Manifest,
     WeightsRef,
     open_chain,
     open_manifest,
