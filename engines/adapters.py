@@ -68,7 +68,15 @@ def merge(
 ) -> torch.Tensor:
     """The base's tensor of that name as an adapter makes it, by its factors by PEFT's names."""
     a, b = (factors.get(factor) for factor in factor_names(name))
-    return tensor if a is None or b is None else merged(tensor, a, b, scale)
+    if a is None or b is None:
+        return tensor
+    fit = tensor.dim() == a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1]
+    if not fit or tensor.shape != (b.shape[0], a.shape[1]):  # else the product may be of any size
+        raise WeightMismatch(
+            f"The adapter's factors of {name} have shapes {tuple(b.shape)} and {tuple(a.shape)}, "
+            f"which do not multiply to its {tuple(tensor.shape)}."
+        )
+    return merged(tensor, a, b, scale)
 
 
 def whole_entries(
@@ -81,7 +89,7 @@ def whole_entries(
     manifest = open_manifest(store, weights)
     if manifest.adapter is None:
         return manifest.tensors
-    assert manifest.base is not None
+    assert manifest.base is not None  # as every manifest of an adapter has
     entries, rank = whole_entries(store, manifest.base), manifest.adapter.rank
     held = {name: entry.shape for name, entry in manifest.tensors.items()}
     wanted: dict[str, tuple[int, ...]] = {}

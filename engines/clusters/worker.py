@@ -2,15 +2,18 @@
 
     python -m engines.clusters.worker SCHEDULER [OPTIONS OF dask worker]
 
-It listens only on the address by which it reaches the scheduler.
+It listens only on the address by which it reaches the scheduler, and keeps its files in a folder that
+only its user can open.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from configs.environment import import_from_working_folder
+from configs.private_folder import machine_folder
 from configs.process import begin_process, close_to_others
 from engines.processes import dask_settings
 
@@ -22,7 +25,17 @@ from distributed.utils import get_ip  # noqa: E402
 
 from engines.processes.node import start_fork_server  # noqa: E402
 
+FOLDER = "--local-directory"
 SCHEDULER = "DASK_SCHEDULER_ADDRESS"  # where Dask's operator for Kubernetes says it
+
+
+def scratch_folder(words: Sequence[str]) -> str:
+    """Where the worker keeps its files: below what `--local-directory` names, for its user alone.
+
+    Dask's own name there, dask-scratch-space, could be made first by anybody, and be read.
+    """
+    place = words[words.index(FOLDER) + 1] if FOLDER in words else None
+    return str(machine_folder("workers", place))
 
 
 def main() -> None:
@@ -35,9 +48,8 @@ def main() -> None:
         words.insert(0, os.environ[SCHEDULER])
     host = get_ip(get_address_host(words[0]))
     start_fork_server()
-    dask_worker(
-        [*words, "--host", host, "--dashboard-address", "127.0.0.1:0", "--memory-limit", "0"]
-    )
+    ours = ["--host", host, "--dashboard-address", "127.0.0.1:0", "--memory-limit", "0"]
+    dask_worker([*words, *ours, FOLDER, scratch_folder(words)])  # the last of an option counts
 
 
 if __name__ == "__main__":

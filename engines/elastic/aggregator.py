@@ -188,9 +188,10 @@ class Aggregator(FSDPEngine):
         tally = now.updater.tally
         finite = all(one.metrics.finite for one in gradients)
         optimizer = self._trained()
+        shapes = {name: one.shape for name, one in optimizer.parameters.items()}
         with (
             tally.phase("optimizer"),
-            Summed(self._files, offered.folder, gradients, self._device) as summed,
+            Summed(self._files, offered.folder, gradients, self._device, shapes) as summed,
         ):
             report = optimizer.step_by_tensor(summed.first, summed.again, finite)
         for one in gradients:

@@ -136,9 +136,17 @@ class Summed:
     """
 
     def __init__(
-        self, files: RunStore, folder: str, gradients: Sequence[Gradient], device: torch.device
+        self,
+        files: RunStore,
+        folder: str,
+        gradients: Sequence[Gradient],
+        device: torch.device,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """`gradients`: in the order in which they are added."""
+        """`gradients`: in the order in which they are added. `shapes`: of the parameters; None: all
+        that a gradient must be is of the shape of the one before it.
+        """
+        self._shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self._store = files.store
         self._folder = folder
         self._gradients = gradients
@@ -195,6 +203,13 @@ class Summed:
             if entry is None:
                 continue
             key = f"{self._folder}/{gradient.file}"
+            wanted = self._shapes.setdefault(name, entry.shape)
+            if entry.shape != wanted:  # of another one, torch may make copies without a word
+                raise Damaged(
+                    gradient.unit,
+                    f"The tensor {name!r} of object {key} has the shape {list(entry.shape)}, not "
+                    f"{list(wanted)}.",
+                )
             try:
                 view = self._store.read_ranges([(key, entry.start, entry.stop)])[0]
             except (ObjectMissing, ObjectDamaged) as error:

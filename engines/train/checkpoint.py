@@ -42,12 +42,12 @@ from storage.objects import documents
 from storage.objects.digests import digest
 from storage.objects.errors import ObjectDamaged
 from storage.runs.run_store import RunStore
-from storage.runs.snapshots import INDEX, STATE_FORMAT, mark, read
+from storage.runs.snapshots import INDEX, STATE_FORMAT, Piece, mark, read_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A piece of a tensor, and where its bytes are."""
+    """A piece of a tensor as it was written, and where its bytes are."""
 
     file: str  # within the snapshot's folder
     start: int
@@ -197,11 +197,10 @@ class _Writer(StorageWriter):
 class _Reader(StorageReader):
     def __init__(self, files: RunStore, step: int) -> None:
         self._store, self._folder = files.store, files.state_key(step)
-        read(files, step)  # raises ObjectMissing for a snapshot that was not finished
-        index = documents.read(files.store, f"{self._folder}/{INDEX}", STATE_FORMAT)
-        self._record = cast("dict[str, Any]", index)
-        self.facts: dict[str, int] = self._record["facts"]
-        self._chunks: dict[MetadataIndex, Chunk] = {}
+        # Raises ObjectMissing for a snapshot that was not finished.
+        self._state = read_state(files.store, self._folder)
+        self.facts = self._state.facts
+        self._chunks: dict[MetadataIndex, Piece] = {}
 
     def reset(self, checkpoint_id: object = None) -> None:
         """Nothing to forget: a reader is used once."""
@@ -209,22 +208,16 @@ class _Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the index says, in torch's words."""
         found: dict[str, Any] = {}
-        for name, entry in self._record["tensors"].items():
+        for name, entry in self._state.tensors.items():
             pieces = []
-            for piece in entry["chunks"]:
-                offsets = torch.Size(piece["offsets"] or [0] * len(entry["shape"]))
-                pieces.append(ChunkStorageMetadata(offsets, torch.Size(piece["shape"])))
-                self._chunks[MetadataIndex(name, offsets)] = Chunk(
-                    file=piece["file"],
-                    start=piece["bytes"][0],
-                    stop=piece["bytes"][1],
-                    dtype=piece["dtype"],
-                    shape=tuple(piece["shape"]),
-                    digest=piece["digest"],
-                )
-            dtype = dtype_of(entry["chunks"][0]["dtype"])
+            for piece in entry.chunks:
+                offsets = torch.Size(piece.offsets or [0] * len(entry.shape))
+                pieces.append(ChunkStorageMetadata(offsets, torch.Size(piece.shape)))
+                self._chunks[MetadataIndex(name, offsets)] = piece
             found[name] = TensorStorageMetadata(
-                TensorProperties(dtype=dtype), torch.Size(entry["shape"]), pieces
+                TensorProperties(dtype=dtype_of(entry.chunks[0].dtype)),
+                torch.Size(entry.shape),
+                pieces,
             )
         return Metadata(state_dict_metadata=found)
 
@@ -247,8 +240,9 @@ class _Reader(StorageReader):
             index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
             chunk = self._chunks[index]
             key = f"{self._folder}/{chunk.file}"
-            view = self._store.read_ranges([(key, chunk.start, chunk.stop)])[0]
-            if view.nbytes < chunk.stop - chunk.start or digest(view) != chunk.digest:
+            first, last = chunk.place
+            view = self._store.read_ranges([(key, first, last)])[0]
+            if view.nbytes < last - first or digest(view) != chunk.digest:
                 raise ObjectDamaged(
                     f"The piece of {item.storage_index.fqn!r} in object {key} is damaged: its "
                     "digest does not match."

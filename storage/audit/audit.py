@@ -337,7 +337,7 @@ def _leftovers(run: RunStore, head: int, found: Audit, kept: set[str]) -> None:
         if own or key in kept or key in damaged or _part_of_bad(key, found):
             continue
         number = rest[0].removeprefix("v") if rest else ""
-        later = number.isdigit() and int(number) > head
+        later = number.isascii() and number.isdigit() and int(number) > head
         (found.unfinished if later else found.orphans).append(key)
 
 

@@ -257,6 +257,8 @@ def _place(name: str, entry: dict[str, object]) -> tuple[int, int, str, tuple[in
         raise ValueError(
             f"{name} takes the bytes {start} to {stop}; its shape {sizes!r:.40} needs {wanted}"
         )
+    if math.prod(size or 1 for size in shape) * DTYPES[str(dtype)][0] >= 2**63:
+        raise ValueError(f"{name} has the shape {sizes!r:.40}, more than there can be")
     return start, stop, str(dtype), shape
 
 

@@ -70,8 +70,13 @@ class ReadColumn:
         if self.kind == "jagged":
             return [array[a:b] for a, b in spans]
         raw = self.values.tobytes()
-        texts = [raw[a:b].decode() for a, b in spans]
-        return list(texts) if self.kind == "str" else [json.loads(text) for text in texts]
+        try:
+            texts = [raw[a:b].decode() for a, b in spans]
+            return list(texts) if self.kind == "str" else [json.loads(text) for text in texts]
+        except (ValueError, RecursionError) as error:
+            raise ObjectDamaged(
+                f"A row of a {self.kind} column is damaged: {str(error).splitlines()[0]}."
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from storage.batches import reading, ref_columns
 from storage.batches.columns import Kind
 from storage.batches.format import DTYPES
 from storage.batches.ref_columns import ColumnRef, Source
-from storage.batches.rows import MOST, RowIndex
+from storage.batches.rows import MOST, PACKED, RowIndex
+from storage.objects.keys import clean_key
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -303,7 +304,7 @@ class BatchRef:
     def from_json(value: object, most: int = MOST) -> BatchRef:
         """The ref that `to_json` described. Raises ValueError saying what is wrong with it.
 
-        most: rows of a view, and numbers of rows of all views that are no spans. Nothing is made of
+        most: rows of a view, and (2^24 at most) of all views that are no spans. Nothing is made of
         a number before it is compared with that, so that a short text takes no large memory.
         """
         try:
@@ -325,15 +326,18 @@ def _parse(value: object, most: int) -> BatchRef:
     if not isinstance(value, dict) or value["format"] != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     rows = int(value["rows"])
+    if not 0 <= rows <= most:
+        raise ValueError(f"it has {rows} rows of at most {most}")
     sources = []
     for key, count, head, digest in value["sources"]:
         if not isinstance(key, str) or not isinstance(digest, str):
-            raise ValueError(f"source {key!r} is malformed")
+            raise ValueError(f"source {key!r:.80} is malformed")
+        clean_key(key)
         source = Source(key=key, rows=int(count), head=int(head), digest=digest)
         if source.rows < 0 or source.head < 0:
             raise ValueError(f"source {key!r} has {count} rows and a head of {head} bytes")
         sources.append(source)
-    left = most
+    left = min(most, PACKED)
     views = []
     for numbers, encoded in value["views"]:
         index, left = _index(encoded, most, left)

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 RUNS = 16  # at most so many runs are written as plain numbers; more are packed
-MOST = 2**28  # rows of an index that is read from JSON, 2 GiB of numbers
+MOST = 2**28  # rows of an index that is read from JSON
+PACKED = (
+    2**24
+)  # rows of all indices of a ref that are no spans: 128 MiB of numbers, and 400 to unpack
 WIDTHS = (1, 2, 4, 8)  # bytes of a packed difference
 
 

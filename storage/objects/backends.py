@@ -12,6 +12,7 @@ import fcntl
 import io
 import mmap
 import os
+import stat
 import threading
 import time
 import uuid
@@ -75,7 +76,8 @@ class LocalBackend:
         return f"file://{self.root / key}"
 
     def read(self, key: str) -> bytes:
-        return (self.root / key).read_bytes()
+        with self._open(key) as file:
+            return file.read()
 
     def read_ranges(self, ranges: Sequence[Range]) -> Views:
         maps: dict[str, mmap.mmap | bytes | OSError] = {}
@@ -90,8 +92,16 @@ class LocalBackend:
             found.append(mapped if isinstance(mapped, OSError) else memoryview(mapped)[start:stop])
         return found
 
+    def _open(self, key: str) -> IO[bytes]:
+        """A file to read. OSError for a pipe or a device, which may never end."""
+        file = open(self.root / key, "rb", opener=_without_waiting)  # noqa: SIM115
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return file
+
     def _map(self, key: str) -> mmap.mmap | bytes:
-        with open(self.root / key, "rb") as file:
+        with self._open(key) as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return b""
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -241,6 +251,11 @@ class LocalBackend:
 
     def conditions_hold(self, key: str) -> bool:
         return True
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a pipe too, without waiting for its other end; of a file it changes nothing."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _WholeWrites(io.FileIO):

@@ -41,13 +41,18 @@ def decode_version(readers: Mapping[str, Reader], key: str, data: bytes) -> dict
     try:
         document = json.loads(data)
         found, said, body = document["format"], document["digest"], document["body"]
-    except (ValueError, KeyError, TypeError) as error:
+        matches = isinstance(body, dict) and digest(canonical(body)) == said
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ObjectDamaged(f"Object {key} is damaged: it is no {form} document.") from error
-    if found not in readers:
-        raise ObjectDamaged(f"Object {key} is a {found} document, not {form}.")
-    if not isinstance(body, dict) or digest(canonical(body)) != said:
+    if not isinstance(found, str) or found not in readers:
+        raise ObjectDamaged(f"Object {key} is a {str(found)[:80]} document, not {form}.")
+    if not matches:
         raise ObjectDamaged(f"Object {key} is damaged: its digest does not match its content.")
-    return readers[found](body)
+    try:
+        return readers[found](body)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        raise ObjectDamaged(f"Object {key} is no valid {found} document: {said}.") from error
 
 
 def validated(model: type[Model], key: str, body: Mapping[str, object]) -> Model:

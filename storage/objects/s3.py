@@ -22,6 +22,7 @@ from storage.objects.errors import retry
 from storage.objects.usage import COUNTER
 
 PART_BYTES = 16 * 2**20  # parts of a multipart upload; pieces of a long read
+LONG_BYTES = 64 * PART_BYTES  # of a range; of a longer one the object's size is asked for first
 UPLOADS = 4  # parts in flight; with PART_BYTES the memory of one upload
 SINGLE_PUT_BYTES = 64 * 2**20  # larger objects go in parts
 DELETE_BATCH = 1000  # keys of one DeleteObjects request, S3's limit
@@ -101,6 +102,7 @@ class S3Backend(FsspecBackend):
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview | BaseException]:
         pieces: list[Range] = []
         owners: list[int] = []
+        ranges = [self._within(part) if part[2] - part[1] > LONG_BYTES else part for part in ranges]
         for number, (key, start, stop) in enumerate(ranges):
             for at in range(start, max(stop, start + 1), PART_BYTES):
                 pieces.append((key, at, min(at + PART_BYTES, stop)))
@@ -110,6 +112,14 @@ class S3Backend(FsspecBackend):
         for owner, part in zip(owners, found, strict=True):
             parts[owner].append(part)
         return [_joined(group) for group in parts]
+
+    def _within(self, part: Range) -> Range:
+        """A long range cut off at the object's end: a manifest may say any number of bytes."""
+        key, start, stop = part
+        try:
+            return key, start, min(stop, max(start, self.size(key)))
+        except FileNotFoundError:  # which reading a byte of it says too
+            return key, start, start + 1
 
     def size(self, key: str) -> int:
         return int(self._call("head_object", Key=self._key(key))["ContentLength"])

@@ -25,6 +25,7 @@ from storage.objects.errors import (
     StoreUnavailable,
     retry,
 )
+from storage.objects.keys import clean_key
 from storage.objects.usage import COUNTER
 
 if TYPE_CHECKING:
@@ -108,19 +109,22 @@ class Store:
 
     def url(self, key: str) -> str:
         """The full address of an object, for people."""
-        return self.backend.url(_checked(key))
+        return self.backend.url(clean_key(key))
 
     def read(self, key: str) -> bytes:
         """The whole object. Raises ObjectMissing."""
-        data = self._try("read", key, lambda _: self.backend.read(_checked(key)))
+        data = self._try("read", key, lambda _: self.backend.read(clean_key(key)))
         COUNTER.add(bytes_read=len(data))
         return data
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
         """The bytes of each (key, start, stop), in parallel; of local files without a copy.
 
-        A range that reaches past the object's end comes back short. Raises ObjectMissing.
+        A range that reaches past the object's end comes back short. Raises ObjectMissing, and
+        ValueError for a key that is no clean path: keys often come from what a store says.
         """
+        for key in {key for key, _, _ in ranges}:
+            clean_key(key)
         found: list[memoryview | None] = [None] * len(ranges)
         wanted: list[int] = []
         cache = self.cache
@@ -171,7 +175,7 @@ class Store:
     def write(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         """Store the bytes (or the pieces, joined) under the key; they appear at once or never."""
         chunks = _chunks(data)
-        self._try("write", key, lambda _: self.backend.write(_checked(key), chunks))
+        self._try("write", key, lambda _: self.backend.write(clean_key(key), chunks))
         COUNTER.add(bytes_written=_size(chunks))
         self._forget(key)
 
@@ -185,7 +189,7 @@ class Store:
             opened = self._try(
                 "write",
                 key,
-                lambda _: stack.enter_context(self.backend.write_stream(_checked(key))),
+                lambda _: stack.enter_context(self.backend.write_stream(clean_key(key))),
             )
             yield opened
             written = opened.tell()
@@ -204,7 +208,7 @@ class Store:
             opened = self._try(
                 "write",
                 key,
-                lambda _: stack.enter_context(backend.write_unsynced(_checked(key))),
+                lambda _: stack.enter_context(backend.write_unsynced(clean_key(key))),
             )
             yield opened
             written = opened.tell()
@@ -213,7 +217,7 @@ class Store:
 
     def sync(self, key: str) -> None:
         """Return once the disk of a local store has an object. Raises ObjectMissing."""
-        self._try("sync", key, lambda _: self._local().sync(_checked(key)))
+        self._try("sync", key, lambda _: self._local().sync(clean_key(key)))
 
     def _local(self) -> LocalBackend:
         backend = self.backend
@@ -229,7 +233,7 @@ class Store:
 
         def attempt(number: int) -> bool:
             try:
-                self.backend.create(_checked(key), chunks)
+                self.backend.create(clean_key(key), chunks)
             except FileExistsError:
                 # After a lost answer the object that is in the way may be our own.
                 return number > 0 and self.backend.read(key) == b"".join(chunks)
@@ -252,7 +256,7 @@ class Store:
             return
 
         def attempt(number: int) -> bool:
-            if self.backend.replace(_checked(key), data, expected):
+            if self.backend.replace(clean_key(key), data, expected):
                 return True
             return number > 0 and self.backend.read(key) == data
 
@@ -270,13 +274,13 @@ class Store:
 
     def size(self, key: str) -> int:
         """Bytes of the object. Raises ObjectMissing."""
-        return self._try("look up", key, lambda _: self.backend.size(_checked(key)))
+        return self._try("look up", key, lambda _: self.backend.size(clean_key(key)))
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """Bytes of each object; of several in a folder by listing it. Raises ObjectMissing."""
         folders: dict[str, Keys] = {}
         for key in keys:
-            folders.setdefault(_checked(key).rpartition("/")[0], []).append(key)
+            folders.setdefault(clean_key(key).rpartition("/")[0], []).append(key)
         found: dict[str, int] = {}
         for folder, members in folders.items():
             found |= self._sizes_in(folder, members)
@@ -291,18 +295,18 @@ class Store:
 
     def list(self, prefix: str = "") -> Keys:
         """Every key below the folder `prefix`, sorted; objects being written are not listed."""
-        found = self._try("list", prefix, lambda _: self.backend.list(_checked(prefix, True)))
+        found = self._try("list", prefix, lambda _: self.backend.list(clean_key(prefix, True)))
         return sorted(found)
 
     def children(self, prefix: str = "") -> Keys:
         """Names right below the folder `prefix`, objects and folders, sorted."""
-        names = self._try("list", prefix, lambda _: self.backend.children(_checked(prefix, True)))
+        names = self._try("list", prefix, lambda _: self.backend.children(clean_key(prefix, True)))
         return sorted(names)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; one that is not there is no error."""
         for key in keys:
-            _checked(key)
+            clean_key(key)
         if keys:
             self._try("delete", keys[0], lambda _: self.backend.delete(keys))
         for key in keys:
@@ -313,7 +317,7 @@ class Store:
 
         Such beginnings are invisible to readers. Nobody may be writing there.
         """
-        self._try("clean", prefix, lambda _: self.backend.delete_unfinished(_checked(prefix)))
+        self._try("clean", prefix, lambda _: self.backend.delete_unfinished(clean_key(prefix)))
 
     def check_writable(self) -> None:
         """Write, read and remove a small object. Raises StoreError with what to change."""
@@ -384,18 +388,6 @@ def _open_backend(uri: str, options: Mapping[str, object]) -> Backend:
     # fsspec keeps one instance per thread; a store is used from many threads and wants one.
     fs = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
     return FsspecBackend(fs, fs._strip_protocol(uri))
-
-
-def _checked(key: str, folder: bool = False) -> str:
-    """`key` if it is a clean relative path; an empty one only where a folder is meant."""
-    if folder and not key:
-        return key
-    parts = key.split("/")
-    if not all(parts) or ".." in parts or "." in parts or "\\" in key or "\0" in key:
-        raise ValueError(
-            f"Key {key!r} is no relative POSIX path; use names joined by single slashes."
-        )
-    return key
 
 
 def _chunks(data: Buffer | Sequence[Buffer]) -> list[memoryview]:

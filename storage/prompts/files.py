@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import shutil
+import os
 import tempfile
 from array import array
 from bisect import bisect_right
@@ -36,6 +37,12 @@ LINES = (".jsonl", ".ndjson", ".json")  # one JSON object per line
 CODECS = {".gz": "gzip", ".zst": "zstd"}  # ending after one of LINES -> Arrow's name
 READABLE = (PARQUET, *LINES, *(f"{lines}{end}" for lines in LINES for end in CODECS))
 _BLOCK = 4 << 20  # bytes read at a time where a whole file is scanned
+_MOST_LINE = 64 << 20  # bytes of a row of JSON; a longer line is no row but somebody's trap
+_SPARED = 256 << 20  # bytes of the disk of temporary files that decompressed text leaves free
+_MOST_DECODED = (
+    8 << 30
+)  # bytes of a row group in memory; a few hundred bytes may ask for any number
+_BATCH = 1024  # rows of a group decoded at a time
 _KEPT_TABLES = 128 << 20  # bytes of decoded Parquet row groups that a source keeps
 
 
@@ -192,7 +199,10 @@ class JsonLines(PromptSource):
 
     def _lines(self) -> Iterator[bytes]:
         with self._filesystem.open(self._path, "rb", block_size=_BLOCK) as stream:
-            yield from stream
+            while line := stream.readline(_MOST_LINE + 1):
+                if len(line) > _MOST_LINE:
+                    raise _too_long(self.name)
+                yield line
 
     def _row_name(self, index: int) -> str:
         return f"Row {index} (line {self._line_numbers[index]})"
@@ -205,7 +215,7 @@ class JsonLines(PromptSource):
             )
         try:
             row = json.loads(line)
-        except ValueError as error:  # broken JSON or broken UTF-8
+        except (ValueError, RecursionError) as error:  # broken JSON or UTF-8, or nested too deeply
             raise ValueError(
                 f"{self._row_name(index)} of {self.name} is not JSON: {error}."
             ) from None
@@ -271,7 +281,7 @@ class ParquetRows(PromptSource):
                 raise missing_column("Row 0", self.name, column, self.columns)
         for group in range(self._file.num_row_groups):
             with self._lock:
-                table = self._file.read_row_group(group, columns=list(filled))
+                table = self._decoded(group, list(filled))
             for column in filled:
                 row = first_null(table, column)
                 if row is not None:
@@ -287,14 +297,52 @@ class ParquetRows(PromptSource):
     def _table(self, group: int) -> Table:
         with self._lock:
             if group not in self._tables:
-                self._tables[group] = self._file.read_row_group(group)
+                self._tables[group] = self._decoded(group)
             self._tables.move_to_end(group)
             while len(self._tables) > 1 and self._kept_bytes() > _KEPT_TABLES:
                 self._tables.popitem(last=False)
             return self._tables[group]
 
+    def _decoded(self, group: int, columns: list[str] | None = None) -> Table:
+        """A row group; ValueError where it is damaged, or far larger than its file."""
+        import pyarrow
+
+        batches, held = [], 0
+        try:
+            for batch in self._file.iter_batches(_BATCH, [group], columns):
+                batches.append(batch)
+                held += sum(map(_own_bytes, batch.columns))
+                if held > _MOST_DECODED:
+                    raise ValueError(
+                        f"Row group {group} of {self.name} takes more than "
+                        f"{_MOST_DECODED / 2**30:.3g} GiB of memory. Write the file in smaller row "
+                        "groups."
+                    )
+        except (pyarrow.ArrowException, OSError, MemoryError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise ValueError(
+                f"Row group {group} of {self.name} cannot be read: {reason}."
+            ) from error
+        if not batches:
+            return self._file.read_row_group(group, columns=columns)
+        return pyarrow.Table.from_batches(batches)
+
     def _kept_bytes(self) -> int:
         return sum(table.nbytes for table in self._tables.values())
+
+
+def _own_bytes(column: Any) -> int:
+    """Bytes of a column's rows; a dictionary is there once for all batches."""
+    import pyarrow
+
+    return int((column.indices if pyarrow.types.is_dictionary(column.type) else column).nbytes)
+
+
+def _too_long(name: str) -> ValueError:
+    return ValueError(
+        f"data.source.path is {name}, with a line of more than {_MOST_LINE >> 20} MiB, which is no "
+        "row of JSON. Write one object per line."
+    )
 
 
 def _decompressed(filesystem: Any, path: str, codec: str, name: str) -> IO[bytes]:
@@ -307,7 +355,16 @@ def _decompressed(filesystem: Any, path: str, codec: str, name: str) -> IO[bytes
             filesystem.open(path, "rb", block_size=_BLOCK) as stream,
             pyarrow.CompressedInputStream(stream, codec) as lines,
         ):
-            shutil.copyfileobj(lines, text, _BLOCK)
+            line = 0  # bytes since the last line began
+            while block := lines.read(_BLOCK):
+                end = block.rfind(b"\n")
+                line = line + len(block) if end < 0 else len(block) - end - 1
+                if line > _MOST_LINE:
+                    raise _too_long(name)
+                disk = os.fstatvfs(text.fileno())
+                if disk.f_bavail * disk.f_frsize < _SPARED + len(block):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                text.write(block)
             text.flush()
     except OSError as error:  # Arrow's for damage, or a full disk
         raise ValueError(

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from storage.objects import documents
 from storage.objects.digests import PREFIX, digest
 from storage.objects.errors import ObjectDamaged
+from storage.objects.keys import StoredKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +32,7 @@ class ListsRef(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    key: str  # relative to the store
+    key: StoredKey  # relative to the store
     digest: str  # of the object's bytes
     nbytes: int
 
@@ -61,4 +62,5 @@ def attach(run: RunStore, key: str, body: Mapping[str, object]) -> dict[str, obj
         raise ObjectDamaged(
             f"Object {ref.key} is damaged: its digest is {digest(data)}, {key} says {ref.digest}."
         )
-    return {**body, **documents.decode(FORMAT, ref.key, data)}
+    lists = documents.decode(FORMAT, ref.key, data)
+    return {**body, **{name: lists[name] for name in FIELDS if name in lists}}

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from storage.objects import documents
 from storage.objects.errors import ObjectMissing
+from storage.objects.keys import StoredKey
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from storage.runs.stage_store import DATA_SUFFIX
@@ -68,6 +69,16 @@ class UnitMetrics(Record):
     responses: int  # response tokens
     flops: float  # forward and backward
 
+    @model_validator(mode="after")
+    def _are_numbers(self) -> Self:
+        pairs = (text for pair in self.means.values() for text in pair)
+        for text in (*pairs, *self.sums.values(), *self.maxima.values()):
+            try:
+                float.fromhex(text)
+            except (ValueError, OverflowError):
+                raise ValueError(f"{text!r:.40} is no number of a metric") from None
+        return self
+
 
 class Gradient(Record):
     """The marker of a unit: the sum of its tokens' gradients is there."""
@@ -78,7 +89,7 @@ class Gradient(Record):
     device: str  # on which it was computed
     torch: str  # version
     fixed: bool  # whether its sums had a fixed order
-    file: str  # within the folder
+    file: StoredKey  # within the folder
     nbytes: int  # of the file
     digest: str  # of names, types, shapes and bytes of all tensors
     tensors: dict[str, TensorEntry]
@@ -138,7 +149,7 @@ def discard_gradient(run: RunStore, folder: str, unit: int) -> None:
 def remove_gradients(run: RunStore, committed: int) -> list[str]:
     """Remove what is left of steps up to a committed one; returns the keys."""
     folder = f"{run.run}/gradients"
-    steps = [name for name in run.store.children(folder) if name.isdigit()]
+    steps = [name for name in run.store.children(folder) if name.isascii() and name.isdigit()]
     keys: list[str] = []
     for name in steps:
         if int(name) <= committed:

@@ -8,16 +8,17 @@ parent. How an origin is made, and what the parent keeps for it, is in forks.py.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from storage.objects import documents
 from storage.objects.errors import ObjectDamaged
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 FIELD = "origin"  # of run.json
 
@@ -40,7 +41,7 @@ class Origin(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    run: str  # the parent
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the parent
     step: int  # its committed step with whose result the child begins
     at: int  # what the child counts that as: its own first step is at + 1
     commit_digest: str  # of the parent's commit.json of the step
@@ -64,10 +65,7 @@ def origin_of(run: RunStore) -> Origin | None:
     record = run.constant(FIELD)
     if record is None:
         return None
-    try:
-        return Origin.model_validate(record)
-    except ValueError as error:
-        raise ObjectDamaged(f"Object {run.run_json_key} names no valid origin: {error}") from error
+    return documents.validated(Origin, run.run_json_key, cast("Mapping[str, object]", record))
 
 
 def start_of(run: RunStore) -> int:
@@ -91,7 +89,11 @@ def parent_of(run: RunStore, origin: Origin) -> RunStore:
 def ancestry(run: RunStore) -> Iterator[tuple[RunStore, Origin | None]]:
     """The run, its parent, and so on, each with its own origin."""
     current: RunStore | None = run
+    seen: set[str] = set()
     while current is not None:
+        if current.run in seen:
+            raise ObjectDamaged(f"Object {run.run_json_key} is, by way of others, its own origin.")
+        seen.add(current.run)
         origin = origin_of(current)
         yield current, origin
         current = None if origin is None else parent_of(current, origin)

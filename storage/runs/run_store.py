@@ -22,7 +22,7 @@ from storage.runs.stage_store import StageStore, marker_key
 
 RUN_FORMAT = "refrain.run/2"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-VERSION_FOLDER = re.compile(r"v\d+")
+VERSION_FOLDER = re.compile(r"v[0-9]+")
 TRAINED_ROLES = ("actor", "critic")  # whose trainers have snapshots
 FOLDERS = 64  # of steps and stages whose listings are kept
 LISTS = "lists-"  # how the name of an object with the lists of a commit begins
@@ -73,7 +73,7 @@ class RunStore(StageStore):
         """Whether a key is a step's commit.json, or of the form of its lists: these always stay."""
         folder, _, name = key.rpartition("/")
         steps, _, number = folder.rpartition("/")
-        if steps != f"{self.run}/steps" or not number.isdigit():
+        if steps != f"{self.run}/steps" or not number.isascii() or not number.isdigit():
             return False
         return name == "commit.json" or name.startswith(LISTS)
 
@@ -201,4 +201,4 @@ RUN_READERS: dict[str, documents.Reader] = {
 
 
 def _numbers(names: Iterable[str]) -> list[int]:
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())

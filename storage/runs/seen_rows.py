@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from storage.objects.errors import ObjectMissing
+from storage.objects.errors import ObjectDamaged, ObjectMissing
 from storage.prompts.cursor import Cursor, drawn
 from storage.runs.origins import ancestry
 from storage.runs.run_store import RunStore
@@ -75,6 +75,10 @@ def seen_at(run: RunStore, cursor: Cursor, source: RowSource) -> np.ndarray | No
         if source.as_recorded(cursor.digest).digest != cursor.digest:
             return None
         rows = source.row_digests()
+    if cursor.size > len(rows):
+        raise ObjectDamaged(
+            f"A cursor of run {run.run} is of {cursor.size} rows, and its data have {len(rows)}."
+        )
     fresh: Sequence[int] = ()
     if cursor.fresh and cursor.epoch == 0:
         fresh = _fresh(rows, before)
@@ -97,9 +101,14 @@ def _fresh(rows: np.ndarray, before: np.ndarray) -> list[int]:
 
 def _read(run: RunStore, key: str) -> np.ndarray | None:
     try:
-        return np.frombuffer(run.store.read(key), "<u8").astype(np.uint64)
+        data = run.store.read(key)
     except ObjectMissing:
         return None
+    if len(data) % 8:
+        raise ObjectDamaged(
+            f"Object {key} is damaged: it has {len(data)} bytes, and 8 for each row."
+        )
+    return np.frombuffer(data, "<u8").astype(np.uint64)
 
 
 def _rows_key(run: RunStore) -> str:

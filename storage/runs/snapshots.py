@@ -7,17 +7,23 @@ says from which one the state of a version is rebuilt, which may be one of the p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from storage.batches.format import DTYPES
 from storage.objects import documents
 from storage.objects.digests import digest
 from storage.objects.errors import ObjectDamaged, ObjectMissing, StoreError
+from storage.objects.keys import StoredKey
 from storage.runs.origins import origin_of, parent_of
 from storage.runs.run_store import RunStore
 from storage.runs.weights import WeightsRef
+
+if TYPE_CHECKING:
+    from storage.objects.store import Store
 
 FORMAT = "refrain.snapshot/1"
 MARKER = "marker.json"
@@ -30,8 +36,66 @@ class StateFile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    nbytes: int
+    nbytes: int = Field(ge=0)
     digest: str | None  # None where index.json has the digests
+
+
+class Piece(BaseModel):
+    """A part of a tensor, and where its bytes are."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    file: StoredKey  # within the snapshot's folder
+    place: tuple[int, int] = Field(alias="bytes")  # start and stop in the file
+    dtype: str  # safetensors code
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its first element in the tensor; () for its beginning
+    digest: str
+
+    @model_validator(mode="after")
+    def _its_bytes_fit(self) -> Self:
+        start, stop = self.place
+        if self.dtype not in DTYPES:
+            raise ValueError(f"its number format is {self.dtype!r:.40}")
+        wanted = math.prod(self.shape) * DTYPES[self.dtype][0]
+        if min((start, *self.shape, *self.offsets)) < 0 or stop - start != wanted:
+            raise ValueError(
+                f"a piece of the shape {str(list(self.shape))[:80]} takes the bytes {start} to {stop}"
+            )
+        return self
+
+
+class StateTensor(BaseModel):
+    """A tensor of the state."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    shape: tuple[int, ...]
+    chunks: tuple[Piece, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _pieces_lie_within(self) -> Self:
+        for piece in self.chunks:
+            at = piece.offsets or (0,) * len(self.shape)
+            if len(at) != len(self.shape) or len(piece.shape) != len(self.shape):
+                raise ValueError(f"a piece has {len(piece.shape)} dimensions of {len(self.shape)}")
+            ends = (first + size for first, size in zip(at, piece.shape, strict=True))
+            if any(end > size for end, size in zip(ends, self.shape, strict=True)):
+                raise ValueError("a piece reaches past the tensor's end")
+        if {piece.dtype for piece in self.chunks} != {self.chunks[0].dtype}:
+            raise ValueError("its pieces are of several number formats")
+        if sum(math.prod(piece.shape) for piece in self.chunks) < math.prod(self.shape):
+            raise ValueError("its pieces do not make it whole")
+        return self
+
+
+class State(BaseModel):
+    """The index of a snapshot: its numbers and tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    facts: dict[str, int]
+    tensors: dict[str, StateTensor]
 
 
 class Snapshot(BaseModel):
@@ -41,7 +105,7 @@ class Snapshot(BaseModel):
 
     step: int
     key: str  # folder, relative to the store
-    files: dict[str, StateFile]  # by path below the folder
+    files: dict[StoredKey, StateFile]  # by path below the folder
 
 
 def mark(run: RunStore, step: int) -> Snapshot:
@@ -115,16 +179,33 @@ def has_base(run: RunStore, version: int) -> bool:
     return True
 
 
+def read_state(store: Store, folder: str) -> State:
+    """The index of the snapshot in a folder, whose pieces lie within the files that its marker names.
+
+    Raises ObjectMissing, ObjectDamaged.
+    """
+    marker, index = f"{folder}/{MARKER}", f"{folder}/{INDEX}"
+    files = documents.validated(Snapshot, marker, documents.read(store, marker, FORMAT)).files
+    state = documents.validated(State, index, documents.read(store, index, STATE_FORMAT))
+    for name, tensor in state.tensors.items():
+        for piece in tensor.chunks:
+            if piece.file not in files or piece.place[1] > files[piece.file].nbytes:
+                raise ObjectDamaged(
+                    f"Object {index} is no valid state: tensor {name!r:.80} ends at byte "
+                    f"{piece.place[1]} of {piece.file}, after the file."
+                )
+    return state
+
+
 def check_pieces(run: RunStore, folder: str) -> None:
     """Read every piece of every tensor that a snapshot's index lists, and compare its digest.
 
     Raises ObjectMissing, and ObjectDamaged naming the tensor.
     """
-    body = cast("dict[str, Any]", documents.read(run.store, f"{folder}/{INDEX}", STATE_FORMAT))
-    for name, tensor in body["tensors"].items():
-        for piece in tensor["chunks"]:
-            key, (start, stop) = f"{folder}/{piece['file']}", piece["bytes"]
-            if digest(run.store.read_ranges([(key, start, stop)])[0]) != piece["digest"]:
+    for name, tensor in read_state(run.store, folder).tensors.items():
+        for piece in tensor.chunks:
+            key, (start, stop) = f"{folder}/{piece.file}", piece.place
+            if digest(run.store.read_ranges([(key, start, stop)])[0]) != piece.digest:
                 raise ObjectDamaged(
                     f"Object {key} is damaged: the digest of tensor {name!r} does not match."
                 )

@@ -72,6 +72,8 @@ def _blocks(data: memoryview, itemsize: int) -> Iterator[tuple[np.ndarray, np.nd
         try:
             count, width, *sizes = HEAD.unpack_from(data, place)
             place += HEAD.size
+            if count > BLOCK or width not in (2, 4):  # before any memory is taken for them
+                raise ValueError(f"a block has {count} elements, with gaps of {width} bytes")
             parts = []
             for size, each in zip(sizes, (width, itemsize), strict=True):
                 parts.append(_unpack(data[place : place + size], count, each))

@@ -24,6 +24,7 @@ from storage.batches.format import DTYPES
 from storage.objects import documents
 from storage.objects.digests import digest, digest_lines
 from storage.objects.errors import ObjectDamaged, ObjectMissing
+from storage.objects.keys import StoredKey
 from storage.objects.write_behind import announced
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Frozen(BaseModel):
 class Base(Frozen):
     """The version without which another one cannot be read."""
 
-    key: str  # folder, relative to the store
+    key: StoredKey  # folder, relative to the store
     digest: str  # of its tensors
 
 
@@ -61,7 +62,7 @@ class WeightsRef(Frozen):
     """A handle to a policy version: small, JSON by `model_dump`."""
 
     version: int
-    key: str  # folder, relative to the store
+    key: StoredKey  # folder, relative to the store
     digest: str  # of the tensors: names, types, shapes, bytes (see `weights_digest`)
     nbytes: int  # of the tensors
     base: Base | None = None  # None: the version is whole
@@ -71,14 +72,16 @@ class WeightsRef(Frozen):
 class Adapter(Frozen):
     """What the tensors of a version are: two small factors for each weight that it adapts."""
 
-    rank: int
-    alpha: float
+    rank: int = Field(ge=1)
+    alpha: float = Field(allow_inf_nan=False)
 
     @property
     def scale(self) -> float:
         """What the product of two factors is multiplied by."""
         return self.alpha / self.rank
 
+
+MOST_BYTES = 2**63 - 1  # of a tensor, as torch counts them; of an empty one without its zeros
 
 # How a tensor is stored: its bytes; nothing, for they are the base's; its difference from the base's.
 Form = Literal["whole", "same", "changed"]
@@ -87,7 +90,7 @@ Form = Literal["whole", "same", "changed"]
 class TensorEntry(Frozen):
     """Where a tensor lies."""
 
-    file: str
+    file: StoredKey  # within the folder
     dtype: str  # safetensors code
     shape: tuple[int, ...]
     start: int  # byte in the file
@@ -106,7 +109,9 @@ class TensorEntry(Frozen):
         if self.dtype not in DTYPES:
             raise ValueError(f"its number format is {self.dtype!r}")
         if min(self.shape, default=0) < 0:
-            raise ValueError(f"its shape is {list(self.shape)}")
+            raise ValueError(f"its shape is {str(list(self.shape))[:80]}")
+        if math.prod(size or 1 for size in self.shape) * DTYPES[self.dtype][0] > MOST_BYTES:
+            raise ValueError(f"its shape is {str(list(self.shape))[:80]}, more than there can be")
         size = self.stop - self.start
         wanted = {"whole": self.nbytes, "same": 0, "changed": max(size, 0)}[self.form]
         if self.start < 0 or size != wanted:
@@ -143,13 +148,17 @@ class Manifest(Frozen):
     digest: str
     nbytes: int
     tensors: dict[str, TensorEntry]  # in the order in which they were published
-    files: dict[str, FileEntry]
+    files: dict[StoredKey, FileEntry]
     base: Base | None = None  # None: the version is whole
     adapter: Adapter | None = None  # on the base; None: the tensors are the weights
 
     @model_validator(mode="after")
     def _tensors_lie_apart(self) -> Self:
         check_places(self.tensors, {name: file.nbytes for name, file in self.files.items()})
+        if self.base is None and (
+            self.adapter or any(e.form != "whole" for e in self.tensors.values())
+        ):
+            raise ValueError("it names no base, which an adapter or a difference needs")
         return self
 
     @property

@@ -196,3 +196,12 @@ def test_requests_and_bytes_are_counted(s3_store: Store, s3: Endpoint) -> None:
     used = COUNTER.total() - before
     assert used.requests == len(s3.requests) == 6  # three tries to write
     assert (used.bytes_written, used.bytes_read) == (5, 8)
+
+
+def test_a_range_is_as_long_as_its_object_whatever_is_said(s3_store: Store) -> None:
+    """A manifest may say 2^62 bytes: no list of so many parts is made, nor asked for."""
+    s3_store.write("k", b"value")
+    assert bytes(s3_store.read_ranges([("k", 1, 2**62)])[0]) == b"alue"
+    assert bytes(s3_store.read_ranges([("k", 2**40, 2**62)])[0]) == b""
+    with pytest.raises(StoreError, match="does not exist"):
+        s3_store.read_ranges([("none", 1, 2**40)])

@@ -142,3 +142,29 @@ def test_metrics_of_a_unit_come_back_to_the_bit() -> None:
     assert back.sums["loss"].isnan()
     assert back.maxima["ratio"] == float("-inf")
     assert (told.tokens, told.whole, told.responses, told.flops) == (7, 9, 3, 1e12)
+
+
+@pytest.mark.parametrize("shape", [(1,), (64, 1), (8, 8)])
+def test_a_gradient_of_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Torch would add [1] to each element of [64], and make [64, 64] of [64, 1]."""
+    files = files_of(tmp_path)
+    made = gradients(files, 2)
+    odd, _ = write_gradient(
+        files, FOLDER, OF, 2, "rows", {"small": torch.ones(shape)}, torch.float32, MADE, NOTHING
+    )
+    for order in ([*made, odd], [odd, *made]):
+        with (
+            Summed(files, FOLDER, order, torch.device("cpu"), SHAPES) as summed,
+            pytest.raises(Damaged, match="has the shape") as caught,
+        ):
+            summed.first("small")
+        assert caught.value.unit == 2
+
+
+@pytest.mark.parametrize("text", ["", "one", "0x1p99999", "9" * 5000])
+def test_a_metric_that_is_no_number_is_refused(text: str) -> None:
+    known = NOTHING.model_dump()
+    with pytest.raises(ValueError, match="is no number of a metric"):
+        UnitMetrics.model_validate({**known, "sums": {"a": text}})
+    with pytest.raises(ValueError, match="is no number of a metric"):
+        UnitMetrics.model_validate({**known, "means": {"a": ("0x1p0", text)}})

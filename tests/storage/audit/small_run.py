@@ -119,7 +119,10 @@ def snapshot(run: RunStore, step: int) -> None:
     state, folder = b"state of the trainer", run.state_key(step)
     run.store.write(f"{folder}/rank.safetensors", state)
     piece = {"file": "rank.safetensors", "bytes": [0, len(state)], "digest": digest(state)}
-    index = documents.encode(STATE_FORMAT, {"tensors": {"model.w": {"chunks": [piece]}}})
+    piece |= {"offsets": [0], "shape": [len(state)], "dtype": "U8"}
+    tensor = {"shape": [len(state)], "chunks": [piece]}
+    body = {"facts": {"step": step}, "tensors": {"model.w": tensor}}
+    index = documents.encode(STATE_FORMAT, body)
     run.store.write(f"{folder}/{INDEX}", index)
     mark(run, step)
 

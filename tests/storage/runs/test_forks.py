@@ -192,5 +192,5 @@ def test_the_ledger_that_a_child_inherits_has_nothing_in_flight() -> None:
 def test_a_damaged_origin_is_named(parent: RunStore) -> None:
     child = RunStore(parent.store, "odd")
     child.write_run({FIELD: {"run": 3}})
-    with pytest.raises(ObjectDamaged, match=r"odd/run\.json names no valid origin"):
+    with pytest.raises(ObjectDamaged, match=r"odd/run\.json is no valid origin: "):
         origin_of(child)
