@@ -40,6 +40,7 @@ from engines.rewards.protocol import (
     Reply,
     RewardCall,
     SampleScore,
+    SampleTookTooLong,
     Start,
     TrainerState,
     Unscored,
@@ -51,10 +52,6 @@ if TYPE_CHECKING:
     from storage.objects.json_values import JsonValue, Row
 
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
-
-
-class SampleTookTooLong(BaseException):
-    """Raised by the alarm; no Exception, so that a scorer's own handlers let it pass."""
 
 
 def main(socket: int, owner: int, dump: int) -> None:

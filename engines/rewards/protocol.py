@@ -97,6 +97,10 @@ class RewardCall:
     epoch: float
 
 
+class SampleTookTooLong(BaseException):
+    """Raised by the alarm; no Exception, so that a scorer's own handlers let it pass."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleScore:
     """A built-in scorer's score of one sample, and what is stored beside it as if by log_extra."""
