@@ -123,6 +123,7 @@ class Reply:
     tracebacks: Mapping[str, str]  # of the exceptions among those errors, by the error
     metrics: Mapping[str, float]  # by name: mean of the finite values given to log_metric
     extras: Mapping[str, Sequence[JsonValue]]  # columns given to log_extra, one entry per sample
+    miscounted: bool = False  # whether `error` is that there were not as many values as samples
 
 
 class Logs(Protocol):
