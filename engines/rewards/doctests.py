@@ -70,11 +70,11 @@ def _told_by_the_test(example: doctest.Example) -> bool:
         value = ast.parse(example.want.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return example.want.lstrip().startswith("<")  # <Point object>
-    called = {
+    classes = {
         id(part)
         for node in ast.walk(value)
         if isinstance(node, ast.Call)
         for part in ast.walk(node.func)
     }
     names = [node for node in ast.walk(value) if isinstance(node, ast.Name)]
-    return all(id(name) in called or name.id in _NUMBERS for name in names)  # Counter({1: 2})
+    return all(id(name) in classes or name.id in _NUMBERS for name in names)  # Counter({1: 2})

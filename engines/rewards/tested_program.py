@@ -68,8 +68,9 @@ class Pickler(pickle.Pickler):
             return ("exception", self._number(value), value.__name__, bases)
         if type(value) is types.CoroutineType:
             return ("coroutine", self._number(value))
-        if isinstance(value, tuple) and type(getattr(kind, "_fields", None)) is tuple:
-            return ("named", self._number(value), kind.__name__, kind._fields, tuple(value))
+        fields = getattr(kind, "_fields", None)
+        if isinstance(value, tuple) and type(fields) is tuple:
+            return ("named", self._number(value), kind.__name__, fields, tuple(value))
         return array_id(value) or self._number(value)
 
     def _number(self, value: Any) -> int:
@@ -162,7 +163,8 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
                 case "text":
                     answer("gave", str(thing) if name == "str" else repr(thing), (), {})
                 case "set":
-                    answer("gave", setattr(thing, name, arguments[0]), (), {})
+                    setattr(thing, name, arguments[0])
+                    answer("gave", None, (), {})
                 case "set item":
                     thing[arguments[0]] = arguments[1]
                     answer("gave", None, (), {})

@@ -221,7 +221,7 @@ class Program:
         base: Any = namedtuple(name, fields)  # type: ignore[misc]  # ValueError for an odd name
         program = self
 
-        class Named(base):  # type: ignore[misc]
+        class Named(base):
             def __getattr__(self, attribute: str) -> Any:
                 return getattr(program.stands_for(self), attribute)
 
