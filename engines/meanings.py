@@ -16,10 +16,14 @@ GREEDY = "greedy evaluation"
 # Raise one with the change; what changed is in CHANGELOG.md.
 VERSIONS = {
     "reasoning_gym": 1,
-    "math": 2,  # 2: references in LaTeX are read whole, and the last box counts
-    "choice": 2,  # 2: letters in LaTeX and small ones; what is said after the answer counts less
+    # 2: references in LaTeX are read whole, and the last box counts; 3: degrees beside parts of pi,
+    # lists of words, 0 for an answer that takes too long
+    "math": 3,
+    "choice": 3,  # 2: letters in LaTeX and small ones; 3: more ways to say it, in more languages
     "environment": 1,
-    "unit_tests": 2,  # 2: all forms of tests run, and a row without any fails its samples
+    # 2: all forms of tests run, and a row without any fails its samples; 3: doctest, calls in pairs,
+    # named tuples, annotations as they are, texts and attributes of the program's objects
+    "unit_tests": 3,
     GREEDY: 2,  # 2: of tokens that are equally likely the lowest, and no draw
 }
 

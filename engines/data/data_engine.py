@@ -112,9 +112,11 @@ class DataEngine(Scorer):
         made = tokenize(self._source.rows(rows), self._spec.data, self._tokenizer)
         prompts = [ids for ids in made.prompt_ids if len(ids) > 1]
         if not prompts:
+            longest = self._spec.data.max_prompt_tokens
             raise ValueError(
-                f"The first {len(rows)} rows of {self._source.name} give no prompt that fits "
-                f"data.max_prompt_tokens = {self._spec.data.max_prompt_tokens}. Set it higher."
+                f"The first {len(rows)} rows of {self._source.name} give no prompt of 2 to {longest} "
+                "tokens. Set data.max_prompt_tokens higher where they are longer, else "
+                "data.prompt_column to the column that holds the prompts."
             )
         cut = {
             tuple(prompts[number % len(prompts)][:most]) for number, most in enumerate(PROBE_TOKENS)

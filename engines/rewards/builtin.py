@@ -8,30 +8,35 @@ They run in a reward process (engines/rewards/child.py), never in a worker.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
 from configs.data import ReasoningGymSource
 from configs.rewards import ChoiceReward, EnvironmentReward, MathReward, ReasoningGymReward
 from engines.rewards.boxes import boxes_of
-from engines.rewards.protocol import SampleScore
+from engines.rewards.protocol import SampleScore, SampleTookTooLong
 from storage.objects.json_values import Row, unpack
 from storage.prompts.datasets import ReasoningGymRows
 
 Scorer: TypeAlias = Callable[[str, Row], "float | SampleScore | None"]
 
+_EXPENSIVE = 0.5  # seconds of CPU time, of which an honest answer takes some hundredths
 _INTEGER = re.compile(r"[-+]?\d+(?:,\d{3})*")
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 # A letter as answers write it: C, (C), **C**, $C$, \(C\), \text{(C)}, \mathrm{C}.
-_OPENING = r"(?:[\s*_`(\[{$\"']|\\[(\[]|\\(?:text|math)[a-z]*(?=\s*\{)|\\mbox(?=\{))*"
-_CLOSING = r"(?:[\s*_`)\]}$\"']|\\[)\] ])*"
+_OPENING = (
+    r"(?:[\s*_`(\[{<$\"']|\\[(\[]|\\(?:text|math)[a-z]*(?=\s*\{)|\\mbox(?=\{)"
+    r"|\\(?:rm|bf|it|sf|tt)(?![a-z]))*"
+)
+_CLOSING = r"(?:[\s*_`)\]}>$\"']|\\[)\] ])*"
 _END = rf"{_CLOSING}[.,;:!]?{_CLOSING}"
 _ALONE = re.compile(rf"{_OPENING}([A-Za-z]){_END}")
 # C. Paris, (C)\ 12, C - Paris
 _WITH_ITS_CHOICE = re.compile(
-    rf"{_OPENING}([A-Z])(?:\s*[.):]|\s*\}}[.):]|\s+-){_CLOSING}(?:(?<=[\s\}}])|(?<=\.)(?=[A-Z][a-z])).*"
+    rf"{_OPENING}([A-Z])[*_]*(?:\s*[.):]|\s*\}}[.):]|\s+-){_CLOSING}(?:(?<=[\s\}}])|(?<=\.)(?=[A-Z][a-z])).*"
 )
 # Full-width letters and signs, and other quotation marks and dashes, as the ones above.
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
@@ -43,10 +48,11 @@ _ANOTHER = re.compile(
     rf"{_CLOSING}(?:,\s*(?:and|or)\b|,|/|&|\b(?:and|or)\b)\s*(?i:(?:option|choice)\s+)?{_OPENING}"
     rf"[A-Z]\b{_CLOSING}(?=[.,;:!?]|$|\n|(?:because|since|as|but)\b)"
 )
+_HTML = re.compile(r"</?(?:b|strong|i|em|u|p)>", re.IGNORECASE)
 _RUN = re.compile(r"([\s*_`(){}\[\]$])\1{2,}")
 _IS = (
-    r"(?:\s+(?:is|was|(?:should|must|would|will|has\s+to)\s+be)\b\s*:?|\s*[*_`\"]*\s*[:=]"
-    r"|\s+-(?=\s))"
+    r"(?:\s+(?:is|was|(?:should|must|would|will|has\s+to)\s+be)\b\s*:?|\s*(?:[-=]>|\u2192)"
+    r"|\s*[*_`\"']*\s*[:=]|\s+-(?=\s))"
 )
 _OPTION = r"(?:(?:the\s+)?(?:option|choice|letter)\b\s*)?"
 # A capital is a letter, though not I of "I think"; a small one in brackets or at the end of a line.
@@ -60,13 +66,19 @@ _LETTERS = (
         r"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice|one))(?:\s+to\s+(?:this|the)\s+\w+)?)"
         rf"(?i:{_IS})\s*(?i:{_OPTION}){_STATED}"
     ),
-    re.compile(r"\b([A-Z])\b[*)\]]*\s+is\s+(?:the\s+)?(?:correct|right|best)\b"),
+    re.compile(
+        r"\b([A-Z])\b[*)\]]*\s+is\s+(?:the\s+)?(?:correct|right|best|(?<=the )(?:final )?answer)\b"
+    ),
     re.compile(rf"(?i:\b(?:answer|choice|option))(?i:{_IS})?{_STATED}"),
     re.compile(
-        r"(?i:\bI(?:\s+(?:would|will)|'d|'ll)?\s+(?:choose|chose|pick|select|go\s+with)|\bit\s+must\s+be"
-        r"|(?:\u7b54\u6848|\u6b63\u786e\u9009\u9879)\s*(?:\u662f|\u9009|\u4e3a)?\s*:?|r\u00e9ponse\s*:|antwort\s*:|respuesta\s*(?:correcta\s+es|:))"
+        r"(?i:\b(?:I|we)(?:\s+(?:would|will)|'d|'ll)?\s+(?:choose|chose|pick|select|say|go\s+with)"
+        r"|(?:^|\n)\s*(?:choose|pick|select)\b|\bit(?:\s+must\s+be|\s+is|'s)\b|\b(?:correct|solution)\s*:"
+        r"|(?:\u7b54\u6848|\u6b63\u786e\u9009\u9879)\s*(?:\u662f|\u9009|\u4e3a)?\s*:?"
+        r"|r\u00e9ponse\s*(?:(?:correcte\s+)?est(?:\s+la)?\b|:)|antwort\s*(?:(?:ist|lautet)\b|:)"
+        r"|respuesta\s*(?:(?:correcta\s+)?es(?:\s+la)?\b|:))"
         rf"\s*(?i:{_OPTION}){_OPENING}([A-Z])(?![A-Za-z'])"
     ),
+    re.compile(rf"(?i:\b(?:so|thus|hence|therefore)\b),?\s*{_OPENING}(?-i:([A-Z])){_END}(?:\n|$)"),
 )
 
 
@@ -106,12 +118,20 @@ def math_scorer(reward: MathReward) -> Scorer:
 
     None when there is no reference answer. math-verify 0.9's own time limits report a time-out as a
     wrong answer (not reported there), so they are off: the reward process limits each sample's time.
+    An answer that uses it up, such as a tower of powers, is worth 0; where the machine was busy with
+    something else the sample is failed.
     """
     from engines.rewards.math_answers import answers, reference_of
 
     def score(completion: str, row: Row) -> float | None:
         reference = reference_of(reference_text(reward, row))
-        return None if reference is None else float(answers(completion, reference))
+        started = time.process_time()
+        try:
+            return None if reference is None else float(answers(completion, reference))
+        except SampleTookTooLong:
+            if time.process_time() - started < _EXPENSIVE:
+                raise
+            return 0.0
 
     return score
 
@@ -146,7 +166,7 @@ def letter_of(completion: str) -> str | None:
     itself. Of "A or B" it tells none.
     """
     # A long run would be tried in every part.
-    completion = _RUN.sub(r"\1\1", completion.translate(_WIDE))
+    completion = _RUN.sub(r"\1\1", _HTML.sub("", completion.translate(_WIDE)))
     _, closed, said = completion.rpartition("</think>")
     if closed and said.strip():  # a thought is no answer
         completion = said
@@ -159,7 +179,9 @@ def letter_of(completion: str) -> str | None:
         if matches := list(form.finditer(completion)):
             several = _ANOTHER.match(completion, _end_of_letter(matches[-1]))
             return None if several else _group(matches[-1])
-    lines = [match for line in completion.splitlines() if (match := _ALONE.fullmatch(line.strip()))]
+    lines = [
+        match for line in completion.splitlines() if (match := _ALONE.fullmatch(line.strip(" \t#")))
+    ]
     return _group(lines[-1]) if lines else _letter_in(completion)
 
 

@@ -40,6 +40,7 @@ from engines.rewards.protocol import (
     Reply,
     RewardCall,
     SampleScore,
+    SampleTookTooLong,
     Start,
     TrainerState,
     Unscored,
@@ -51,10 +52,6 @@ if TYPE_CHECKING:
     from storage.objects.json_values import JsonValue, Row
 
 _ERROR_CHARACTERS = 500  # of an error's text that are kept
-
-
-class SampleTookTooLong(BaseException):
-    """Raised by the alarm; no Exception, so that a scorer's own handlers let it pass."""
 
 
 def main(socket: int, owner: int, dump: int) -> None:
@@ -151,7 +148,9 @@ class FunctionScorer:
         size = len(call.completions)
         if result is None or len(values) != size:
             got = "None" if result is None else f"{len(values)} values"
-            return _failed_call(f"returned {got} for {size} samples")
+            return _failed_call(
+                f"returned {got} for {size} sample{'s' * (size > 1)}", miscounted=True
+            )
         return _answered([_checked(value) for value in values], logged)
 
     def _arguments(self, call: RewardCall, logged: Logged) -> dict[str, Any]:
@@ -328,7 +327,8 @@ def _answered(checked: Sequence[float | str | None], logged: Logged) -> Reply:
     for column, entries in logged.extras.items():
         if len(entries) != size:
             return _failed_call(
-                f"gave log_extra {len(entries)} values of {column!r} for {size} samples"
+                f"gave log_extra {len(entries)} values of {column!r} for {size} samples",
+                miscounted=True,
             )
     return Reply(
         values=[value if isinstance(value, float) else None for value in checked],
@@ -340,9 +340,11 @@ def _answered(checked: Sequence[float | str | None], logged: Logged) -> Reply:
     )
 
 
-def _failed_call(error: str, trace: str = "") -> Reply:
-    tracebacks = {error: trace} if trace else {}
-    return Reply(values=(), errors={}, error=error, metrics={}, extras={}, tracebacks=tracebacks)
+def _failed_call(error: str, trace: str = "", miscounted: bool = False) -> Reply:
+    return Reply(
+        values=(), errors={}, error=error, metrics={}, extras={}, miscounted=miscounted,
+        tracebacks={error: trace} if trace else {},
+    )  # fmt: skip
 
 
 def _json_value(value: Any) -> JsonValue:

@@ -7,6 +7,10 @@ the deadline each, then those that hung or crashed once more with the whole of i
 hanging samples cannot use up the time of the many good ones, and a process that was killed by
 somebody from outside is no sample's fault.
 
+Where a call gave another number of values than it was given samples, and each part of it as many as
+it should, no sample is at fault and the function is: a function that always returns one value would
+else give it to every sample, once each stands alone. All samples of that call are failed.
+
 All this has to fit into ISOLATION_BUDGET deadlines, counted in the time of calls; a lost process
 counts as an eighth of a deadline at least, however quickly it crashed. A sample that could not be
 reached by then is failed and says so.
@@ -102,6 +106,7 @@ def score_column(process: RewardProcess, batch: RewardCall, seconds: float) -> C
 class _Fault:
     error: str
     costly: bool  # the process was lost: the call hung or crashed
+    miscounted: bool = False  # the call gave another number of values than samples
 
 
 class _Scoring:
@@ -123,8 +128,11 @@ class _Scoring:
 
     def _isolate(self, samples: Sequence[int], fault: _Fault) -> None:
         pending = deque([(samples, fault)])
+        miscounted: list[tuple[Sequence[int], _Fault]] = []
         while pending:
             samples, fault = pending.popleft()
+            if fault.miscounted:
+                miscounted.append((samples, fault))
             if len(samples) == 1:
                 self._column.errors[samples[0]] = fault.error
             elif fault.costly:
@@ -135,6 +143,12 @@ class _Scoring:
                     half_fault = self._attempt(half, self._seconds)
                     if half_fault is not None:
                         pending.append((half, half_fault))
+        guilty = set(self._column.errors)
+        for samples, fault in miscounted:  # of the smallest such call its own count is told
+            if guilty.isdisjoint(samples):
+                for sample in samples:
+                    self._column.errors[sample] = fault.error
+                    self._column.values[sample], self._column.applied[sample] = 0, False
 
     def _one_by_one(self, samples: Sequence[int]) -> None:
         for allowed in (self._seconds * FIRST_LOOK, self._seconds):
@@ -169,7 +183,7 @@ class _Scoring:
             self._budget -= max(time.monotonic() - started, least)
         self._column.tracebacks.update(reply.tracebacks)
         if reply.error is not None:
-            return _Fault(reply.error, costly=False)
+            return _Fault(reply.error, costly=False, miscounted=reply.miscounted)
         self._record(samples, reply)
         return None
 

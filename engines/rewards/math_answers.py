@@ -21,6 +21,7 @@ from math_verify import parse, verify
 from sympy import (
     Basic,
     Eq,
+    Expr,
     Float,
     Ge,
     Gt,
@@ -34,6 +35,7 @@ from sympy import (
     Tuple,
     Union,
     evaluate,
+    pi,
 )
 from sympy import FiniteSet as SymPyFiniteSet
 
@@ -69,6 +71,9 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _FUNCTIONS = "sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp"
 _MATHS_WORD = re.compile(rf"and|inf|infinity|{_FUNCTIONS}")
 _ONLY_WORDS = re.compile(r"\(?[^\W\d_][^\d_\\{}$=<>+*/^]*")
+_JOINED = re.compile(r"\s*(?:[,;]\s*(?:and|or)\b|[,;]|\b(?:and|or)\b)\s*")  # A, B, and C
+_NAME = re.compile(r"[^\W\d_]+(?:[ '.-]+[^\W\d_]+)*")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ(?![a-z])")
 _ANSWER_IS = re.compile(r"answer(?:\s+is)?\s*:?[\s*]*", re.IGNORECASE)
 _NUMERAL = re.compile(r"\(?([-+]?[A-F]*\d[0-9A-F]*)\)?_\{?\(?(\d+)\)?\}?", re.ASCII)
 _BASES = dict(
@@ -152,6 +157,7 @@ class MathValue:
     value: Value | None  # None where it reads no mathematics
     text: str  # that it was read from, normalized
     unit_power: str | None  # 2 of 15 cm^2; None where it says none
+    degrees: bool = False  # whether it is an angle in them: 45^\circ, which math-verify reads as 45
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,10 +212,15 @@ def answers(completion: str, reference: Reference) -> bool:
         return any(_same_time(reference.clock, _clock_of(text, bare=True)) for text in texts)
     if boxes and reference.words is not None:
         return False
-    return any(_same_value(reference.read, _read(text)) for text in read)
+    try:
+        return any(_same_value(reference.read, _read(text)) for text in read)
+    except (*_SYMPY_ERRORS, MemoryError):  # of what the answer is, such as 5000 digits that repeat
+        return False
 
 
 def _same_text(text: str, reference: Reference) -> bool:
+    if _same_names(text, reference):
+        return True
     if reference.words is not None:
         words = _words_of(text)
         if words is None and len(reference.words) == 1:
@@ -217,6 +228,30 @@ def _same_text(text: str, reference: Reference) -> bool:
             words = None if option is None else option[1]
         return words == reference.words
     return _plain(text) == _plain(reference.text)
+
+
+def _same_names(text: str, reference: Reference) -> bool:
+    r"""Whether both are a list of the same words: `A, B` and \text{A and B}.
+
+    In any order where the reference joins them by a word, as lists of people do.
+    """
+    fold = reference.words is not None
+    wanted, given = _names_of(reference.text, fold), _names_of(text, fold)
+    if wanted is None or given is None or len({wanted[1], given[1]} - {""}) > 1:
+        return False
+    return wanted[0] == given[0] or (wanted[1] != "" and sorted(wanted[0]) == sorted(given[0]))
+
+
+def _names_of(text: str, fold: bool) -> tuple[list[str], str] | None:
+    """The words of a list and what joins the last of them: and, or, nothing. None for what is none.
+
+    fold: into small letters.
+    """
+    said = _SPACING.sub(" ", _TEXT.sub(r" \1 ", text)).strip(" \n.")
+    names = [" ".join(name.split()) for name in _JOINED.split(said.lower() if fold else said)]
+    if len(names) < 2 or not all(_NAME.fullmatch(name) for name in names):
+        return None
+    return names, next((one[0] for one in re.finditer(r"\b(?:and|or)\b", said)), "")
 
 
 def _plain(text: str) -> str:
@@ -328,6 +363,7 @@ def _read(text: str) -> MathValue:
         value=None if value is None else _canonical(value, said),
         text=said,
         unit_power=one if power is None else power[1],
+        degrees=_DEGREES.search(text) is not None,
     )
 
 
@@ -391,7 +427,7 @@ def _same_value(gold: MathValue, answer: MathValue) -> bool:
         return False
     if not _brackets_agree(gold, answer):
         return False
-    wanted, given = gold.value, answer.value
+    wanted, given = _angles(gold, answer)
     if isinstance(wanted, Tuple | Interval) and isinstance(given, FiniteSet):
         given = Tuple(*listed(given))  # 3, 4 for the point (3, 4), and in its order
     values = _solution(wanted)
@@ -409,6 +445,18 @@ def _same_value(gold: MathValue, answer: MathValue) -> bool:
             timeout_seconds=None,
         )
     )
+
+
+def _angles(gold: MathValue, answer: MathValue) -> tuple[Value, Value]:
+    """Both values, of an angle in degrees that in radians where the other is a part of pi."""
+    assert gold.value is not None and answer.value is not None
+    found = [gold.value, answer.value]
+    for number, (one, other) in enumerate([(gold, answer), (answer, gold)]):
+        value = found[number]
+        in_radians = not other.degrees and found[1 - number].has(pi)
+        if one.degrees and in_radians and isinstance(value, Expr) and not value.has(pi):
+            found[number] = value * pi / 180
+    return found[0], found[1]
 
 
 def _solution(value: Value) -> Tuple | None:

@@ -97,6 +97,10 @@ class RewardCall:
     epoch: float
 
 
+class SampleTookTooLong(BaseException):
+    """Raised by the alarm; no Exception, so that a scorer's own handlers let it pass."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleScore:
     """A built-in scorer's score of one sample, and what is stored beside it as if by log_extra."""
@@ -119,6 +123,7 @@ class Reply:
     tracebacks: Mapping[str, str]  # of the exceptions among those errors, by the error
     metrics: Mapping[str, float]  # by name: mean of the finite values given to log_metric
     extras: Mapping[str, Sequence[JsonValue]]  # columns given to log_extra, one entry per sample
+    miscounted: bool = False  # whether `error` is that there were not as many values as samples
 
 
 class Logs(Protocol):

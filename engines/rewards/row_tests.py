@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.rewards import UnitTestsReward
 from engines.rewards.collection import Collected, collected, has_statements, parsed
+from engines.rewards.doctests import DOCTEST, docstrings_with_examples, doctest_code, is_doctest
 from storage.objects.json_values import Row
 
 _FENCED = re.compile(r"\s*```\w*[ \t]*\n(.*?)\n?[ \t]*```\s*", re.DOTALL)
@@ -24,28 +25,30 @@ _LITERAL = ("[", "{", "(", '"', "'")  # how JSON, or Python's text of a value, b
 def tests_of(reward: UnitTestsReward, row: Row) -> list[dict[str, Any]]:
     """A row's tests, as engines/rewards/testing_program.py takes them; ValueError if it has none.
 
-    Five forms, as text of JSON or of Python or as they are:
+    Six forms, as text of JSON or of Python or as they are:
 
         "def test_one(): …", a class Test… or TestCase, or asserts      a test for each function
         "def check(candidate): …"                                      the function
+        ">>> add(1, 2)\n3\n", or such examples in docstrings           a text of doctest
         ["assert add(1, 2) == 3", …]                                   those of each text
         {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}                standard input and output
         [{"input": "1 2\\n", "output": "3\\n"}, …]                       the same
 
     With "fn_name" beside inputs and outputs, a test calls that function with the values of an input.
-    A pair of the testtype functional (LiveCodeBench) calls the function that the row names, with the
-    values of JSON in the lines of its input.
+    A pair of the testtype functional (LiveCodeBench), or of the type function_call (SYNTHETIC-1),
+    calls the function that it or the row names; text as input has a value of JSON in each line. Pairs
+    may be a dict's test_cases.
     """
     column = _value(row.get(reward.tests_column))
     setup = row.get(reward.setup_column) if reward.setup_column is not None else None
     before = "\n".join(map(str, setup)) if isinstance(setup, list) else str(setup or "")
     function = row.get(reward.function_column)
-    name = function if isinstance(function, str) and function.strip() else None
+    name = _function_name(_value(function))
     tests: list[dict[str, Any]] = []
     if isinstance(column, str):
         tests = _of_texts([column], before, name)
     elif isinstance(column, Mapping):
-        tests = _of_pairs(column)
+        tests = _of_dict(column, before, name)
     elif isinstance(column, list):
         tests = _of_list(column, before, name)
     # A program that prints nothing passes a test that expects nothing.
@@ -86,11 +89,16 @@ def _of_list(entries: list[Any], before: str, function: str | None) -> list[dict
                 f"a row's test is neither a text nor has it input and output: {entry!r:.100}"
             )
         kind = entry.get("testtype", "stdin")
-        if kind == "functional" and function is not None:
-            tests.append(_functional(function, entry["input"], entry["output"]))
-        elif kind == "stdin":
+        called = kind == "functional" or entry.get("type") == "function_call"
+        name = _function_name(entry) or _function_name(_value(entry.get("metadata"))) or function
+        if (called or entry.get("fn_name")) and name is not None:
+            output = entry["output"]
+            wrapped = kind != "functional" and isinstance(output, list) and len(output) == 1
+            tests.append(_call(name, entry["input"], output, wrapped))
+        elif kind == "stdin" and not called:
             tests.append(_printing(entry["input"], entry["output"]))
         else:
+            kind = "function_call" if kind == "stdin" else kind
             raise ValueError(
                 f"tests of the kind {kind!r} are not known: stdin is, and functional where "
                 "function_column names a column with the function's name"
@@ -98,15 +106,29 @@ def _of_list(entries: list[Any], before: str, function: str | None) -> list[dict
     return tests
 
 
-def _functional(function: str, given: object, expected: object) -> dict[str, Any]:
+def _function_name(value: object) -> str | None:
+    """The function that a value names: itself as a text, or its fn_name or func_name."""
+    if isinstance(value, Mapping):
+        value = value.get("fn_name") or value.get("func_name")
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def _values_of(given: object) -> list[list[Any]]:
+    """The arguments of a call, as each way to read its input has them."""
+    if not isinstance(given, str):
+        return [given] if isinstance(given, list) else []
+    lines = [_json(line) for line in given.split("\n") if line.strip()]
+    # A list by itself is the only argument, or the arguments.
+    return [lines, *lines] if len(lines) == 1 and isinstance(lines[0], list) else [lines]
+
+
+def _json(text: str) -> Any:
     try:
-        arguments = [json.loads(line) for line in str(given).split("\n") if line.strip()]
-        value = json.loads(str(expected))
+        return json.loads(text)
     except ValueError as error:
         raise ValueError(
             f"a functional test has input or output that is no JSON: {error}"
         ) from None
-    return _call(function, arguments, value, wrapped=False)
 
 
 def _bare(text: str) -> str:
@@ -122,9 +144,15 @@ def _of_texts(texts: list[str], before: str, function: str | None) -> list[dict[
     """The tests of each text. One without tests, such as imports, comes before those that follow."""
     tests: list[dict[str, Any]] = []
     for text in map(_bare, texts):
+        if is_doctest(text):
+            tests.append(_calling(doctest_code(text), before, Collected(function=DOCTEST), None))
+            continue
         tree = parsed(text, "tests")
         found = collected(tree, parsed(before, "setup statements"), function is not None)
-        if not found and has_statements(tree):
+        if not found and (examples := docstrings_with_examples(tree)):
+            one = Collected(function=DOCTEST)
+            tests += [_calling(doctest_code(text), before, one, None) for text in examples]
+        elif not found and has_statements(tree):
             before = f"{before}\n{text}"
         tests += [_calling(text, before, one, function) for one in found]
     return tests
@@ -140,6 +168,16 @@ def _calling(code: str, setup: str, one: Collected, function: str | None) -> dic
         "case": one.case,
         "argument": function if one.takes_candidate else "",
     }
+
+
+def _of_dict(column: Mapping[str, Any], before: str, function: str | None) -> list[dict[str, Any]]:
+    cases = _value(column.get("test_cases"))
+    if not isinstance(cases, list):
+        return _of_pairs(column)
+    language = column.get("language") or "python"
+    if str(language).lower() not in ("python", "python3", "py"):
+        raise ValueError(f"a row's tests are of programs in {language}, and Python is run")
+    return _of_list(cases, before, _function_name(column) or function)
 
 
 def _of_pairs(column: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -170,17 +208,26 @@ def _of_pairs(column: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _call(name: object, given: object, expected: object, wrapped: bool) -> dict[str, Any]:
     identifier = isinstance(name, str) and name.removeprefix("Solution().").isidentifier()
-    if not isinstance(name, str) or not identifier or not isinstance(given, list):
+    ways = _values_of(given)
+    if not isinstance(name, str) or not identifier or not ways:
         raise ValueError(f"tests of the function {name!r} do not give it a list of arguments")
+    if isinstance(given, str) and isinstance(expected, str):
+        expected = _json(expected)
     either = " or _found == _expected[0]" if wrapped else ""
     code = (
         "def _listed(value):\n"
         "    return [*map(_listed, value)] if type(value) in (list, tuple) else value\n"
         "def check(candidate):\n"
         "    inf, nan = float('inf'), float('nan')\n"  # as JSON has them
-        f"    _given, _expected = {given!r}, {expected!r}\n"
-        "    _found = _listed(candidate(*_given))\n"
-        f"    assert _found == _expected{either}\n"
+        f"    _ways, _expected = {ways!r}, {expected!r}\n"
+        "    for _number, _given in enumerate(_ways, 1):\n"
+        "        try:\n"
+        "            _found = _listed(candidate(*_given))\n"
+        f"            assert _found == _expected{either}\n"
+        "            return\n"
+        "        except Exception:\n"
+        "            if _number == len(_ways):\n"
+        "                raise\n"
     )
     return _calling(code, "", Collected(function="check", takes_candidate=True), name)
 

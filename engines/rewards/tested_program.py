@@ -5,6 +5,7 @@ guards anything: the program may change all of it, and then answers for itself.
 """
 
 from __future__ import annotations
+import __future__
 
 import io
 import os
@@ -38,14 +39,22 @@ def array_of(dtype: str, shape: tuple[int, ...] | None, data: bytes) -> Any:
 class Pickler(pickle.Pickler):
     """Writes plain data, and numbers for everything else."""
 
-    def __init__(self, file: IO[bytes], plain: dict[str, set[str]], things: list[Any]) -> None:
+    def __init__(
+        self,
+        file: IO[bytes],
+        plain: dict[str, set[str]],
+        things: list[Any],
+        numbers: dict[int, int],
+    ) -> None:
         super().__init__(file, 4)
         self._plain, self._things = plain, things
+        self._numbers = numbers  # place of each thing, by its id
 
     def persistent_id(self, value: Any) -> int | tuple[Any, ...] | None:
         """The number of what stays in this process, with what the other side makes of it.
 
-        A coroutine is one there too, and a class of exceptions has one that stands for it.
+        A coroutine is one there too, a named tuple is one with the same fields, and a class of
+        exceptions has one that stands for it.
         """
         kind = value if type(value) is type else type(value)
         if value is None or kind in (bool, int, float, complex, str, bytes):
@@ -59,14 +68,17 @@ class Pickler(pickle.Pickler):
             return ("exception", self._number(value), value.__name__, bases)
         if type(value) is types.CoroutineType:
             return ("coroutine", self._number(value))
+        fields = getattr(kind, "_fields", None)
+        if isinstance(value, tuple) and type(fields) is tuple:
+            return ("named", self._number(value), kind.__name__, fields, tuple(value))
         return array_id(value) or self._number(value)
 
     def _number(self, value: Any) -> int:
-        for number, thing in enumerate(self._things if isinstance(value, type) else ()):
-            if thing is value:
-                return number
-        self._things.append(value)
-        return len(self._things) - 1
+        """The place of an object among those that stay: of one object always the same."""
+        number = self._numbers.setdefault(id(value), len(self._things))
+        if number == len(self._things):
+            self._things.append(value)  # and so its id stays its own
+        return number
 
 
 class Unpickler(pickle.Unpickler):
@@ -83,15 +95,35 @@ class Unpickler(pickle.Unpickler):
         return self._things[number]
 
 
+def loaded(source: str) -> types.ModuleType:
+    """The module of a program.
+
+    LeetCode's have annotations without the import of typing that they need: these are run again,
+    their annotations unevaluated.
+    """
+    unevaluated = __future__.annotations.compiler_flag
+    for flags in (0, unevaluated):
+        module = sys.modules["program"] = types.ModuleType("program")
+        code = compile(source, "program", "exec", flags, dont_inherit=True)
+        try:
+            exec(code, module.__dict__)
+            break
+        except NameError:
+            if flags == unevaluated:
+                raise
+    return module
+
+
 def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
     """Load the program, then do what it is told to until it is killed."""
     plain = pickle.load(orders)
     source = pickle.load(orders)
     things: list[Any] = []
+    numbers: dict[int, int] = {}
 
     def answer(*values: Any) -> None:
         buffer = io.BytesIO()
-        Pickler(buffer, plain, things).dump(values)
+        Pickler(buffer, plain, things, numbers).dump(values)
         data = buffer.getvalue()
         answers.write(len(data).to_bytes(8, "big") + data)
         answers.flush()
@@ -99,9 +131,8 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
     def told(error: BaseException) -> None:
         answer("raised", type(error), str(error)[:300])
 
-    module = sys.modules["program"] = types.ModuleType("program")
     try:
-        exec(compile(source, "program", "exec"), module.__dict__)
+        module = loaded(source)
         names = {k: v for k, v in vars(module).items() if not k.startswith("__")}
         answer("loaded", {k: v for k, v in names.items() if type(v) is not types.ModuleType})
     except BaseException as error:
@@ -129,6 +160,25 @@ def main(orders: IO[bytes], answers: IO[bytes]) -> NoReturn:
                     answer("gave", loop.run_until_complete(thing), (), {})
                 case "length":
                     answer("gave", len(thing), (), {})
+                case "text":
+                    answer("gave", str(thing) if name == "str" else repr(thing), (), {})
+                case "set":
+                    setattr(thing, name, arguments[0])
+                    answer("gave", None, (), {})
+                case "set item":
+                    thing[arguments[0]] = arguments[1]
+                    answer("gave", None, (), {})
+                case "delete item":
+                    del thing[arguments[0]]
+                    answer("gave", None, (), {})
+                case "is a":
+                    answer("gave", isinstance(arguments[0], thing), (), {})
+                case "enter":
+                    answer("gave", type(thing).__enter__(thing), (), {})
+                case "exit":
+                    kind = type(arguments[0]) if arguments[0] is not None else None
+                    type(thing).__exit__(thing, kind, arguments[0], None)
+                    answer("gave", None, (), {})
         except BaseException as error:
             told(error)
 

@@ -33,6 +33,7 @@ import tempfile
 import time
 import traceback
 import types
+from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -105,15 +106,41 @@ class Thing:
     """A function, class or object of the program, which stays where it is."""
 
     def __init__(self, program: Program, number: int) -> None:
-        self.__program, self.__number = program, number
+        vars(self).update(_Thing__program=program, _Thing__number=number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self.__program.ask("call", self.__number, "", arguments, named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in ("__name__", "__qualname__", "__wrapped__"):
             raise AttributeError(name)
         return self.__program.ask("attribute", self.__number, name, (), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__program.ask("set", self.__number, name, (value,), {})
+
+    def __str__(self) -> str:
+        return self.__text("str")
+
+    def __repr__(self) -> str:
+        return self.__text("repr")
+
+    def __text(self, which: str) -> str:
+        text = self.__program.ask("text", self.__number, which, (), {})
+        return text if type(text) is str else "an object of the program"
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        if type(instance) is not Thing:
+            return False
+        return self.__program.ask("is a", self.__number, "", (instance,), {}) is True
+
+    def __enter__(self) -> Any:
+        return self.__program.ask("enter", self.__number, "", (), {})
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        """It keeps no error from being raised: one may be a test's own, or the program's."""
+        builtin = value is not None and kind.__module__ == "builtins"
+        self.__program.ask("exit", self.__number, "", (value if builtin else None,), {})
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.__program.ask("items", self.__number, "", (), {}))
@@ -123,6 +150,12 @@ class Thing:
 
     def __getitem__(self, key: Any) -> Any:
         return self.__program.ask("item", self.__number, "", (key,), {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__program.ask("set item", self.__number, "", (key, value), {})
+
+    def __delitem__(self, key: Any) -> None:
+        self.__program.ask("delete item", self.__number, "", (key,), {})
 
     def __len__(self) -> int:
         size = self.__program.ask("length", self.__number, "", (), {})
@@ -168,6 +201,42 @@ class Program:
         self.names: dict[str, Any] = {}
         self.lost: str | None = None  # why it gives no more answers; no test passes then
         self._exceptions: dict[int, type[BaseException]] = {}
+        self._things: dict[int, Thing] = {}
+        self._classes: dict[tuple[str, tuple[str, ...]], Any] = {}  # of named tuples
+        self._tuples: dict[int, tuple[Any, Thing]] = {}  # those, by id
+
+    def thing(self, number: int) -> Thing:
+        """An object of the program: one here for each there."""
+        return self._things.setdefault(number, Thing(self, number))
+
+    def named(self, number: int, name: str, fields: tuple[str, ...], values: Any) -> Any:
+        """A named tuple of the program, as one whose methods are asked for there."""
+        if (name, fields) not in self._classes:
+            self._classes[name, fields] = self._named_class(name, fields)
+        made = self._classes[name, fields](*values)
+        self._tuples[id(made)] = (made, self.thing(number))
+        return made
+
+    def _named_class(self, name: str, fields: tuple[str, ...]) -> Any:
+        base: Any = namedtuple(name, fields)  # type: ignore[misc]  # ValueError for an odd name
+        program = self
+
+        class Named(base):
+            def __getattr__(self, attribute: str) -> Any:
+                return getattr(program.stands_for(self), attribute)
+
+            def __setstate__(self, state: Any) -> NoReturn:
+                raise pickle.UnpicklingError("the program writes what a tuple is")
+
+        Named.__name__ = Named.__qualname__ = name
+        return Named
+
+    def stands_for(self, value: Any) -> Any:
+        """The Thing that a value is, or is a named tuple of; None for everything else."""
+        if type(value) is Thing:
+            return value
+        made, thing = self._tuples.get(id(value), (None, None))
+        return thing if made is value else None
 
     def load(self, source: str) -> None:
         """Run the program's text; its names are there then."""
@@ -205,6 +274,8 @@ class Program:
         self, what: str, number: int, name: str, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         """What a thing of the program gives; its exception, if it is a built-in one, is raised."""
+        if self.lost is not None:
+            raise ProgramFailed(self.lost)
         buffer = io.BytesIO()
         try:
             _Pickler(self, buffer, 4).dump((what, _Reference(number), name, arguments, named))
@@ -224,7 +295,8 @@ class Program:
         return value
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process; what is asked of it then is an error, as where one's text is printed."""
+        self.lost = self.lost or "the program has ended"
         _end(self._process)
         os.close(self._orders)
         os.close(self._answers)
@@ -294,8 +366,9 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> int | tuple[Any, ...] | None:
         if type(value) is _Reference:
             return value.number
-        if type(value) is Thing:
-            return value.number_of(self._program)
+        if (thing := self._program.stands_for(value)) is not None:
+            number: int | None = thing.number_of(self._program)
+            return number
         return self._program.arrays.array_id(value)
 
     def reducer_override(self, value: Any) -> Any:
@@ -322,8 +395,10 @@ class _Unpickler(pickle.Unpickler):
                 return self._program.awaited(number)
             case ("array", str(dtype), tuple() | None as shape, bytes(data)):
                 return self._program.arrays.array_of(dtype, shape, data)
+            case ("named", int(number), str(name), tuple(fields), tuple(values)):
+                return self._program.named(number, name, fields, values)
             case _:
-                return Thing(self._program, int(number))
+                return self._program.thing(int(number))
 
     def find_class(self, module: str, name: str) -> Any:
         # Python writes the names of its version 2 only in older protocols than the program's side.
@@ -376,8 +451,8 @@ def by_calls(
     try:
         program.load(source)
         names = _namespace(program, text, aliases, "tests" if test["function"] else "__main__")
-        exec(compile(test["setup"], "setup", "exec"), names)
-        exec(compile(test["code"], "test", "exec"), names)
+        for part in ("setup", "code"):  # without what this file imports from __future__
+            exec(compile(test[part], part, "exec", dont_inherit=True), names)
         if test["function"]:
             cases.run(names, test, lambda: _named(program, test["argument"]))
         if program.lost is not None:

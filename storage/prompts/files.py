@@ -219,6 +219,11 @@ class JsonLines(PromptSource):
             raise ValueError(
                 f"{self._row_name(index)} of {self.name} is not JSON: {error}."
             ) from None
+        except RecursionError:
+            raise ValueError(
+                f"{self._row_name(index)} of {self.name} has lists or objects within each other too "
+                "deep to be read. Write such a value as a text."
+            ) from None
         if not isinstance(row, dict):
             raise ValueError(f"{self._row_name(index)} of {self.name} is not a JSON object.")
         return row

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from storage.objects.digests import canonical_row
-from storage.objects.json_values import Row, plain
+from storage.objects.json_values import JsonValue, Row, plain
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -107,7 +107,13 @@ def first_null(table: Table, column: str) -> int | None:
 
 
 def plain_row(row: dict[str, Any], row_name: str) -> Row:
-    try:
-        return {column: plain(value) for column, value in row.items()}
-    except TypeError as error:
-        raise ValueError(f"{row_name} cannot be kept as JSON: {error}.") from None
+    found: dict[str, JsonValue] = {}
+    for column, value in row.items():
+        try:
+            found[column] = plain(value)
+        except TypeError as error:
+            raise ValueError(
+                f"{row_name} cannot be kept as JSON: {error}, in the column '{column}'. Write it as "
+                "text, or leave the column out."
+            ) from None
+    return found

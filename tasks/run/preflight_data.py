@@ -36,11 +36,13 @@ from engines.rewards.judge import check_local_judge
 from engines.rewards.judge_rubric import read_rubric
 from engines.rewards.protocol import EPISODE_COLUMNS
 from engines.rewards.reward_model import check_reward_model
+from storage.objects.json_values import JsonValue, Row
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from tasks.run.suite import Suite
 
 ROWS = 1024  # first rows whose prompts are looked at one by one
+DEEPEST = 200  # lists and objects within each other; pickle ends at some hundreds
 TOKENIZED = 64  # of them, whose tokens are looked at
 
 
@@ -79,8 +81,8 @@ def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
 def check_rows(model: Model, data: DataConfig, source: PromptSource, resumed: bool = False) -> str:
     """Whether rows have the columns that the settings name, and prompts that fit the template.
 
-    The first prompts must not all be longer than data.max_prompt_tokens, since some are needed to
-    compare the engines.
+    The first prompts must not all be longer than data.max_prompt_tokens or empty, since some are
+    needed to compare the engines.
     """
     source.check_columns([name for name in (data.prompt_column, data.state_column) if name])
     found = f"{source.name}: {len(source)} rows; columns {', '.join(source.columns)}"
@@ -93,11 +95,34 @@ def check_rows(model: Model, data: DataConfig, source: PromptSource, resumed: bo
         try:
             prompts.append(prompt_of(row, data))
             fits_template(prompts[-1], data)
+            if not resumed:
+                _check_depth(row)
         except ValueError as error:
             raise ValueError(f"Row {number} of {source.name}: {error}") from None
     if not resumed:
         check_prompts(model, data, source.name, prompts)
     return f"{found}; template {data.template} fits the first {len(prompts)}"
+
+
+def _check_depth(row: Row) -> None:
+    """ValueError for a value too deep to be handed from process to process."""
+    for column, value in row.items():
+        level: list[JsonValue] = [value]
+        depth = 0
+        while level and depth <= DEEPEST:
+            inner = [one for one in level if isinstance(one, (list, dict))]
+            level = [
+                item
+                for one in inner
+                for item in (one.values() if isinstance(one, dict) else one)
+                if isinstance(item, (list, dict))
+            ]
+            depth += 1
+        if level:
+            raise ValueError(
+                f"Column '{column}' has lists or objects within each other more than {DEEPEST} deep. "
+                "Write such a value as a text."
+            )
 
 
 def check_prompts(model: Model, data: DataConfig, source: str, prompts: Sequence[Prompt]) -> None:
@@ -122,6 +147,13 @@ def check_prompts(model: Model, data: DataConfig, source: str, prompts: Sequence
         raise ValueError(
             f"data.max_prompt_tokens = {data.max_prompt_tokens}, but the shortest of the first "
             f"{len(plain)} prompts of {source} has {shortest} tokens. Set it higher."
+        )
+    made = isinstance(data.source, ReasoningGymSource)  # then a text stands for its prompts
+    if not made and all(len(ids) < 2 for ids in encoded[len(plain) :][: len(plain)]):
+        raise ValueError(
+            f"None of the first {len(plain)} prompts of {source} has more than one token; column "
+            f"'{data.prompt_column}' is empty there. Set data.prompt_column to the one that holds "
+            "the prompts."
         )
     facts = model_facts(model)
     known = None if facts is None else facts.rows

@@ -116,7 +116,8 @@ def packed_attention(
     Args:
         module, attention_mask: Not used; the layout says what is attended to.
         query: [1, H, T, D] of H heads.
-        key, value: [1, G, T, D]; H is a multiple of G.
+        key: [1, G, T, D]; H is a multiple of G.
+        value: [1, G, T, E]; where E is not D, the smaller is padded with zeros (latent attention).
         packed_layout: Of the T tokens, as the caller passed it to the model.
         sequence_group: Ranks that share the tokens; then query, key and value are of this rank's
             alone, and so is what is returned.
@@ -124,7 +125,7 @@ def packed_attention(
         sliding_window: The model's attention window in tokens; longer sequences are refused.
 
     Returns:
-        [1, T, H, D], and None for the scores.
+        [1, T, H, E], and None for the scores.
 
     Raises:
         ValueError: The model's attention has dropout, soft-capped scores, sinks, or a window
@@ -140,6 +141,8 @@ def packed_attention(
             f"A sequence of {packed_layout.longest} tokens is longer than the model's attention "
             f"window of {sliding_window}. Lower rollout.max_new_tokens or filter long prompts."
         )
+    given = value.shape[3]
+    query, key, value = _of_one_size(query, key, value)
     if sequence_group is not None:
         tokens = packed_layout.collapse.numel()
         query, key, value = sequence_group.to_heads(query, key, value, tokens)
@@ -150,7 +153,17 @@ def packed_attention(
     else:
         out = _dense(q, k, v, packed_layout, scaling)
     out = _Collapse.apply(out.reshape(-1, heads * size), packed_layout).view(1, -1, heads, size)
-    return (out if sequence_group is None else sequence_group.to_tokens(out)), None
+    out = out if sequence_group is None else sequence_group.to_tokens(out)
+    return (out if given == size else out[..., :given]), None
+
+
+def _of_one_size(*heads: Tensor) -> list[Tensor]:
+    """Each [1, H, T, D] with zeros up to the largest D: scores and the values' own part stay.
+
+    Kernels for sequences of any length take no other values than of the size of keys.
+    """
+    largest = max(x.shape[3] for x in heads)
+    return [x if x.shape[3] == largest else F.pad(x, (0, largest - x.shape[3])) for x in heads]
 
 
 def _to_slots(x: Tensor, layout: AttentionLayout) -> Tensor:

@@ -71,6 +71,34 @@ from engines.rewards.builtin import choice_scorer, letter_of
         ("So I choose B.", "B"),
         ("I'd go with C.", "C"),
         ("It must be A.", "A"),
+        # Arrows, headings, tags, dictionaries.
+        ("Final choice -> D", "D"),
+        ("Answer \u2192 D", "D"),
+        ("#### C", "C"),
+        ("Answer: <C>", "C"),
+        ("Answer: <b>C</b>", "C"),
+        ("{'answer': 'c'}", "C"),
+        (r"\boxed{\rm C}", "C"),
+        (r"\boxed{\bf{C}}", "C"),
+        ("**B**: because", "B"),
+        # Other sentences.
+        ("B is the answer", "B"),
+        ("B is the final answer.", "B"),
+        ("Choose B", "B"),
+        ("I'll say B", "B"),
+        ("I think it is C", "C"),
+        ("It's B", "B"),
+        ("So, B.", "B"),
+        ("A is too small. Thus **(C)**", "C"),
+        ("Correct: B", "B"),
+        ("Solution: B", "B"),
+        ("La respuesta correcta es la B", "B"),
+        ("La r\u00e9ponse est C", "C"),
+        ("Die richtige Antwort ist D", "D"),
+        ("It's A good idea, so I choose D", "D"),
+        ("B is the answer to nothing. The answer is A.", "A"),
+        ("It's a good one.", None),
+        ("So a number it is", None),
         # A thought is no answer.
         ("<think>Answer: A. Hmm</think>B", "B"),
         (r"<think>\boxed{A}</think> B", "B"),
@@ -106,7 +134,14 @@ def test_the_score_is_none_where_the_reference_is_no_letter() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    ["answer:" + " " * 50_000, "answer is " + "*" * 50_000, "(* " * 20_000, "A is " * 20_000],
+    [
+        "so, " * 20_000,
+        "<" * 50_000,
+        "answer:" + " " * 50_000,
+        "answer is " + "*" * 50_000,
+        "(* " * 20_000,
+        "A is " * 20_000,
+    ],
 )
 def test_long_nonsense_takes_no_time(said: str) -> None:
     started = time.perf_counter()

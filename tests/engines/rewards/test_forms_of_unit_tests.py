@@ -143,6 +143,62 @@ FORMS: dict[str, Any] = {
     "indented": "\n    def test_a():\n        assert add(1, 2) == 3\n",
     "list of indented": [" assert add(1, 2) == 3", "\tassert add(1, 1) == 2"],
     "one pair": ({"input": "1 2", "output": "3\n"}, None, "print(sum(map(int, input().split())))"),
+    "doctest": ">>> add(1, 2)\n3\n\nTexts too:\n>>> print(add('a', 'b'))\nab\n>>> add(1, 'a')\nTraceback (most recent call last):\nTypeError: unsupported operand type(s) for +: 'int' and 'str'\n",
+    "doctest in a docstring of stubs": (
+        "import doctest\ndef add(a, b):\n    \"\"\"Add.\n\n    >>> add(1, 2)\n    3\n    \"\"\"\n"
+        "if __name__ == '__main__':\n    doctest.testmod()\n"
+    ),
+    "list of doctest texts": [">>> add(1, 2)\n3", ">>> two = add(1, 1)\n>>> {two: [two]}\n{2: [2]}\n"],
+    "doctest of what it is": (">>> color()\n<Color.RED: 1>\n>>> color() is Color.RED\nTrue\n", None, "import enum\nclass Color(enum.Enum):\n    RED = 1\ndef color(): return Color.RED"),
+    "fn_name, lines of JSON": {"fn_name": "add", "inputs": ["1\n2", "2\n2"], "outputs": ["3", "4"]},
+    "fn_name, arguments as JSON": {"fn_name": "add", "inputs": ["[1, 2]"], "outputs": ["3"]},
+    "fn_name, a list as JSON": ({"fn_name": "most", "inputs": ["[1, 2]"], "outputs": ["2"]}, None, "def most(numbers): return max(numbers)"),
+    "function calls of SYNTHETIC-1": [
+        {"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]},
+        {"type": "function_call", "fn_name": "add", "input": [1, 1], "output": 2},
+    ],
+    "test_cases beside a language": (
+        json.dumps({"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1 2\n", "output": "3\n"}]}),
+        None,
+        "print(sum(map(int, input().split())))",
+    ),
+    "functional, named in its metadata": [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}],
+    "functional, named in the row's metadata": (
+        [{"input": "1\n2", "output": "3", "testtype": "functional"}],
+        json.dumps({"func_name": "add"}),
+    ),
+    "annotations that the program looks at": (
+        "assert add(1, 2) == 3",
+        None,
+        "def typed(f):\n    def g(*a):\n        assert all(map(isinstance, a, f.__annotations__.values()))\n        return f(*a)\n    return g\n"
+        "@typed\ndef add(a: int, b: int): return a + b",
+    ),
+    "annotations without the import": (
+        "assert Solution().first([3]) == 3",
+        None,
+        "class Solution:\n    def first(self, a: List[int]) -> Optional[int]: return a[0]",
+    ),
+    "named tuples": (
+        "p = add(1, 2)\nassert p == (1, 2) and p.y == 2 and p.total() == total(p) == 3 and [p] == [(1, 2)]",
+        None,
+        "from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\n    y: int\n    def total(self): return self.x + self.y\n"
+        "def add(a, b): return P(a, b)\ndef total(p): return p.total()",
+    ),
+    "objects of the program": (
+        "box = Box(1)\nbox.x = 3\nbox['a'] = 4\nbox['b'] = 5\ndel box['b']\n"
+        "assert box.get() == 3 and box['a'] == 4 and str(box) == 'Box of 3' and f'{box}' == repr(box) + ' of 3'\n"
+        "assert isinstance(box, Box) and not isinstance(3, Box) and not isinstance(box, Other) and box.me() is box\n"
+        "with box as opened:\n    assert opened == 3\nassert box.closed and Box.__name__ == 'Box'\n",
+        None,
+        "class Other: pass\n"
+        "class Box:\n    closed = False\n"
+        "    def __init__(self, x): self.x, self.items = x, {}\n"
+        "    def get(self): return self.x\n    def me(self): return self\n"
+        "    def __setitem__(self, k, v): self.items[k] = v\n    def __getitem__(self, k): return self.items[k]\n"
+        "    def __delitem__(self, k): del self.items[k]\n"
+        "    def __str__(self): return f'Box of {self.x}'\n    def __repr__(self): return 'Box'\n"
+        "    def __enter__(self): return self.x\n    def __exit__(self, *error): self.closed = error == (None,) * 3\n",
+    ),
 }  # fmt: skip
 
 NO_TESTS: dict[str, Any] = {
@@ -187,6 +243,13 @@ NO_TESTS: dict[str, Any] = {
     "a number": 3,
     "list of lists": [["assert add(1, 2) == 3"]],
     "no Python": "assert add(1, 2) = 3",
+    "doctest that says nothing": ">>> add(1, 2)\n>>> add(2, 2)\n",
+    "doctest of what a program prints": ">>> add(1, 2)\n3\n>>> show(3)\nthe sum is 3\n",
+    "doctest that is not one": ">>>add(1, 2)\n3\n",
+    "doctest of nothing of the program": ">>> 1 + 1\n2\n",
+    "test cases of another language": {"language": "cpp", "test_cases": [{"input": "1 2\n", "output": "3\n"}]},
+    "function calls that name none": [{"type": "function_call", "input": [1, 2]}],
+    "inputs that are no JSON": {"fn_name": "add", "inputs": ["one\ntwo"], "outputs": ["3"]},
     "list with no Python": ["assert add(1, 2) == 3", "assert add("],
     "a missing library": "import freezegun\nassert add(1, 2) == 3\n",
     "a missing name": "from math import nothing\nassert add(1, 2) == 3\n",

@@ -10,7 +10,9 @@ import pytest
 
 from configs.rewards import MathReward
 from engines.rewards.builtin import Scorer, math_scorer
+from engines.rewards.child import SampleScorer
 from engines.rewards.math_answers import reference_of
+from engines.rewards.protocol import RewardCall
 from tests.engines.rewards.math_references import EQUIVALENTS, PAIRS
 
 
@@ -172,7 +174,27 @@ def test_neighbours_of_a_reference_are_worth_nothing(score: Scorer) -> None:
         (r"\boxed{(1011)_2}", "1011_2", 1),
         (r"\boxed{\varnothing}", r"\emptyset", 1),
         (r"\boxed{sqrt(2)}", r"\sqrt{2}", 1),
+        # Degrees beside parts of pi.
+        (r"\boxed{45^\circ}", r"\frac{\pi}{4}", 1),
+        (r"\boxed{\frac{\pi}{4}}", r"45^\circ", 1),
+        (r"\boxed{\pi}", r"180^{\circ}", 1),
+        (r"\boxed{120\degree}", r"\frac{2\pi}{3}", 1),
+        (r"\boxed{45}", r"\frac{\pi}{4}", 0),
+        (r"\boxed{45^\circ}", r"\frac{\pi}{3}", 0),
+        (r"\boxed{180\pi}", r"180^\circ", 0),
+        (r"\boxed{45\pi^\circ}", r"\frac{\pi}{4}", 0),
+        # Lists of words.
+        (r"\boxed{A, B}", r"\text{A and B}", 1),
+        (r"\boxed{\text{A and B}}", "A, B", 1),
+        (r"\boxed{\text{A, B, and C}}", "A,B,C", 1),
+        (r"\boxed{\text{Navin and Evelyn}}", r"\text{Evelyn and Navin}", 1),
+        (r"\boxed{\text{odd, even}}", r"\text{even, odd}", 0),
+        (r"\boxed{A, C}", r"\text{A and B}", 0),
+        (r"\boxed{\text{A or B}}", r"\text{A and B}", 0),
+        (r"\boxed{\text{A and B}}", "A,B,C", 0),
+        (r"\boxed{\text{a and b}}", "A, B", 0),
         # What SymPy cannot hold is a wrong answer, no failure.
+        (rf"\boxed{{0.\overline{{{'1' * 5000}}}}}", "5", 0),
         (r"\boxed{(i, 2)}", "(1,2)", 0),
         (r"\boxed{i < 3}", "x < 3", 0),
         (r"\boxed{\frac{1}{0}}", "2", 0),
@@ -182,6 +204,32 @@ def test_what_a_completion_answers(
     score: Scorer, completion: str, reference: str, worth: int
 ) -> None:
     assert score(completion, {"answer": reference}) == worth
+
+
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^{9}}}", "1000000!", r"\sum_{i=1}^{10^9} i^i", "(" * 5000 + "1" + ")" * 5000]
+)
+def test_an_answer_that_takes_too_long_is_wrong_and_not_failed(score: Scorer, answer: str) -> None:
+    by_sample = SampleScorer(score, 8.0)
+    completion, row = f"So $\\boxed{{{answer}}}$.", {"answer": "5"}
+    call = RewardCall(
+        prompts=["q"], completions=[completion], completion_ids=[()], rows=[row],
+        global_step=0, max_steps=1, epoch=0.0,
+    )  # fmt: skip
+    reply = by_sample(call)
+    assert (reply.values, reply.errors) == ([0.0], {})
+
+
+def test_a_machine_that_stands_still_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "engines.rewards.math_answers.answers", lambda completion, reference: bool(time.sleep(9))
+    )
+    by_sample = SampleScorer(math_scorer(MathReward(answer_after=None)), 0.2)
+    call = RewardCall(
+        prompts=["q"], completions=["5"], completion_ids=[()], rows=[{"answer": "5"}],
+        global_step=0, max_steps=1, epoch=0.0,
+    )  # fmt: skip
+    assert by_sample(call).errors == {0: "took longer than 0.2 s"}
 
 
 def test_the_marker_of_a_reference() -> None:

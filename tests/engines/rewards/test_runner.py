@@ -59,6 +59,16 @@ def short(completions, **kwargs):
 def nothing(completions, **kwargs):
     pass
 
+def distinct(completions, **kwargs):
+    return [1.0 for _ in set(completions)]
+
+def logs_once(completions, log_extra, **kwargs):
+    log_extra("seen", ["once"])
+    return [1.0] * len(completions)
+
+def leaves_out(completions, **kwargs):
+    return [1.0 for text in completions if text]
+
 def always_raises(completions, **kwargs):
     raise ConnectionError("the judge is down")
 
@@ -399,14 +409,28 @@ def test_a_function_that_always_hangs_is_given_up(score: Scoring) -> None:
     [
         ("always_raises", "ConnectionError: the judge is down"),
         ("short", "returned 1 values for"),
-        ("nothing", "returned None for 1 samples"),
+        ("nothing", "returned None for 1 sample"),
     ],
 )
 def test_a_function_that_never_works(score: Scoring, name: str, said: str) -> None:
-    found = errors(score(["a", "b", "c"], user(name)))
-    expected = [0, 1, 2] if name != "short" else []  # one sample at a time, `short` is right
-    assert sorted(found) == expected
+    scores = score(["a", "b", "c"], user(name))
+    found = errors(scores)
+    assert sorted(found) == [0, 1, 2]  # `short` too, which is right with one sample at a time
     assert all(said in error for error in found.values())
+    assert scores.failed.all()
+
+
+@pytest.mark.parametrize("name", ["distinct", "logs_once"])
+def test_a_function_that_miscounts_gives_no_sample_a_reward(score: Scoring, name: str) -> None:
+    found = errors(score(["a", "a", "a", "a"], user(name)))
+    assert sorted(found) == [0, 1, 2, 3]
+    assert errors(score(["a"], user(name))) == {}
+
+
+def test_a_function_that_leaves_a_sample_out_fails_that_one(score: Scoring) -> None:
+    found = errors(score(["a", "b", "", "d"], user("leaves_out")))
+    assert list(found) == [2]
+    assert "returned 0 values for 1 sample" in found[2]
 
 
 def test_a_process_killed_between_calls_is_replaced(score: Scoring) -> None:

@@ -63,7 +63,8 @@ def test_rows_without_tests_are_not_scored() -> None:
         ("def check(candidate): pass", "no column names the function"),
         ({"inputs": ["1"], "outputs": []}, "shorter"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "'functional' are not known"),
-        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, "a list of arguments"),
+        ({"inputs": [1], "outputs": ["1"], "fn_name": "f"}, "a list of arguments"),
+        ({"inputs": ["x = 1"], "outputs": ["1"], "fn_name": "f"}, "no JSON"),
     ]
     for tests, why in bad:
         with pytest.raises(ValueError, match=why):
@@ -243,6 +244,56 @@ FORGERIES |= {
     ),
     "a lambda back": "def f(x): return lambda *a: [1, 2, 3]",
     "a coroutine": "async def f(x): return [1, 2, 3]",
+    "a text of what it is": (
+        "class Text(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\n"
+        "class Any:\n    def __str__(self): return Text('x')\n    __repr__ = __str__\ndef f(x): return Any()"
+    ),
+    "errors kept by its context": (
+        "class Any:\n    def __enter__(self): return self\n    def __exit__(self, *error): return True\n"
+        "    def __len__(self): return 3\ndef f(x): return Any()"
+    ),
+    "what contains all, and differs by nothing": (
+        "class Any:\n    def __contains__(self, one): return True\n    def __sub__(self, other): return 0\n"
+        "    __rsub__ = __sub__\n    __lt__ = __gt__ = __le__ = __ge__ = __ne__ = __eq__ = __contains__\n"
+        "    __hash__ = lambda self: 0\n    def __len__(self): return 3\n    def __iter__(self): return iter([self] * 3)\n"
+        "    def __getitem__(self, place): return self\ndef f(x): return Any()"
+    ),
+    "a type that all are of": (
+        "class Kind(type):\n    def __instancecheck__(self, one): return True\n"
+        "    __subclasscheck__ = __instancecheck__\nclass list(metaclass=Kind): pass\n"
+        "class Error(ValueError, metaclass=Kind): pass\ndef f(x): raise Error"
+    ),
+    "a named tuple that equals all": (
+        "from collections import namedtuple\nclass P(namedtuple('P', 'x y z')):\n"
+        "    def __eq__(self, other): return True\n    def __getitem__(self, n): return [1, 2, 3][n]\ndef f(x): return P(0, 0, 0)"
+    ),
+    "fields that are no names": "class P(tuple):\n    _fields = ('a b', 'import os')\ndef f(x): return P((1, 2))",
+    "signals to its caller": (
+        "import os, signal\nfor number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):\n"
+        "    os.kill(os.getppid(), number)\ndef f(x): return []"
+    ),
+    "another program in its place": "import os\ndef f(x): os.execv('/bin/true', ['true'])",
+    "half an answer": (
+        "import os, time\ndef f(x):\n    for number in range(3, 20):\n"
+        "        try: os.write(number, (10**7).to_bytes(8, 'big') + b'x')\n        except OSError: pass\n"
+        "    time.sleep(9)"
+    ),
+    "no modules": "import sys\nfor name in list(sys.modules): sys.modules[name] = None\ndef f(x): return []",
+    "frames of its loader": (
+        "import inspect\ndef f(x):\n    for one in inspect.stack():\n"
+        "        for value in list(one.frame.f_locals.values()):\n"
+        "            if isinstance(value, list): value[:] = [1, 2, 3]\n    return []"
+    ),
+    "not a number": "def f(x): return [float('nan')] * 3",
+    "depth": "def f(x):\n    for _ in range(100000): x = [x]\n    return x",
+    "no limits": (
+        "import resource\nfor one in range(16):\n    try: resource.setrlimit(one, (0, 0))\n"
+        "    except (OSError, ValueError): pass\ndef f(x): return []"
+    ),
+    "interrupts": "def f(x): raise KeyboardInterrupt",
+    "an error without a text": (
+        "class E(ValueError):\n    def __str__(self): raise SystemExit(0)\ndef f(x): raise E"
+    ),
     "text that is no text": "def f(x): raise ValueError('\\ud800\\x00\\n{\"passed\": true}')",
 }
 
@@ -294,6 +345,9 @@ FORGED_FORMS = [
     "class TestC:\n    def test_c(self):\n        try: found = f(1)\n        except Exception: found = None\n"
     "        assert found == [1, 2, 3]\n",
     "async def test_d():\n    assert f(1) == [1, 2, 3]\n",
+    ">>> f(1)\n[1, 2, 3]\n",
+    "with f(1) as found:\n    assert found == [1, 2, 3]\n",
+    "found = f(1)\nassert 3 in found and abs(found[0] - 1) < 0.1 and isinstance(found, list)\n",
 ]
 
 

@@ -474,7 +474,10 @@ def test_the_digest_of_a_function_is_that_of_its_rows(rows_file: str) -> None:
         ("none", "it returned no rows"),
         ("fails", r"gave no rows: ZeroDivisionError: division by zero \(own_rows.py:18\)"),
         ("rows", "gave no rows: TypeError: .* missing 1 required positional argument: 'size'"),
-        ("raw", "Row 0 of .*raw cannot be kept as JSON: a value of type bytes"),
+        (
+            "raw",
+            "Row 0 of .*raw cannot be kept as JSON: a value of type bytes has no JSON form, in the column '",
+        ),
         ("absent", "data.source.path: file '.*own_rows.py' has no 'absent'"),
     ],
 )
@@ -537,3 +540,13 @@ def test_a_column_may_begin_in_a_later_row(tmp_path: Path) -> None:
     assert open_source(chosen).rows([0]) == [rows[2]], "rows are chosen by it too"
     with pytest.raises(ValueError, match="has no column 'nowhere'"):
         open_source(FileSource(path=path, where={"nowhere": 2}))
+
+
+def test_rows_nested_too_deep_are_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "deep.jsonl"
+    file.write_text('{"question": "1", "m": ' + "[" * 50_000 + "]" * 50_000 + "}\n")
+    with pytest.raises(
+        ValueError, match=r"Row 0 \(line 1\) .*within each other too deep"
+    ) as refusal:
+        open_source(FileSource(path=str(file))).rows([0])
+    assert "\n" not in str(refusal.value)

@@ -70,7 +70,7 @@ def test_a_run_of_an_older_meaning_is_told_and_marked_once(
 def test_the_sentence_names_the_reward_and_the_evaluations(files: RunStore) -> None:
     said = meaning_sentence(files, settings(MATH, HELD_OUT), commit(2), "parent")
     assert said is not None
-    assert "greedy evaluation (version 1, now 2) and math (version 1, now 2)" in said
+    assert "greedy evaluation (version 1, now 2) and math (version 1, now 3)" in said
     assert "refrain rescore parent --reward right" in said
     assert "refrain evaluate parent --suite NAME --versions all" in said
 

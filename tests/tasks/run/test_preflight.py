@@ -238,6 +238,31 @@ def test_prompts_that_are_all_too_long_are_refused(
     check(settings(tmp_path, words[0], "data.max_prompt_tokens=5"))
 
 
+def test_prompts_that_are_all_empty_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [rows(tmp_path / "rows.jsonl", "", "")]
+    materialize(settings(tmp_path, *words).model)
+    said = refused(tmp_path, *words)
+    assert "None of the first 2 prompts of " in said
+    assert "column 'question' is empty there. Set data.prompt_column" in said
+    check(settings(tmp_path, rows(tmp_path / "rows.jsonl", "", "2 + 2")))
+
+
+def test_values_nested_too_deep_are_refused_where_a_run_begins(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    word = f"data.source={{kind: file, path: {file}}}"
+    deep = '{"question": "2 + 2", "m": ' + "[" * 250 + "]" * 250 + "}\n"
+    file.write_text('{"question": "2 + 2"}\n' + deep)
+    said = refused(tmp_path, word)
+    assert "Row 1 of" in said
+    assert "Column 'm' has lists or objects within each other more than 200 deep" in said
+    check_data(settings(tmp_path, word), resumed=True)
+    file.write_text(deep.replace("[" * 250, "[" * 150).replace("]" * 250, "]" * 150))
+    check(settings(tmp_path, word))
+
+
 def test_held_out_rows_are_checked_before_the_first_step(tmp_path: Path) -> None:
     rows(tmp_path / "held-out.jsonl", MESSAGES)
     word = f"evaluation.source={{kind: file, path: {tmp_path}/held-out.jsonl}}"

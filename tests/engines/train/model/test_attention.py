@@ -76,11 +76,12 @@ def of_torch_2_13(
     )
 
 
-def packed(layout: AttentionLayout, groups: int) -> list[Tensor]:
+def packed(layout: AttentionLayout, groups: int, values: int = SIZE) -> list[Tensor]:
     """What attention gives for drawn tokens, and its gradients for query, key and value."""
     generator = torch.Generator().manual_seed(3)
     tokens = layout.collapse.numel()
-    shapes = [(1, heads, tokens, SIZE) for heads in (HEADS, groups, groups)]
+    sizes = ((HEADS, SIZE), (groups, SIZE), (groups, values))
+    shapes = [(1, heads, tokens, size) for heads, size in sizes]
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     out, _ = packed_attention(
         torch.nn.Identity(), *inputs, None, packed_layout=layout, scaling=SIZE**-0.5
@@ -102,6 +103,48 @@ def test_the_kernel_for_gpus_gives_what_attention_on_a_cpu_gives(
     takes = "enable_gqa" in inspect.signature(played).parameters
     monkeypatch.setattr(attention, "TAKES_GROUPS", takes)
     for ours, theirs in zip(packed(by_edges, groups), packed(dense, groups), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("values", [SIZE - 3, SIZE + 4])
+def test_values_of_another_size_than_queries(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
+    """As in latent attention (DeepSeek-V2, MiniCPM3)."""
+
+    def plain(module, q, k, v, mask, *, packed_layout: AttentionLayout, scaling: float):
+        expanded = [x[0].index_select(1, packed_layout.expand) for x in (q, k, v)]
+        keys, slots = [repeated(x.transpose(0, 1), HEADS).transpose(0, 1) for x in expanded[1:]], []
+        for bucket in packed_layout.buckets:
+            for row in range(bucket.sequences):
+                at = bucket.start + row * bucket.length
+                part = slice(at, at + bucket.length)
+                scores = scaling * expanded[0][:, part] @ keys[0][:, part].transpose(1, 2)
+                hidden = torch.ones(bucket.length, bucket.length).triu(1).bool()
+                weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+                slots.append(weights @ keys[1][:, part])
+        return torch.cat(slots, 1).index_select(1, packed_layout.collapse).transpose(0, 1)[
+            None
+        ], None
+
+    layout = pack(PROMPTS, RESPONSES).layout
+    ours = packed(layout, GROUPS, values)
+    monkeypatch.setattr(inspect.getmodule(packed), "packed_attention", plain)
+    theirs = packed(layout, GROUPS, values)
+    assert ours[0].shape[-1] == values
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("values", [SIZE - 3, SIZE + 4])
+def test_the_kernel_for_gpus_takes_values_of_another_size(
+    monkeypatch: pytest.MonkeyPatch, values: int
+) -> None:
+    dense = pack(PROMPTS, RESPONSES).layout
+    monkeypatch.setattr(packed_batch, "put", lambda tensor, device: tensor)
+    by_edges = pack(PROMPTS, RESPONSES, "cuda").layout
+    monkeypatch.setattr(attention, "varlen_attn", of_torch_2_11)  # which asserts that sizes agree
+    monkeypatch.setattr(attention, "TAKES_GROUPS", False)
+    pairs = zip(packed(by_edges, GROUPS, values), packed(dense, GROUPS, values), strict=True)
+    for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs)
 
 

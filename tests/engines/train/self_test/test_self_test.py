@@ -25,7 +25,30 @@ def family(name: str, **values: object) -> PretrainedConfig:
     return AutoConfig.for_model(name, **values)
 
 
+LATENT = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+}
+EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 EXACT = [
+    family("deepseek_v3", **LATENT, **EXPERTS, v_head_dim=32),
+    family("minicpm3", **LATENT, v_head_dim=64, bos_token_id=1, eos_token_id=2),
     family("llama"),
     family("gemma2", attn_logit_softcapping=None),
     family("granite", logits_scaling=8.0),
