@@ -215,7 +215,7 @@ class JsonLines(PromptSource):
             )
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # broken JSON or UTF-8, or nested too deeply
+        except ValueError as error:  # broken JSON or UTF-8
             raise ValueError(
                 f"{self._row_name(index)} of {self.name} is not JSON: {error}."
             ) from None

@@ -61,7 +61,7 @@ BOMBS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "gzip": ("a.jsonl.gz", lambda path: gzipped(path, b" ", 2048), "a line of more than 64 MiB"),
     "zstd": ("a.jsonl.zst", lambda path: zstd(path, b"\0", 2048), "a line of more than 64 MiB"),
     "parquet": ("a.parquet", repeated, "Row group 0 of it"),
-    "nested": ("a.jsonl", deep, "is not JSON"),
+    "nested": ("a.jsonl", deep, "too deep to be read"),
     "footer": ("a.parquet", not_parquet, "not a Parquet file"),
 }
 
