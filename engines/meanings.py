@@ -1,4 +1,4 @@
-"""The version of its meaning that each built-in scorer has, and greedy evaluation.
+"""The version of its meaning that each built-in scorer has, greedy evaluation and log-probs.
 
 A version is raised when the same answer may be worth something else than before. Runs keep those in
 force in run.json and in each commit; what has none, as an older Refrain's, is of version 1.
@@ -13,6 +13,7 @@ from typing import Any
 from configs.rewards import Reward, RewardsConfig
 
 GREEDY = "greedy evaluation"
+LOGPROBS = "log-probs"  # of models whose output head is more than a product
 # Raise one with the change; what changed is in CHANGELOG.md.
 VERSIONS = {
     "reasoning_gym": 1,
@@ -24,6 +25,7 @@ VERSIONS = {
     # 2: all forms of tests run, and a row without any fails its samples; 3: doctest, calls in pairs,
     # named tuples, annotations as they are, texts and attributes of the program's objects
     "unit_tests": 3,
+    LOGPROBS: 2,  # 2: by the head as the model has it: its scale, cap and bias had been left out
     GREEDY: 2,  # 2: of tokens that are equally likely the lowest, and no draw
 }
 
@@ -32,7 +34,7 @@ VERSIONS = {
 class MeaningChange:
     """What a scorer's meaning was, and is."""
 
-    name: str  # kind of the reward, or GREEDY
+    name: str  # kind of the reward, GREEDY or LOGPROBS
     before: int
     now: int
 

@@ -100,6 +100,7 @@ class ModelFacts:
     vision: VisionShape | None = None  # None: it looks at no images
     rows: int | None = None  # of the embedding: ids below it can be read
     quantised: str | None = None  # how its weights are packed, where they are
+    plain_head: bool = True  # whether its logits are a product alone: no scale, cap or bias
 
 
 def model_facts(
@@ -186,6 +187,7 @@ def _of_directory(directory: Path) -> ModelFacts:
         vision=vision,
         rows=text.get("vocab_size"),
         quantised=_quantised(whole),
+        plain_head=_plain_head(text),
     )
 
 
@@ -215,6 +217,17 @@ def _shape(
         return None
     tied = bool(text.get("tie_word_embeddings", False))
     return _whole_shape(sizes, tied, head_norms, vision)
+
+
+def _plain_head(text: dict[str, Any]) -> bool:
+    """Whether config.json says nothing else of the logits; by its words and, of a bias, families."""
+    scales = (
+        text.get(name, 1) or 1 for name in ("logits_scaling", "logit_scale", "lm_head_multiplier")
+    )
+    capped = bool(text.get("final_logit_softcapping"))
+    divided = text.get("dim_model_base") not in (None, text.get("hidden_size"))
+    biased = text.get("model_type") in ("phi", "gptj", "codegen")
+    return not (capped or divided or biased) and all(scale == 1 for scale in scales)
 
 
 def _head_norms(directory: Path) -> bool:

@@ -8,7 +8,15 @@ from typing import cast
 
 from configs.grpo import GRPOConfig
 from configs.storage import StoreConfig
-from engines.meanings import GREEDY, MeaningChange, changes, meanings_of
+from engines.meanings import (
+    GREEDY,
+    LOGPROBS,
+    VERSIONS,
+    MeaningChange,
+    changes,
+    meanings_of,
+)
+from engines.model_facts import model_facts
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
 from storage.tracking.plots import MEANING_CHANGED
@@ -28,14 +36,33 @@ def meaning_sentence(
         return None
     before = _began_with(files) if last is None else last.meanings
     found = changes(before, meanings_of(config.model_dump(mode="json")))
-    if not found:
+    head = changes(before, _of_model(before, config))
+    if not found and not head:
         return None
     since = "since the run began" if last is None else f"since step {last.step}"
     first, mark = ("now", "") if last is None else (f"step {last.step + 1}", ", which is marked")
-    return (
-        f"What {' and '.join(map(str, found))} means has changed {since}: from {first} on{mark}, "
-        f"scores do not compare with those before. {_remedy(found, config, owner)}"
-    )
+    said = []
+    if found:
+        said.append(
+            f"What {' and '.join(map(str, found))} means has changed {since}: from {first} on{mark}, "
+            f"scores do not compare with those before. {_remedy(found, config, owner)}"
+        )
+    if head:
+        said.append(
+            f"What {head[0]} are has changed {since}: those that the trainer made left the scale, "
+            f"cap or bias of this model's output head out. From {first} on{mark}, they are the "
+            "model's own; losses, ratios and KL do not compare with those before, and earlier "
+            "updates are replayed otherwise."
+        )
+    return " ".join(said)
+
+
+def _of_model(before: Mapping[str, int], config: GRPOConfig) -> dict[str, int]:
+    """What of the model itself has had two meanings; empty once the newer one is in force."""
+    if before.get(LOGPROBS, 1) == VERSIONS[LOGPROBS]:
+        return {}
+    facts = model_facts(config.model)
+    return {} if facts is None or facts.plain_head else {LOGPROBS: VERSIONS[LOGPROBS]}
 
 
 def _began_with(files: RunStore) -> Mapping[str, int]:
@@ -66,9 +93,13 @@ def meaning_metrics(last: Commit | None, config: GRPOConfig) -> dict[str, float]
     """
     if last is None:
         return {}
+    now = {
+        **meanings_of(config.model_dump(mode="json")),
+        **_of_model(last.meanings, config),
+    }
     return {
         f"{MEANING_CHANGED}{one.name.replace(' ', '_')}": float(one.now)
-        for one in changes(last.meanings, meanings_of(config.model_dump(mode="json")))
+        for one in changes(last.meanings, now)
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from configs.grpo import GRPOConfig
@@ -65,6 +68,34 @@ def test_a_run_of_an_older_meaning_is_told_and_marked_once(
     again = commit(5, VERSIONS)
     assert meaning_sentence(files, config, again, "r") is None
     assert meaning_metrics(again, config) == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"model_type": "gemma3n", "final_logit_softcapping": 30.0}, True),
+        ({"model_type": "granite", "logits_scaling": 8.0}, True),
+        ({"model_type": "cohere", "logit_scale": 0.0625}, True),
+        ({"model_type": "minicpm3", "dim_model_base": 256}, True),
+        ({"model_type": "phi"}, True),
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": None}, False),
+        ({"model_type": "granite", "logits_scaling": 1.0}, False),
+    ],
+)
+def test_a_run_is_told_whose_log_probs_left_out_a_part_of_the_head(
+    files: RunStore, tmp_path: Path, facts: dict[str, object], told: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "hidden_size": 64}))
+    config, old = settings(f"model={{kind: pretrained, path: {tmp_path}}}"), commit(4)
+    said = meaning_sentence(files, config, old, "r")
+    assert (said is not None) == told
+    assert meaning_metrics(old, config) == ({"meaning_changed/log-probs": 2.0} if told else {})
+    if said is not None:
+        assert "What log-probs (version 1, now 2) are has changed since step 4" in said
+        assert "From step 5 on, which is marked" in said
+    assert meaning_sentence(files, config, commit(5, VERSIONS), "r") is None
+    assert meaning_metrics(commit(5, VERSIONS), config) == {}
 
 
 def test_the_sentence_names_the_reward_and_the_evaluations(files: RunStore) -> None:
