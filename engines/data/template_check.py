@@ -69,6 +69,19 @@ class ChatTemplate:
         end = made.rindex(tag)
         return made[:end] if made[end:].startswith(_CONTINUED) else made[:end].rstrip()
 
+    @property
+    def begins_answers(self) -> bool:
+        """Whether it writes something where an answer begins; also of one that refuses to tell."""
+        asked = [{"role": "user", "content": "1 + 1 = ?"}]
+        try:
+            with_beginning, without = (
+                self.template.render(messages=asked, add_generation_prompt=wanted, **self.special)
+                for wanted in (True, False)
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError):
+            return True
+        return with_beginning != without
+
 
 def chat_template(directory: Path) -> ChatTemplate | None:
     """The chat template of a model directory; None where it has none.

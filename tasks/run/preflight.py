@@ -83,12 +83,18 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     from engines.failures import InfrastructureError
     from storage.objects.store import Store, StoreError
     from storage.tracking.tracker import Tracker
-    from tasks.run.preflight_data import check_data, check_progress, odd_references
+    from tasks.run.preflight_data import (
+        answers_not_begun,
+        check_data,
+        check_progress,
+        odd_references,
+    )
 
     pools = {name: config.cluster.pools[name] for name in sorted(config.used_pools)}
     try:
         data, rewards = check_data(config, resumed)
         odd = odd_references(config)
+        begun = answers_not_begun(config)
         taught = _check_teachers(config)
         if isinstance(config, SRPOConfig):
             taught = [*taught, Finding(check="encoder", found=check_progress(config))]
@@ -105,6 +111,7 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         Finding(check="data", found=data),
         Finding(check="rewards", found=rewards),
         *(Finding(check="references", found=sentence, warning=True) for sentence in odd),
+        *([] if begun is None else [Finding(check="template", found=begun, warning=True)]),
         *taught,
         Finding(check="placement", found=cluster),
         *_check_neighbours(config),

@@ -166,6 +166,20 @@ def check_prompts(model: Model, data: DataConfig, source: str, prompts: Sequence
             )
 
 
+def answers_not_begun(config: GRPOConfig) -> str | None:
+    """What to know of a chat template that leaves out where the model's answer begins."""
+    directory = present(config.model)
+    if config.data.template != "chat" or directory is None:
+        return None
+    template = chat_template(directory)
+    if template is None or template.begins_answers:
+        return None
+    return (
+        f"the chat template of {directory} writes nothing where an answer begins "
+        "(add_generation_prompt), so the model goes on after the user's message as it is"
+    )
+
+
 def check_environment(
     episodes: EpisodesConfig,
     source: PromptSource,

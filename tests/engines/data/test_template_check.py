@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from configs.data import DataConfig, FunctionSource
+from configs.grpo import GRPOConfig
 from configs.model import RandomModel
+from configs.recipe import load_recipe
 from engines.data.chat_template import Prompt, first_chat
 from engines.data.template_check import chat_template, rendered
 from engines.models import load_tokenizer, materialize
+from tasks.run.preflight_data import answers_not_begun
 
 PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
 GENERATION = "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -208,3 +211,23 @@ def test_a_template_that_cannot_be_used_is_refused(
 
 def test_no_template(tiny: Path, tmp_path: Path) -> None:
     assert chat_template(model(tiny, tmp_path, None)) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [(PLAIN, False), (PLAIN + GENERATION, True), (TRIM, False), (NO_SYSTEM, False)],
+)
+def test_a_template_that_does_not_begin_answers_is_told(
+    template: str, begins: bool, tiny: Path, tmp_path: Path
+) -> None:
+    folder = model(tiny, tmp_path, template)
+    found = chat_template(folder)
+    assert found is not None
+    assert found.begins_answers == begins
+    config = load_recipe(
+        GRPOConfig, "tiny", [f"model={{kind: pretrained, path: {folder}}}", "data.template=chat"]
+    )
+    said = answers_not_begun(config)
+    assert (said is None) == begins
+    if said is not None:
+        assert "writes nothing where an answer begins (add_generation_prompt)" in said
