@@ -80,6 +80,7 @@ class World:
         for engine in (self.actor, self.critic):
             engine.save_state(0)
         self.weights = self.actor.export_weights(0, "float32")
+        self.actor.settle_weights(0, "float32")
         self.rollout.sync(self.weights)
         self.prompts = [self._prompts(step) for step in range(1, steps + 1)]
         self.samples = [self.sampled(step) for step in range(1, steps + 1)]

@@ -577,8 +577,8 @@ def test_math_scores(data: DataConfig) -> None:
     said = errors(scores)
     assert scores.rewards[:5].tolist() == [1, 1, 0, 1, 1]
     assert "no reward function applies" in said[5]
-    # math-verify reports its own time-outs as wrong answers, that is as 0; ours are failures.
-    assert said[6] == "took longer than 1 s" or not scores.rewards[6]
+    # Expensive maths is worth 0; on a machine that is busy with other things it is failed.
+    assert said.get(6) == "took longer than 1 s" or scores.rewards[6] == 0
 
 
 @pytest.mark.parametrize("columns", [("prompt",), ("question", "prompt", "completion")])

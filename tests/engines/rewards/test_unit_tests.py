@@ -508,9 +508,10 @@ def test_lines_that_are_no_results_are_tests_that_did_not_pass() -> None:
 
 
 def test_an_honest_program_passes_the_same_tests(sandboxes: None) -> None:
-    assert results("def f(x): return [1, 2, 3]", FORGED_TESTS) == [None] * 3
+    patient = SHARE.model_copy(update={"test_timeout": 20.0})
+    assert results("def f(x): return [1, 2, 3]", FORGED_TESTS, patient) == [None] * 3
     printed = [{"input": "", "output": "right"}]
-    assert results("print('right')", printed) == [None]
+    assert results("print('right')", printed, patient) == [None]
     assert None not in results(FORGERIES["other descriptors"], printed)
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import dask
 import psutil
 import pytest
 from distributed import LocalCluster
@@ -351,8 +352,13 @@ def test_joining_a_running_cluster_finds_its_engines_and_leaves_them(cluster, pa
 
 
 def test_a_scheduler_that_would_run_calls_again_is_refused():
-    with LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as dask:
-        config = ClusterConfig(kind="address", address=dask.scheduler_address)
+    # As a scheduler is that knows nothing of us, whatever a test before has left in this process.
+    own = {"distributed.scheduler.preload": [], "distributed.scheduler.allowed-failures": 3}
+    with (
+        dask.config.set(own),
+        LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as found,
+    ):
+        config = ClusterConfig(kind="address", address=found.scheduler_address, start_timeout=20)
         with pytest.raises(ValueError, match="ALLOWED_FAILURES=0"):
             open_cluster(config)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from configs.data import FileSource
+from engines.data.contract import Scorer
 from engines.failures import ClusterLost, WorkerLost
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
@@ -29,10 +30,10 @@ class Workers:
     def live(self) -> dict[str, str]:
         return {name: name for name in "abc"}
 
-    def call(self, method: str, call_id: str, *, start: int, stop: int) -> np.ndarray:
+    def call(self, method: object, call_id: str, *, start: int, stop: int) -> np.ndarray:
         with self.lock:
             self.asked.append((start, stop))
-        assert method == "row_digests"
+        assert method is Scorer.row_digests
         if start == self.fails:
             raise WorkerLost("a", "it was killed")
         return self.source.row_digests(range(start, stop))
