@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cluster
 WORDS = ("tiny", "name=d", "steps=4", "train.schedule=cosine")
 
 
+@pytest.mark.slow  # seven runs, one after the other
 def test_fewer_steps_leave_the_schedule_as_it_was_and_more_are_refused(
     launch: Launch, tmp_path: Path
 ) -> None:

@@ -63,7 +63,8 @@ def test_without_a_driver_nothing_is_told() -> None:
 
 def test_the_processes_that_a_process_started_count() -> None:
     before = cpu_seconds()
-    burn = "import time\nwhile time.process_time() < 0.4: pass\ninput()"
+    # More than is waited for: the kernel counts in hundredths, and may have one less.
+    burn = "import time\nwhile time.process_time() < 0.5: pass\ninput()"
     child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while sum(psutil.Process(child.pid).cpu_times()[:2]) < 0.4 and time.monotonic() < deadline:
