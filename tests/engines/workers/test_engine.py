@@ -71,6 +71,7 @@ def use(pool: EnginePool[Scorer], call: CallId) -> None:
 
 @pytest.mark.slow
 def test_a_type_checker_compares_a_call_with_its_engine(tmp_path):
+    pytest.importorskip("mypy")
     (tmp_path / "wrong.py").write_text("from __future__ import annotations" + WRONG)
     command = [sys.executable, "-m", "mypy", "--no-incremental", str(tmp_path / "wrong.py")]
     said = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
