@@ -78,9 +78,9 @@ def publish_together(
     The version has the same digest whatever the number of ranks; the rest is as `publish` promises.
     A rank holds the bytes of one shard at most beside the tensor that is gathered.
 
-    every: of so many versions one is stored whole, the others as the difference from it; behind: what
-    this machine keeps of the store, in which that one is looked for, and by way of which whole ones
-    go there: machines then have them before the store, which has them once it is settled.
+    every: of so many versions one is stored whole, the others as the difference from it; behind: by
+    way of which whole ones go to the store, or to its disk: machines then have them before it, which
+    has them once it is settled. What a machine keeps of the store is looked at first for that one.
     key: the folder, if not that of the version's number. adapter: what the tensors are factors of,
     and on which base.
     """

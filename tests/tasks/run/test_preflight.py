@@ -615,6 +615,27 @@ def family(folder: Path, name: str, **values: object) -> str:
     return f"model={{kind: pretrained, path: {folder}}}"
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 8,
+        (2**45).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (60_000).to_bytes(8, "little") + b"[" * 60_000,
+    ],
+)
+def test_damaged_weights_do_not_keep_a_models_facts_from_being_read(
+    tmp_path: Path, data: bytes
+) -> None:
+    """A header that claims more memory than there is, or is nested deeply: who reads the weights says it."""
+    family(tmp_path / "model", "qwen3")
+    (tmp_path / "model" / "model.safetensors").write_bytes(data)
+    facts = model_facts(PretrainedModel(path=str(tmp_path / "model")))
+    assert facts is not None and facts.shape is not None
+    assert not facts.shape.head_norms
+
+
 @pytest.fixture
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
