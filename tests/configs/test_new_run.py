@@ -12,6 +12,7 @@ from configs.recipe import load_recipe, recipe_names
 
 TRUNCATE = "algorithm.correction=[{kind: truncate}]"
 BYPASS = "algorithm.ratio_against=rollout_logprobs"
+SPECULATIVE = "rollout.engine_args={speculative_config: {method: ngram, num_speculative_tokens: 3}}"
 
 
 def tiny(words: Sequence[str]) -> GRPOConfig:
@@ -38,6 +39,7 @@ def test_the_recipes_may_begin(name: str) -> None:
         (["rollout.top_p=0.5", "algorithm.loss.kind=decoupled"], "algorithm.loss.kind = decoupled compares"),
         (["rollout.stop=['']"], "an empty string, which every text has"),
         (["rollout.stop=[END, '']"], "an empty string"),
+        ([SPECULATIVE], r"speculative_config with cluster\.pools\.rollout\.gpus = 0: .* Remove it"),
     ],
 )  # fmt: skip
 def test_no_run_begins_with_these(words: list[str], said: str) -> None:
@@ -46,6 +48,14 @@ def test_no_run_begins_with_these(words: list[str], said: str) -> None:
         check_new_run(config)
     assert "\n" not in str(caught.value)
     assert GRPOConfig.model_validate(config.model_dump(mode="json")) == config, "it can be read"
+
+
+def test_a_stored_run_that_decodes_speculatively_on_a_cpu_is_told_and_goes_on() -> None:
+    (said,) = warnings_of(tiny([SPECULATIVE]))
+    assert "draws other tokens" in said
+    on_gpus = tiny([SPECULATIVE, "cluster.pools.rollout.gpus=1"])
+    check_new_run(on_gpus)
+    assert warnings_of(on_gpus) == []
 
 
 @pytest.mark.parametrize("words", [["rollout.top_k=2"], ["rollout.top_p=0.95"]])

@@ -151,13 +151,6 @@ def test_good_settings_say_what_was_looked_at(tmp_path: Path) -> None:
             ["rollout.engine_args={max_num_batched_tokens: 8192}"],
             r"rollout\.engine_args has max_num_batched_tokens, but rollout\.engine = transformers",
         ),
-        (
-            [
-                "rollout.engine=vllm",
-                "rollout.engine_args={speculative_config: {method: ngram, num_speculative_tokens: 3}}",
-            ],
-            r"engine_args\.speculative_config with cluster\.pools\.rollout\.gpus = 0: .* Remove it",
-        ),
         (["tracking.uri=mlruns"], r"tracking\.uri is mlruns\. Set it to sqlite"),
         (
             [HELD_OUT, "rewards.functions=[{kind: reasoning_gym}]"],
