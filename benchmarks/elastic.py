@@ -187,8 +187,10 @@ def measure_memory(options: argparse.Namespace) -> None:
 def measure_step(options: argparse.Namespace) -> None:
     """Seconds and bytes of an update, by two ranks and by two workers with an aggregator."""
     from engines.clusters.opening import open_cluster
+    from engines.elastic.contract import GradientAggregator, GradientWorker
     from engines.elastic.trainer import ElasticTrainer
-    from engines.train.trainer import Trainer
+    from engines.train.contract import TrainEngine
+    from engines.train.trainer import Trainer, TrainerSettings
     from engines.workers.engine import EngineSpec
     from engines.workers.gang import Gang
     from engines.workers.pool import EnginePool
@@ -206,11 +208,7 @@ def measure_step(options: argparse.Namespace) -> None:
     ):
         folder = Path(name)
         batch = batch_of(folder, groups=8)
-        common: dict[str, Any] = {
-            "epoch": 1,
-            "temperature": 1.0,
-            "max_new_tokens": GIVEN["max_new_tokens"],
-        }
+        settings = TrainerSettings(epoch=1, temperature=1.0, max_new_tokens=GIVEN["max_new_tokens"])
         limits: dict[str, Any] = {"start_timeout": 120.0}
         sides: dict[str, Trainer] = {}
         for side in ("fsdp", "elastic", "elastic-bf16"):
@@ -222,15 +220,17 @@ def measure_step(options: argparse.Namespace) -> None:
                 extra = {"engine": "elastic", "unit_tokens": 1024, "gradient_dtype": dtype}
             given = spec(options, folder, side, **extra)
             if side == "fsdp":
-                engine = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", given)
+                engine = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", given, TrainEngine)
                 gang = Gang(cluster, "train", side, engine, 300.0, **limits)
-                sides[side] = Trainer(gang, files, **common)
+                sides[side] = Trainer(gang, files, settings)
                 continue
-            engine = EngineSpec.of("engines.elastic.aggregator:Aggregator", given)
-            worker = EngineSpec.of("engines.elastic.worker:GradientEngine", given)
-            gang = Gang(cluster, "sum", side, engine, 300.0, **limits, world=1)
+            adds = EngineSpec.of("engines.elastic.aggregator:Aggregator", given, GradientAggregator)
+            worker = EngineSpec.of("engines.elastic.worker:GradientEngine", given, GradientWorker)
+            summing = Gang(cluster, "sum", side, adds, 300.0, **limits, world=1)
             pool = EnginePool(cluster, "train", f"{side}-g", worker, deadline=300.0, **limits)
-            sides[side] = ElasticTrainer(gang, files, pool, unit_tokens=1024, lease=300.0, **common)
+            sides[side] = ElasticTrainer(
+                summing, files, pool, settings, unit_tokens=1024, lease=300.0
+            )
         for side, trainer in sides.items():
             show_step(side, trainer, batch, options, cluster.usage)
 

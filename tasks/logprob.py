@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import task
 
 from configs.cluster.cluster import Role
+from engines.train.contract import LogprobColumn
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
@@ -25,7 +26,7 @@ def logprob(run: Run, step: int, sampled: list[WholeShards] | BatchRef) -> Batch
     if not len(samples):
         return samples
     result = samples
-    sources: list[tuple[str, Role, int, bool]] = []
+    sources: list[tuple[LogprobColumn, Role, int, bool]] = []
     if run.needs_old:
         squared = run.algorithm.needs_squares
         sources.append(("old_logprobs", "actor", step - 1, squared))

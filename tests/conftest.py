@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,10 @@ import pytest
 
 from tests import slurm as slurm_daemons
 from tests.slurm import Slurm, running_slurm
+
+# Millions of objects of torch, transformers and Prefect stay to the end: a collection that looks at
+# them takes a second, and each train engine that is closed makes one.
+gc.disable()  # while all test modules are imported
 
 hypothesis.settings.register_profile("refrain", deadline=None)  # on a busy machine all is slow
 hypothesis.settings.load_profile("refrain")
@@ -26,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG_FIRST.index(folder) if folder in LONG_FIRST else len(LONG_FIRST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """From here on a collection looks at what tests make only."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

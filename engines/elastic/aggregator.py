@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from configs.algorithm.algorithm import AlgorithmConfig
+from engines.elastic.contract import GradientAggregator
 from engines.elastic.gradients import Damaged, Summed, metric_sums
 from engines.elastic.spec import Applied, Counts, Offered, Unit
 from engines.train.batching.packing import MiniBatch
@@ -53,27 +53,12 @@ class Open:
     made_on: set[MadeOn] = field(default_factory=set)  # of gradients that were added up
 
 
-class Aggregator(FSDPEngine):
+class Aggregator(FSDPEngine, GradientAggregator):
     """The only rank of its gang; see the module's docstring."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = (
-        *FSDPEngine.REMOTE,
-        "offer_weights",
-        "open_update",
-        "offer",
-        "apply",
-        "close_update",
-    )
 
     _open: Open | None = None
 
     def offer_weights(self, under: int, version: int) -> WeightsRef:
-        """What is held, in the number format of products, for workers to compute with.
-
-        The policy version itself, where it is published so; else it is left with the gradients of
-        step `under`, for as long as they are there. Products are the same as with the weights held,
-        for these are cast first here too.
-        """
         self._joined()
         name = self._spec.train.compute_dtype
         found, own = self.digest(name), self._files.weights_key(version)
@@ -94,10 +79,6 @@ class Aggregator(FSDPEngine):
         step: int,
         plan: BatchRef | None = None,
     ) -> int:
-        """Begin the update of a step; returns the number of its optimizer steps.
-
-        Arguments as of `FSDPEngine.update`; `plan` is one of units, for one rank.
-        """
         updater = self._begun(step, algorithm, temperature)
         settings = self._spec.train.model_dump(mode="json", exclude=NO_INPUTS)
         given = (temperature, max_new_tokens, settings, self._spec.seed)
@@ -113,10 +94,6 @@ class Aggregator(FSDPEngine):
         return len(self._open.steps)
 
     def offer(self, under: int) -> Offered:
-        """Say which gradients the next optimizer step takes.
-
-        under: the step that is not committed yet, with which they are left. May be asked again.
-        """
         now = self._now()
         weights = self.offer_weights(under, now.step - 1 if not now.made else now.step)
         of = GradientsOf(
@@ -140,11 +117,6 @@ class Aggregator(FSDPEngine):
         return now.offered
 
     def apply(self) -> Applied:
-        """Add the gradients up and make the optimizer step that was offered.
-
-        Where one is missing, damaged, or of something else, it is named and discarded, and nothing
-        is changed: it has to be computed again.
-        """
         now = self._now()
         offered, began = now.offered, time.perf_counter()
         assert offered is not None
@@ -162,7 +134,6 @@ class Aggregator(FSDPEngine):
         return Applied(refused=refused, nbytes=nbytes, seconds=time.perf_counter() - began)
 
     def close_update(self) -> UpdateResult:
-        """End the update once its optimizer steps are made; the weights are then the step's."""
         now = self._now()
         assert now.made == len(now.steps), (now.made, len(now.steps))
         self._open, self.version = None, now.step

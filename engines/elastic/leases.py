@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from engines.failures import InfrastructureError
 from engines.train.spec import UnitAttempt
@@ -21,8 +21,9 @@ from storage.objects.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
-Unit = TypeVar("Unit")
 Result = TypeVar("Result")
+# Does a unit on the worker of a name and address, and waits for it.
+Unit: TypeAlias = Callable[[str, str], Result]
 
 LOOK = 0.2  # seconds between looks at who is there and whose lease is over
 MOST_FAILURES = 4  # of a unit, by lost workers and the like, before its error is raised
@@ -53,12 +54,11 @@ class Round(Generic[Result]):
     taken_over: int = 0  # units given to a second worker, since the first was slow
 
 
-class Leases(Generic[Unit, Result]):
+class Leases:
     """Has units done by workers that come and go; each does one at a time."""
 
     def __init__(
         self,
-        work: Callable[[str, str, Unit], Result],
         live: Callable[[], Mapping[str, str]],
         check: Callable[[], None],
         lease: float,
@@ -66,18 +66,17 @@ class Leases(Generic[Unit, Result]):
     ) -> None:
         """
         Args:
-            work: Does a unit on a worker of this name and address, and waits for it.
             live: Name -> address of the workers that are there; waits for one, then raises.
             check: Raises where there is nothing to wait for any more.
             lease: Seconds after which a unit goes to an idle worker too.
             clock: In seconds.
         """
-        self._work, self._live, self._check = work, live, check
+        self._live, self._check = live, check
         self._lease, self._clock = lease, clock
         self._busy: set[str] = set()  # addresses; of rounds that are over too
         self._changed = threading.Condition()
 
-    def done(self, units: Sequence[Unit]) -> tuple[list[Result], Round[Result]]:
+    def done(self, units: Sequence[Unit[Result]]) -> tuple[list[Result], Round[Result]]:
         """The result of each unit, in order, and how it went.
 
         Raises what a unit raised, of lost workers and an unavailable store the MOST_FAILURES-th.
@@ -119,7 +118,7 @@ class Leases(Generic[Unit, Result]):
         return unit
 
     def _hand_out(
-        self, now: Round[Result], number: int, unit: Unit, worker: str, address: str
+        self, now: Round[Result], number: int, unit: Unit[Result], worker: str, address: str
     ) -> None:
         now.given[number] += 1
         lease = Lease(
@@ -133,16 +132,18 @@ class Leases(Generic[Unit, Result]):
         self._busy.add(address)
 
         def work() -> None:
+            result: list[Result] = []  # one, or none where it failed
+            error: BaseException | None = None
             try:
-                result, error = self._work(worker, address, unit), None
+                result.append(unit(worker, address))
             except BaseException as raised:  # judged below, and raised in the thread that waits
-                result, error = None, raised
+                error = raised
             with self._changed:
                 self._busy.discard(address)
                 now.leases.remove(lease)
                 now.tries.append(_ended(lease, error))
                 if error is None:
-                    now.results.setdefault(number, result)  # type: ignore[arg-type]
+                    now.results.setdefault(number, result[0])
                 elif number not in now.results:
                     self._failed(now, number, error)
                 self._changed.notify_all()

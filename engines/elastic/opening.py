@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.trainer import ElasticTrainer
-from engines.train.trainer import Trainer
+from engines.train.contract import TrainEngine
+from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from configs.grpo import GRPOConfig
     from engines.train.spec import TrainSpec
     from storage.runs.run_store import RunStore
-
-Kind = Literal["engines.train.fsdp_engine:FSDPEngine", "engines.elastic.aggregator:Aggregator"]
 
 
 def trainer_on(
@@ -37,52 +37,37 @@ def trainer_on(
 
     name: of its engines on the workers; the rest as of Trainer.
     """
-    elastic = config.train.engine == "elastic" and spec.role == "actor"
     roles, deadline = config.cluster.roles, config.train_of(spec.role).deadline
-    kind: Kind = "engines.train.fsdp_engine:FSDPEngine"
-    if elastic:
-        kind = "engines.elastic.aggregator:Aggregator"
     start_timeout = config.cluster.start_timeout
-    gang = Gang(
-        cluster,
-        roles.pool_of("aggregator" if elastic else spec.role),
-        name,
-        EngineSpec.of(kind, spec),
-        deadline,
-        start_timeout=start_timeout,
-        world=1 if elastic else None,
-    )
-    temperature, max_new_tokens = config.rollout.temperature, config.rollout.max_new_tokens
-    if not elastic:
-        return Trainer(
-            gang,
-            files,
-            epoch=epoch,
-            cancel=cancel,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            on_replay=on_replay,
-            caller=caller,
-        )
-    workers = EnginePool(
-        cluster,
-        roles.actor,
-        f"{name}-gradients",
-        EngineSpec.of("engines.elastic.worker:GradientEngine", spec),
-        deadline=deadline,
-        start_timeout=start_timeout,
-        cancel=cancel,
-    )
-    return ElasticTrainer(
-        gang,
-        files,
-        workers,
-        unit_tokens=config.train.unit_tokens,
-        lease=config.train.unit_lease,
+    settings = TrainerSettings(
         epoch=epoch,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
         cancel=cancel,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
         on_replay=on_replay,
         caller=caller,
+    )
+    if config.train.engine != "elastic" or spec.role != "actor":
+        engine = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", spec, TrainEngine)
+        pool = roles.pool_of(spec.role)
+        gang = Gang(cluster, pool, name, engine, deadline, start_timeout=start_timeout)
+        return Trainer(gang, files, settings)
+    aggregator = EngineSpec.of("engines.elastic.aggregator:Aggregator", spec, GradientAggregator)
+    worker = EngineSpec.of("engines.elastic.worker:GradientEngine", spec, GradientWorker)
+    pool = roles.pool_of("aggregator")
+    return ElasticTrainer(
+        Gang(cluster, pool, name, aggregator, deadline, start_timeout=start_timeout, world=1),
+        files,
+        EnginePool(
+            cluster,
+            roles.actor,
+            f"{name}-gradients",
+            worker,
+            deadline=deadline,
+            start_timeout=start_timeout,
+            cancel=cancel,
+        ),
+        settings,
+        unit_tokens=config.train.unit_tokens,
+        lease=config.train.unit_lease,
     )

@@ -10,19 +10,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.elastic.leases import Leases, Round
-from engines.elastic.spec import Applied, Offered, UnitDone
+from engines.elastic.contract import GradientAggregator, GradientWorker
+from engines.elastic.leases import Leases, Round, Unit
+from engines.elastic.spec import Offered, UnitDone
 from engines.train.batching.balancing import contiguous_cuts
-from engines.train.trainer import Trainer
+from engines.train.contract import LogprobColumn
+from engines.train.trainer import Trainer, TrainerSettings, UpdateInputs
 from engines.workers.cluster import raise_if_set
+from engines.workers.engine import Call
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from engines.workers.pool import EnginePool
@@ -38,17 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")  # what a method takes
+R = TypeVar("R")  # what it returns
+
 MOST_OFFERS = 5  # of an optimizer step, whose gradients or weights were damaged or taken away
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A call on any worker."""
-
-    name: str  # of the call
-    method: str
-    step: int  # RL step, for the call's id
-    arguments: Mapping[str, Any]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,55 +90,59 @@ class ElasticTrainer(Trainer):
 
     def __init__(
         self,
-        gang: Gang,
+        gang: Gang[GradientAggregator],
         files: RunStore,
-        pool: EnginePool,
+        pool: EnginePool[GradientWorker],
+        settings: TrainerSettings,
         *,
         unit_tokens: int,
         lease: float,
-        **settings: Any,
     ) -> None:
         """
         Args:
             gang: Of one rank, the aggregator.
             files: Of the run.
             pool: The workers.
+            settings: As of Trainer.
             unit_tokens: Of a part of a log-prob pass.
             lease: Seconds after which a unit goes to another worker too.
-            settings: As of Trainer.
         """
-        super().__init__(gang, files, **settings)
+        super().__init__(gang, files, settings)
+        self._aggregator = gang
         self._pool = pool
         self._unit_tokens = unit_tokens
         self._numbers = itertools.count()
-        self._leases: Leases[Asked, Any] = Leases(self._work, pool.live, self._check, lease)
+        self._leases = Leases(pool.live, self._check, lease)
 
     def logprobs(
-        self, version: int, batch: BatchRef, column: str, out_key: str, squared: bool = False
+        self,
+        version: int,
+        batch: BatchRef,
+        column: LogprobColumn,
+        out_key: str,
+        squared: bool = False,
     ) -> BatchRef:
         """As of Trainer; parts of `unit_tokens` are spread over the workers."""
         with self._lock:
             self.at(version)
             for _ in range(MOST_OFFERS):
-                where = {"under": self._under(version + 1), "version": version}
-                arguments = {
-                    "weights": self._ask("offer_weights", version, where),
-                    "column": column,
-                    "temperature": self._temperature,
-                    "squared": squared,
-                }
+                under = self._under(version + 1)
+                weights = self._ask(
+                    GradientAggregator.offer_weights, version, under=under, version=version
+                )
                 edges = self._cuts(batch)
                 stem, dot, suffix = out_key.rpartition(".")
                 parts = [
-                    Asked(
-                        name=f"{column}-{number}-{out_key}",
-                        method="logprobs_under",
-                        step=version,
-                        arguments={
-                            **arguments,
-                            "batch": batch.rows(start, stop),
-                            "out_key": f"{stem}-{number}of{len(edges) - 1}{dot}{suffix}",
-                        },
+                    self._unit(
+                        GradientWorker.logprobs_under,
+                        f"{column}-{number}-{out_key}",
+                        version,
+                        weights=weights,
+                        batch=batch.rows(start, stop),
+                        column=column,
+                        out_key=f"{stem}-{number}of{len(edges) - 1}{dot}{suffix}",
+                        temperature=self._settings.temperature,
+                        squared=squared,
                     )
                     for number, (start, stop) in enumerate(pairwise(edges))
                 ]
@@ -151,7 +151,7 @@ class ElasticTrainer(Trainer):
                 except ObjectMissing as error:  # the weights, which another flow's commit removed
                     logger.warning("Log-probs are computed again: %s", error)
                     continue
-                return BatchRef.concat([one.batch for one in done])
+                return BatchRef.concat([part.batch for part in done if part.batch is not None])
             raise GradientsRefused(_given_up("log-probs", version))
 
     def _cuts(self, batch: BatchRef) -> list[int]:
@@ -171,32 +171,36 @@ class ElasticTrainer(Trainer):
     ) -> UpdateResult:
         # Whatever breaks in here, the aggregator is formed anew: no half-applied update stays.
         self._version = None
-        given = {
-            "batch": batch,
-            "algorithm": algorithm,
-            "temperature": self._temperature,
-            "max_new_tokens": self._max_new_tokens,
-        }
         told = Told()
-        steps = self._ask("open_update", step, {**given, "step": step, "plan": plan})
+        steps = self._ask(
+            GradientAggregator.open_update,
+            step,
+            batch=batch,
+            algorithm=algorithm,
+            temperature=self._settings.temperature,
+            max_new_tokens=self._settings.max_new_tokens,
+            step=step,
+            plan=plan,
+        )
+        inputs = UpdateInputs(batch=batch, algorithm=algorithm)
         for _ in range(steps):
-            self._optimizer_step(step, given, told)
-        result: UpdateResult = self._ask("close_update", step, {})
+            self._optimizer_step(step, inputs, told)
+        result = self._ask(GradientAggregator.close_update, step)
         self._version = step
         metrics = {**result.metrics, **told.metrics()} if steps else result.metrics
         return dataclasses.replace(result, metrics=metrics, units=tuple(told.tries))
 
-    def _optimizer_step(self, step: int, given: Mapping[str, Any], told: Told) -> None:
+    def _optimizer_step(self, step: int, inputs: UpdateInputs, told: Told) -> None:
         """Have the gradients of one optimizer step computed, until the aggregator has made it."""
         for _ in range(MOST_OFFERS):
             under = self._under(step)
-            offered: Offered = self._ask("offer", step, {"under": under})
+            offered = self._ask(GradientAggregator.offer, step, under=under)
             try:
-                self._compute(step, offered, given, told)
+                self._compute(step, offered, inputs, told)
             except (ObjectMissing, GradientsRefused) as error:  # another flow has taken them away
                 logger.warning("Gradients are offered again: %s", error)
                 continue
-            applied: Applied = self._ask("apply", step, {})
+            applied = self._ask(GradientAggregator.apply, step)
             told.sum_seconds += applied.seconds
             if not applied.refused:
                 told.nbytes += applied.nbytes
@@ -208,17 +212,21 @@ class ElasticTrainer(Trainer):
                 logger.warning("A gradient is computed again. %s", why)
         raise GradientsRefused(_given_up("gradients", step))
 
-    def _compute(self, step: int, offered: Offered, given: Mapping[str, Any], told: Told) -> None:
+    def _compute(self, step: int, offered: Offered, inputs: UpdateInputs, told: Told) -> None:
         """Have every unit's gradient left in the store."""
         without = dataclasses.replace(offered, units=())
-        done: list[UnitDone]
         done, went = self._leases.done(
             [
-                Asked(
-                    name=f"gradient-{offered.of.optimizer_step}-{unit.number}",
-                    method="gradient",
-                    step=step,
-                    arguments={**given, "offered": without, "unit": unit},
+                self._unit(
+                    GradientWorker.gradient,
+                    f"gradient-{offered.of.optimizer_step}-{unit.number}",
+                    step,
+                    offered=without,
+                    unit=unit,
+                    batch=inputs.batch,
+                    algorithm=inputs.algorithm,
+                    temperature=self._settings.temperature,
+                    max_new_tokens=self._settings.max_new_tokens,
                 )
                 for unit in offered.units
             ]
@@ -237,23 +245,44 @@ class ElasticTrainer(Trainer):
         committed = head(self._files) or start_of(self._files)
         return max(step, committed + 1)
 
-    def _ask(self, method: str, step: int, arguments: Mapping[str, Any]) -> Any:
-        """Call the aggregator; never answered from its record of an earlier call."""
-        return self._call(method, step, arguments, name=f"{method}-{next(self._numbers)}")
+    def _ask(
+        self,
+        method: Callable[Concatenate[GradientAggregator, P], R],
+        at: int,
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> R:
+        """Call the aggregator for step `at`; never answered from its record of an earlier call."""
+        call_id = self._call_id(f"{method.__name__}-{next(self._numbers)}", at)
+        return self._aggregator.call(method, call_id, self._settings.cancel, *nothing, **arguments)
 
-    def _work(self, worker: str, address: str, asked: Asked) -> Any:
-        """Have a worker do something; its engine is built where it has none."""
-        self._pool.ready(worker, address)
-        call_id = CallId(
-            run=self._caller,
-            epoch=self._epoch,
-            step=asked.step,
-            call=f"{asked.name}@{next(self._numbers)}",
-        )
-        return self._pool.submit(address, asked.method, call_id, asked.arguments)
+    def _unit(
+        self,
+        method: Callable[Concatenate[GradientWorker, P], R],
+        name: str,
+        at: int,
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> Unit[R]:
+        """A call for step `at`, on any worker; its engine is built where it has none."""
+
+        def work(worker: str, address: str) -> R:
+            self._pool.ready(worker, address)
+            call_id = CallId(
+                run=self._caller,
+                epoch=self._settings.epoch,
+                step=at,
+                call=f"{name}@{next(self._numbers)}",
+            )
+            call = Call.of(self._pool.role, method, call_id, *nothing, **arguments)
+            return self._pool.submit(address, call)
+
+        return work
 
     def _check(self) -> None:
-        raise_if_set(self._cancel)
+        raise_if_set(self._settings.cancel)
         self._pool.cluster.check()
 
 

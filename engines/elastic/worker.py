@@ -6,13 +6,14 @@ It has no optimizer, and what it holds it takes from the store: who asks says wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser
+from engines.elastic.contract import GradientWorker
 from engines.elastic.gradients import unit_metrics, write_gradient
 from engines.elastic.spec import Counts, Offered, Unit, UnitDone
 from engines.train.batching.packing import plan_update, read_lengths
+from engines.train.contract import LogprobColumn
 from engines.train.critic import Critic
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
@@ -29,11 +30,8 @@ from storage.runs.weights import WeightsRef
 JOIN_TIMEOUT = 60.0  # seconds for a meeting of one
 
 
-class GradientEngine(FSDPEngine):
+class GradientEngine(FSDPEngine, GradientWorker):
     """One rank that is a gang of its own; see the module's docstring."""
-
-    REMOTE: ClassVar[tuple[str, ...]] = ("gradient", "logprobs_under")
-    CONCAT: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: TrainSpec) -> None:
         super().__init__(spec)
@@ -52,12 +50,6 @@ class GradientEngine(FSDPEngine):
         temperature: float,
         max_new_tokens: int,
     ) -> UnitDone:
-        """Leave the sum of a unit's gradients in the store, unless it is there.
-
-        offered: Its `units` are left out on the way here.
-
-        Raises GradientsRefused where it is not wanted, ObjectMissing where the weights are gone.
-        """
         standing = read_gradient(self._files, offered.folder, unit.number)
         if standing is not None and standing.of == offered.of:
             return UnitDone(unit=unit.number, nbytes=standing.nbytes, computed=False)
@@ -91,12 +83,11 @@ class GradientEngine(FSDPEngine):
         self,
         weights: WeightsRef,
         batch: BatchRef,
-        column: Literal["old_logprobs", "ref_logprobs"],
+        column: LogprobColumn,
         out_key: str,
         temperature: float,
         squared: bool = False,
     ) -> ColumnsResult:
-        """Write log-probs of response tokens under given weights; of rows in their order."""
         self._hold(weights)
         return self.logprobs(batch, column, out_key, temperature, squared)
 

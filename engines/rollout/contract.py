@@ -1,12 +1,12 @@
 """What every rollout engine takes and gives: its spec, requests, results, errors.
 
-No torch, no vLLM, no transformers here: the flow process imports this module. What the engines
-promise is said by their base, `engines.rollout.engine:RolloutEngine`.
+No torch, no vLLM, no transformers here: the flow process imports this module, and calls `Sampler`.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -17,9 +17,11 @@ from configs.base import Settings
 from configs.model import Model
 from configs.rollout import RolloutConfig
 from engines.failures import InfrastructureError
-from engines.workers.engine import Memory
+from engines.workers.engine import Engine, Memory
+from engines.workers.messages import Moved
 from storage.batches.columns import SEGMENT
 from storage.batches.refs import BatchRef
+from storage.runs.weights import WeightsRef
 
 # idle: running shards finish under the old weights first. keep: they pause, keep their cached keys
 # and values of the old policy, and go on under the new one. recompute: they pause, and their keys
@@ -222,6 +224,67 @@ class RolloutStatus:
     waiting: int  # sequences in flight that wait for their turn
     tokens: int  # response tokens drawn since the engine was built
     pids: tuple[int, ...]  # processes that the engine started
+
+
+class Sampler(Engine):
+    """Samples completions under a policy version (engines/rollout/engine.py)."""
+
+    @abstractmethod
+    def generate(self, request: RolloutRequest) -> RolloutResult:
+        """Sample a shard, write it, return its ref. Several shards may be in flight.
+
+        With `request.begun`, samples that are not done go on from the tokens that they have, under
+        the weights held now, which compute the keys and values of those tokens anew. With
+        `request.save_every`, tokens are saved on the way, and what an attempt before this one saved
+        of the shard is gone on with. With `request.marked` the shard is marked as done, and what is
+        returned is what the mark says: of two attempts, the one that finished first.
+
+        Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
+        """
+
+    @abstractmethod
+    def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
+        """Load a policy version from the store.
+
+        Raises WeightMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
+        engine then refuses to sample until a sync succeeds, and shards in flight fail. A version
+        that does not fit the model is refused before anything is loaded. An engine that sleeps wakes.
+        """
+
+    @abstractmethod
+    def sync_and_score(
+        self,
+        weights: WeightsRef,
+        mode: SyncMode,
+        token_ids: list[list[int]],
+        prompt_lengths: list[int],
+    ) -> tuple[SyncReport, list[list[float]]]:
+        """`sync`, then log-probs, at temperature 1 and unfiltered, of each sequence's tokens past its
+        prompt: one call, for a flow with many engines.
+        """
+
+    @abstractmethod
+    def cut(self, out_keys: list[str]) -> None:
+        """End the shards of these out_keys as they stand, begun or not; `generate` returns them.
+
+        Their samples that are not done have the finish reason "unfinished", and can go on.
+        """
+
+    @abstractmethod
+    def sleep(self, level: int) -> Moved:
+        """Give the device's memory back: keys, values, and weights, which level 1 keeps.
+
+        Shards in flight end with RolloutCancelled. Until a sync, or a `wake` that attests the
+        weights, the engine holds no policy version: `generate` raises NoWeights.
+        """
+
+    @abstractmethod
+    def wake(self) -> Moved:
+        """Take the memory again; at level 1 hold the version again if its bits are the same."""
+
+    @abstractmethod
+    def status(self) -> RolloutStatus:
+        """What the engine is doing; never raises, and costs no more than a lock."""
 
 
 def engine_class(config: RolloutConfig) -> str:

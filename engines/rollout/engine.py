@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from engines.failures import WeightMismatch
 from engines.rollout.contract import (
@@ -24,6 +23,7 @@ from engines.rollout.contract import (
     RolloutResult,
     RolloutSpec,
     RolloutStatus,
+    Sampler,
     SyncMode,
     SyncReport,
     setting_for_less,
@@ -37,7 +37,7 @@ from engines.rollout.samples import (
     write_samples,
 )
 from engines.rollout.weight_reader import Held, LoadReport, check_manifest
-from engines.workers.engine import Engine, Memory
+from engines.workers.engine import Memory
 from engines.workers.messages import Moved
 from storage.objects.node_cache import open_node_cache
 from storage.objects.store import Store
@@ -54,7 +54,7 @@ class Asleep:
     checksum: str  # of their bits, at level 1; empty: of none
 
 
-class RolloutEngine(Engine, ABC):
+class RolloutEngine(Sampler):
     """Samples completions under a policy version. Every method may be called from any thread.
 
     `version` is the policy version held, None before the first sync and after a failed one.
@@ -62,20 +62,6 @@ class RolloutEngine(Engine, ABC):
     After the engine's process has died each method raises EngineDead with the cause, within seconds,
     calls already waiting included. The engine must then be closed and built anew.
     """
-
-    REMOTE: ClassVar[tuple[str, ...]] = (
-        "generate",
-        "sync",
-        "score",
-        "sync_and_score",
-        "pause",
-        "resume",
-        "cancel",
-        "cut",
-        "sleep",
-        "wake",
-        "status",
-    )
 
     def __init__(self, spec: RolloutSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """`shapes`: of the weights that the model needs, by name; each comes with every sync."""
@@ -93,16 +79,6 @@ class RolloutEngine(Engine, ABC):
         self._cut: set[str] = set()  # out_key of shards that end as they stand
 
     def generate(self, request: RolloutRequest) -> RolloutResult:
-        """Sample a shard, write it, return its ref. Several shards may be in flight.
-
-        With `request.begun`, samples that are not done go on from the tokens that they have, under
-        the weights held now, which compute the keys and values of those tokens anew. With
-        `request.save_every`, tokens are saved on the way, and what an attempt before this one saved
-        of the shard is gone on with. With `request.marked` the shard is marked as done, and what is
-        returned is what the mark says: of two attempts, the one that finished first.
-
-        Raises NoWeights, RolloutCancelled, EngineDead; ValueError for a prompt that does not fit.
-        """
         self._check_awake()
         started = time.monotonic()
         prompts = read_prompts(self._store, request.prompts, self._spec.max_model_len)
@@ -143,12 +119,6 @@ class RolloutEngine(Engine, ABC):
         return result
 
     def sync(self, weights: WeightsRef, mode: SyncMode = "idle") -> SyncReport:
-        """Load a policy version from the store.
-
-        Raises WeightMismatch or storage.objects.errors.ObjectDamaged, both naming the tensor; the
-        engine then refuses to sample until a sync succeeds, and shards in flight fail. A version
-        that does not fit the model is refused before anything is loaded. An engine that sleeps wakes.
-        """
         started = time.monotonic()
         waited = check_manifest(self._store, weights, self._shapes, self._node_cache)
         with self._moving:
@@ -171,8 +141,8 @@ class RolloutEngine(Engine, ABC):
         token_ids: list[list[int]],
         prompt_lengths: list[int],
     ) -> tuple[SyncReport, list[list[float]]]:
-        """`sync`, then `score`: one call, for a flow with many engines."""
-        return self.sync(weights, mode), self.score(token_ids, prompt_lengths)
+        report = self.sync(weights, mode)
+        return report, self.score(token_ids, prompt_lengths) if token_ids else []
 
     @abstractmethod
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
@@ -191,19 +161,10 @@ class RolloutEngine(Engine, ABC):
         return self._end_shards(RolloutCancelled(f"{self._label}: cancelled"))
 
     def cut(self, out_keys: list[str]) -> None:
-        """End the shards of these out_keys as they stand, begun or not; `generate` returns them.
-
-        Their samples that are not done have the finish reason "unfinished", and can go on.
-        """
         self._cut.update(out_keys)
         self._cut_shards()
 
     def sleep(self, level: int) -> Moved:
-        """Give the device's memory back: keys, values, and weights, which level 1 keeps.
-
-        Shards in flight end with RolloutCancelled. Until a sync, or a `wake` that attests the
-        weights, the engine holds no policy version: `generate` and `score` raise NoWeights.
-        """
         with self._moving:
             if self._asleep is not None:
                 return Moved()
@@ -215,7 +176,6 @@ class RolloutEngine(Engine, ABC):
             return self._put_away(level)
 
     def wake(self) -> Moved:
-        """Take the memory again; at level 1 hold the version again if its bits are the same."""
         with self._moving:
             asleep, moved = self._asleep, self._rouse()
             if asleep is not None and asleep.checksum and self._checksum() == asleep.checksum:
@@ -225,7 +185,6 @@ class RolloutEngine(Engine, ABC):
             return dataclasses.replace(moved, digest="" if held is None else held.digest)
 
     def status(self) -> RolloutStatus:
-        """What the engine is doing; never raises, and costs no more than a lock."""
         held = self._held
         running, waiting, tokens = self._counts()
         return RolloutStatus(

@@ -12,34 +12,36 @@ import logging
 import math
 import threading
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Concatenate, Literal, ParamSpec
 
 from engines.failures import InfrastructureError, WorkerLost
-from engines.rollout.contract import RolloutRequest, RolloutResult, SyncMode, SyncReport
+from engines.rollout.contract import RolloutRequest, RolloutResult, Sampler, SyncMode, SyncReport
 from engines.rollout.weight_probe import CheckedLoad, Probe, check_report, check_scores
 from engines.workers.calls import control, stop
 from engines.workers.cluster import Cluster
-from engines.workers.engine import Engine, EngineSpec
+from engines.workers.engine import Call, EngineSpec
 from engines.workers.messages import CallId, Moved
 from engines.workers.pool import Assignment, EnginePool
 from storage.runs.weights import WeightsRef
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")  # what a method takes
+
 CUT_AT_ONCE = 32  # engines that are told at a time to end a step's shards
 LOOKED_AT = 8  # engines that are asked at a time how far they are
 
 
-class RolloutPool(EnginePool[Engine]):
+class RolloutPool(EnginePool[Sampler]):
     """Engines that sample, each at the current policy version before it gets a shard."""
 
     def __init__(
         self,
         cluster: Cluster,
         pool: str,
-        spec: EngineSpec,
+        spec: EngineSpec[Sampler],
         *,
         run: str,
         epoch: int,
@@ -109,10 +111,9 @@ class RolloutPool(EnginePool[Engine]):
                 self._sampling[request.out_key] = (request, address)
             try:
                 named = dataclasses.replace(request, worker=name)
-                result: RolloutResult = self.submit(
-                    address, "generate", call_id, {"request": named}
+                return self.submit(
+                    address, Call.of(self.role, Sampler.generate, call_id, request=named)
                 )
-                return result
             finally:
                 with self._lock:
                     del self._sampling[request.out_key]
@@ -133,7 +134,8 @@ class RolloutPool(EnginePool[Engine]):
         def end(address: str, keys: list[str]) -> None:
             # One that is gone has no shard to end: it is tried again, and then not begun.
             with contextlib.suppress(InfrastructureError, TimeoutError):
-                control(self.cluster, address, self.role, "cut", out_keys=keys)
+                call = Call.of(self.role, Sampler.cut, None, out_keys=keys)
+                control(self.cluster, address, call)
 
         with ThreadPoolExecutor(CUT_AT_ONCE) as threads:
             list(threads.map(end, on.keys(), on.values()))
@@ -187,11 +189,11 @@ class RolloutPool(EnginePool[Engine]):
                 list(threads.map(built, new))
         ready = {name: address for name, address in workers.items() if address in self._ready}
         reports: dict[str, CheckedLoad] = {}
-        for name, found in self.submit_to_all(ready, *self._load_call()).items():
-            if isinstance(found, InfrastructureError):
-                failures.append(found)
+        for name, loaded in self.submit_to_all(ready, self._load_call()).items():
+            if isinstance(loaded, InfrastructureError):
+                failures.append(loaded)
             else:
-                reports[name] = self._checked(name, workers[name], found)
+                reports[name] = self._checked(name, workers[name], loaded)
         if not reports:
             raise failures[-1]
         return reports
@@ -211,7 +213,7 @@ class RolloutPool(EnginePool[Engine]):
 
     def sleep(self, cancel: threading.Event | None = None) -> Moved:
         """Have every engine give its device's memory back; one that cannot is ended."""
-        found = self._aside("sleep", {"level": self.sleep_level})
+        found = self._aside(Sampler.sleep, level=self.sleep_level)
         for address, moved in found.items():
             if isinstance(moved, InfrastructureError):  # it is closed, or its worker is gone
                 logger.warning("An engine failed while it went to sleep: %s", moved)
@@ -224,7 +226,7 @@ class RolloutPool(EnginePool[Engine]):
         One whose weights are not attested to be those it went to sleep with loads them anew then.
         """
         self._loaded.clear()
-        found = self._aside("wake", {})
+        found = self._aside(Sampler.wake)
         for address, moved in found.items():
             if isinstance(moved, InfrastructureError):
                 logger.warning("An engine failed while it woke: %s", moved)
@@ -233,12 +235,16 @@ class RolloutPool(EnginePool[Engine]):
         return _together(found)
 
     def _aside(
-        self, method: str, arguments: Mapping[str, Any]
+        self,
+        method: Callable[Concatenate[Sampler, P], Moved],
+        *nothing: P.args,
+        **arguments: P.kwargs,
     ) -> dict[str, Moved | InfrastructureError]:
         """Something on every engine that was built, at once; by address."""
         ready = {name: address for address, name in self._ready.items()}
         call_id = CallId(run=self.run, epoch=self.epoch, step=0, call=uuid.uuid4().hex)
-        found = self.submit_to_all(ready, method, call_id, arguments)
+        call = Call.of(self.role, method, call_id, *nothing, **arguments)
+        found = self.submit_to_all(ready, call)
         return {ready[name]: moved for name, moved in found.items()}
 
     def _end(self, address: str) -> None:
@@ -262,37 +268,39 @@ class RolloutPool(EnginePool[Engine]):
         self._looks += 1
         for address, name in (ready[first:] + ready[:first])[:LOOKED_AT]:
             with contextlib.suppress(InfrastructureError, TimeoutError):
-                self._drawn[name] = control(
-                    self.cluster, address, self.role, "status", timeout=timeout
-                ).tokens
+                call = Call.of(self.role, Sampler.status, None)
+                self._drawn[name] = control(self.cluster, address, call, timeout=timeout).tokens
         there = set(self._ready.values())
         self._drawn = {name: count for name, count in self._drawn.items() if name in there}
         return dict(self._drawn)
 
     def _load(self, name: str, address: str) -> CheckedLoad:
         # Shards in flight may fill all slots.
-        return self._checked(name, address, self.submit(address, *self._load_call(), slot=False))
+        return self._checked(name, address, self.submit(address, self._load_call(), slot=False))
 
-    def _load_call(self) -> tuple[str, CallId, dict[str, Any]]:
-        """Method, call id and arguments of the load of the current weights."""
-        given: dict[str, Any] = {"weights": self.weights, "mode": self.mode}
-        call_id = self._call_id(self.weights.version, "sync")
-        if self._probe is None:
-            return "sync", call_id, given
-        given |= {
-            "token_ids": self._probe.tokens,
-            "prompt_lengths": self._probe.prompt_lengths,
-        }
-        return "sync_and_score", call_id, given
+    def _load_call(self) -> Call[tuple[SyncReport, list[list[float]]]]:
+        """The load of the current weights; what is scored is the probe, if there is one."""
+        probe = self._probe
+        return Call.of(
+            self.role,
+            Sampler.sync_and_score,
+            self._call_id(self.weights.version, "sync"),
+            weights=self.weights,
+            mode=self.mode,
+            token_ids=[] if probe is None else probe.tokens,
+            prompt_lengths=[] if probe is None else probe.prompt_lengths,
+        )
 
-    def _checked(self, name: str, address: str, found: Any) -> CheckedLoad:
+    def _checked(
+        self, name: str, address: str, loaded: tuple[SyncReport, list[list[float]]]
+    ) -> CheckedLoad:
         """What an engine's load returned, if it holds the weights now; else WeightMismatch."""
         weights, probe = self.weights, self._probe
-        report: SyncReport = found if probe is None else found[0]
+        report, scores = loaded
         check_report(name, report, weights)
         error = math.nan
         if probe is not None:
-            error = check_scores(name, weights.version, found[1], probe, self.tolerance)
+            error = check_scores(name, weights.version, scores, probe, self.tolerance)
         self._loaded[address] = weights.digest
         return CheckedLoad(report=report, logprob_error=error)
 

@@ -29,7 +29,7 @@ from engines.teachers.messages import (
     Taught,
 )
 from engines.train.batching.packing import read_lengths
-from engines.train.spec import ColumnsResult
+from engines.train.contract import TrainEngine
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
@@ -67,7 +67,7 @@ class TeacherService:
 
     def __init__(
         self,
-        gang: Gang,
+        gang: Gang[TrainEngine],
         stores: Mapping[str, Store],
         limits: Limits,
         *,
@@ -98,7 +98,7 @@ class TeacherService:
     def start(self) -> None:
         """Build the teacher, then answer. Raises what the gang does, ValueError without tokens."""
         self._gang.form(self._over)
-        self._tokens = self._gang.call("tokens", cancel=self._over)
+        self._tokens = self._gang.call(TrainEngine.tokens, None, self._over)
         if self._tokens is None:
             raise ValueError(
                 "The teacher has no tokenizer.json, by which its tokens are compared with a "
@@ -335,15 +335,17 @@ class TeacherService:
             step=0,
             call=f"teach-{question.out_key}@{self._gang.generation}",
         )
-        arguments = {
-            "batch": question.batch,
-            "out_key": question.out_key,
-            "temperature": question.temperature,
-            "top_k": question.top_k,
-            "store": self._store(question.store),
-            "readable": readable,
-        }
-        result: ColumnsResult = self._gang.call("teach", call, arguments, cancel=self._over)
+        result = self._gang.call(
+            TrainEngine.teach,
+            call,
+            self._over,
+            batch=question.batch,
+            out_key=question.out_key,
+            temperature=question.temperature,
+            top_k=question.top_k,
+            store=self._store(question.store),
+            readable=readable,
+        )
         assert result.batch is not None, "the samples have rows"
         return result.batch
 
@@ -357,6 +359,6 @@ class TeacherService:
                 self._digests = {}
                 self._gang.form(self._over)
             if dtype not in self._digests:
-                found: str = self._gang.call("digest", None, {"dtype": dtype}, cancel=self._over)
+                found = self._gang.call(TrainEngine.digest, None, self._over, dtype=dtype)
                 self._digests[dtype] = found
             return self._digests[dtype]

@@ -9,7 +9,6 @@ engines/train/sharded_model.py.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from engines.algorithms.from_config import objective_of
 from engines.model_tokens import ModelTokens, model_tokens
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.micro_batch import MicroBatch
+from engines.train.contract import LogprobColumn
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
@@ -44,49 +44,22 @@ from storage.objects.store import Store
 class FSDPEngine(ShardedModel):
     """One rank; see the module's docstring."""
 
-    REMOTE: ClassVar[tuple[str, ...]] = (
-        "logprobs",
-        "values",
-        "teach",
-        "tokens",
-        "update",
-        "cost",
-        "export_weights",
-        "settle_weights",
-        "save_state",
-        "load_state",
-        "load_weights",
-        "compare",
-        "score",
-        "mismatch",
-        "digest",
-        "offload",
-        "onload",
-    )
-    CONCAT: ClassVar[tuple[str, ...]] = ("logprobs", "values", "teach")
-
     # --- forward passes -----------------------------------------------------------------------
 
     def logprobs(
         self,
         batch: BatchRef,
-        column: Literal["old_logprobs", "ref_logprobs"],
+        column: LogprobColumn,
         out_key: str,
         temperature: float,
         squared: bool = False,
     ) -> ColumnsResult:
-        """Write log-probs of response tokens under the weights held; all rows, in their order.
-
-        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too. The reference
-        of an engine with adapters is its base.
-        """
         computed = chosen_logprobs(self._forward(temperature), column, squared)
         of_base = self._spec.lora is not None and column == "ref_logprobs"
         with base_alone(self._loaded()) if of_base else nullcontext():
             return self._columns(batch, out_key, computed, (column, "sum_pi_squared"))
 
     def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
-        """Write the critic's value of every response token; all rows, in their order."""
         critic = self._policy
         if not isinstance(critic, Critic):
             raise ValueError(f"An engine of role {self._spec.role} has no values. Ask the critic.")
@@ -105,21 +78,11 @@ class FSDPEngine(ShardedModel):
         store: Store | None = None,
         readable: int | None = None,
     ) -> ColumnsResult:
-        """Write teacher_logprobs of all rows, in their order; with `top_k` the likeliest words too.
-
-        teacher_topk_ids and teacher_topk_logprobs have [top_k] numbers for each token,
-        teacher_tail_logprobs the probability of all other words, in nats. The words are among those
-        that the student knows.
-
-        store: of the batch and the columns, if not the engine's own. readable: how many token ids
-        the student knows, where the spec names no student.
-        """
         among = self._readable if readable is None else readable
         computed = likeliest_words(self._forward(temperature), top_k, among)
         return self._columns(batch, out_key, computed, TEACHER_COLUMNS, store)
 
     def tokens(self) -> ModelTokens | None:
-        """The tokens of the model; None where its files do not have them."""
         return model_tokens(self._directory)
 
     def _columns(
@@ -144,23 +107,11 @@ class FSDPEngine(ShardedModel):
         )
         return ColumnsResult(batch=ref, metrics=sums)
 
-    @staticmethod
-    def concat(method: str, parts: list[ColumnsResult]) -> ColumnsResult:
-        """The ranks' rows, in rank order."""
-        assert method in FSDPEngine.CONCAT, method
-        return ColumnsResult.together(parts)
-
     def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
-        """Log-probs, at temperature 1, of what follows the first prompt_lengths[i] tokens."""
         self._joined()
         return score(self._forward(1.0), token_ids, prompt_lengths, self._device)
 
     def mismatch(self) -> str | None:
-        """How log-probs of a few short samples differ from transformers' own; None: they do not.
-
-        Nothing is said of layers that are compiled, which would be compiled once more for it, and
-        of a policy that looks at images.
-        """
         self._joined()
         policy = self._loaded()
         seeing = isinstance(policy.model, OpenVLA)
@@ -188,11 +139,6 @@ class FSDPEngine(ShardedModel):
         step: int,
         plan: BatchRef | None = None,
     ) -> UpdateResult:
-        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps.
-
-        plan: as engines/train/batching/stored_plan.py has stored it for this batch and gang; None:
-        each rank makes it.
-        """
         result = self._begun(step, algorithm, temperature).run(batch, max_new_tokens, step, plan)
         self.version = step
         return result
@@ -223,7 +169,6 @@ class FSDPEngine(ShardedModel):
         return PolicyUpdater(rank, self._forward(temperature), objective_of(algorithm))
 
     def cost(self) -> CostModel:
-        """What plans are balanced by: the model's floating-point operations."""
         self._joined()
         return self._cost
 

@@ -21,6 +21,7 @@ from engines.progress import report
 from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize, whole_on
 from engines.train.checkpoint import load_snapshot, save_snapshot
+from engines.train.contract import TrainEngine
 from engines.train.critic import Critic
 from engines.train.memory import PUT_AWAY, held_by_rank, on_device, setting_for_less
 from engines.train.model.fsdp import fill
@@ -34,7 +35,7 @@ from engines.train.order_of_sums import prepare
 from engines.train.policy import Policy
 from engines.train.spec import JoinReport, TrainSpec, WeightsComparison
 from engines.train.versions import AdapterVersions, Versions
-from engines.workers.engine import Memory, Ranked
+from engines.workers.engine import Memory
 from engines.workers.messages import Moved
 from engines.workers.storages import Storages
 from storage.objects.node_cache import open_node_cache
@@ -45,7 +46,7 @@ from storage.runs.weights import WeightsRef
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ShardedModel(Ranked):
+class ShardedModel(TrainEngine):
     """A policy, its frozen reference, a teacher or a critic on one rank."""
 
     def __init__(self, spec: TrainSpec) -> None:
@@ -155,47 +156,30 @@ class ShardedModel(Ranked):
     # --- weights and state --------------------------------------------------------------------
 
     def export_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
-        """Publish the weights held as a policy version; transformers and vLLM can load its folder.
-
-        Engines on the ranks' machines may read it at once, others once it is settled. Unless `whole`
-        some versions are stored as the difference from another one, if the settings say so; such a
-        folder is read by this program only.
-
-        Each rank writes the tensors that it gathers. The output head is among the tensors also where
-        it is tied to the embedding.
-        """
         self._joined()
         if self._spec.role == "critic":
             raise ValueError("A critic is no policy, so it has no version to publish.")
         return self._versions().publish(version, DTYPES[dtype], whole)
 
     def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
-        """Return once the store has what `export_weights` has published with these arguments."""
         self._joined()
         return self._versions().settle(version, DTYPES[dtype], whole)
 
     def digest(self, dtype: str | None = None) -> str:
-        """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""
         self._joined()
         return self._versions().digest(DTYPES[dtype] if dtype else None)
 
     def compare(self, weights: WeightsRef, dtype: str) -> WeightsComparison:
-        """The weights held, cast to `dtype`, beside a published version's."""
         self._joined()
         return self._versions().compare(weights, DTYPES[dtype])
 
     def save_state(self, step: int, run: str | None = None) -> None:
-        """Store weights, optimizer and counters as a snapshot of this or another run."""
         meeting = self._joined()
         optimizer = self._trained()
         facts = {"step": step, "steps": optimizer.steps, "applied": optimizer.applied}
         save_snapshot(self._files_of(run), step, self._state(), facts, meeting.group)
 
     def load_state(self, step: int, run: str | None = None, version: int | None = None) -> None:
-        """Go back (or on) to the snapshot after `step`, of this or another run.
-
-        `version`: what the weights are called here, if not `step`.
-        """
         meeting = self._joined()
         optimizer = self._trained()
         self.version = None
@@ -205,10 +189,6 @@ class ShardedModel(Ranked):
         self.version = step if version is None else version
 
     def load_weights(self, weights: WeightsRef, version: int) -> None:
-        """Take the weights of a published policy version, with the optimizer as it is.
-
-        An engine with adapters takes them as its base, below adapters that change nothing yet.
-        """
         meeting = self._joined()
         model = self._loaded()
         self.version = None

@@ -15,14 +15,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
 from engines.model_tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
+from engines.train.contract import LogprobColumn, TrainEngine
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
@@ -33,7 +34,10 @@ from storage.runs.snapshots import Base, base_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train.spec import UpdateResult, WeightsComparison
+    from engines.train.spec import ColumnsResult, UpdateResult, WeightsComparison
+
+P = ParamSpec("P")  # what a method takes
+R = TypeVar("R")  # what it returns
 
 UNTRAINED = -1  # the version held where the model's own weights are no version of the run
 
@@ -46,35 +50,32 @@ class UpdateInputs:
     algorithm: AlgorithmConfig
 
 
+def _untold(step: int, last: int) -> None:
+    """Nobody is told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSettings:
+    """How a trainer makes its calls."""
+
+    epoch: int  # of the run's lease
+    temperature: float
+    max_new_tokens: int
+    cancel: threading.Event | None = None  # ends every wait when it is set
+    on_replay: Callable[[int, int], None] = _untold  # step and last, of each that is applied again
+    caller: str | None = None  # in whose name, if not the run's: of another run that reads it
+
+
 class Trainer:
     """Drives a gang. Its calls are serialised: a gang does one thing at a time."""
 
-    def __init__(
-        self,
-        gang: Gang,
-        files: RunStore,
-        *,
-        epoch: int,
-        temperature: float,
-        max_new_tokens: int,
-        cancel: threading.Event | None = None,
-        on_replay: Callable[[int, int], None] = lambda step, last: None,
-        caller: str | None = None,
-    ) -> None:
-        """`on_replay(step, last)` is told of each step whose update is applied again.
-
-        `caller`: in whose name calls are made, if not the run's: of another run that reads it.
-        """
+    def __init__(self, gang: Gang[TrainEngine], files: RunStore, settings: TrainerSettings) -> None:
         self._gang = gang
         self._spec = gang.spec
         self._files = files
-        self._epoch = epoch
-        self._temperature = temperature
-        self._max_new_tokens = max_new_tokens
-        self._cancel = cancel
-        self._on_replay = on_replay
+        self._settings = settings
         self._base = 0
-        self._caller = caller or files.run
+        self._caller = settings.caller or files.run
         self._version: int | None = None  # of the weights that the gang holds; None: not known
         # By step, of the steps that were not committed when they were updated.
         self._uncommitted: dict[int, UpdateInputs] = {}
@@ -98,7 +99,7 @@ class Trainer:
             if self._held > version or self._held < nearest:
                 self._go_to(base)
             for step in range(self._held + 1, version + 1):
-                self._on_replay(step, version)
+                self._settings.on_replay(step, version)
                 again = self._stored(step) if step <= committed else self._uncommitted[step]
                 self._update(step, again.batch, again.algorithm)
 
@@ -123,7 +124,7 @@ class Trainer:
         with self._lock:
             if self._cost is None:
                 self.at(version)
-                self._cost = self._call("cost", version, {})
+                self._cost = self._call(TrainEngine.cost, version)
             return self._cost
 
     @property
@@ -144,47 +145,68 @@ class Trainer:
             }
 
     def logprobs(
-        self, version: int, batch: BatchRef, column: str, out_key: str, squared: bool = False
+        self,
+        version: int,
+        batch: BatchRef,
+        column: LogprobColumn,
+        out_key: str,
+        squared: bool = False,
     ) -> BatchRef:
         """Log-probs of the responses [N, jagged] under a version, as a new column.
 
         `squared`: sum_pi_squared is a second one.
         """
-        arguments = {
-            "batch": batch,
-            "column": column,
-            "out_key": out_key,
-            "temperature": self._temperature,
-            "squared": squared,
-        }
         with self._lock:
             self.at(version)
-            return self._call("logprobs", version, arguments, name=f"{column}-{out_key}").batch
+            call_id = self._call_id(f"{column}-{out_key}", version)
+            return _columns(
+                self._gang.call(
+                    TrainEngine.logprobs,
+                    call_id,
+                    self._settings.cancel,
+                    batch=batch,
+                    column=column,
+                    out_key=out_key,
+                    temperature=self._settings.temperature,
+                    squared=squared,
+                )
+            )
 
     def teach(self, batch: BatchRef, out_key: str, top_k: int) -> BatchRef:
-        """A teacher's scores of the responses [N, jagged], as new columns (FSDPEngine.teach)."""
-        arguments = {
-            "batch": batch,
-            "out_key": out_key,
-            "temperature": self._temperature,
-            "top_k": top_k,
-        }
+        """A teacher's scores of the responses [N, jagged], as new columns (TrainEngine.teach)."""
         with self._lock:
             self.at(0)
-            return self._call("teach", 0, arguments, name=f"teach-{out_key}").batch
+            return _columns(
+                self._gang.call(
+                    TrainEngine.teach,
+                    self._call_id(f"teach-{out_key}", 0),
+                    self._settings.cancel,
+                    batch=batch,
+                    out_key=out_key,
+                    temperature=self._settings.temperature,
+                    top_k=top_k,
+                )
+            )
 
     def tokens(self, version: int) -> ModelTokens | None:
         """The model's tokens; None where its files do not have them."""
         with self._lock:
             self.at(version)
-            return self._call("tokens", version, {})
+            return self._call(TrainEngine.tokens, version)
 
     def values(self, version: int, batch: BatchRef, out_key: str) -> BatchRef:
         """A critic's values of the responses [N, jagged] under a version, as a new column."""
-        arguments = {"batch": batch, "out_key": out_key}
         with self._lock:
             self.at(version)
-            return self._call("values", version, arguments, name=f"values-{out_key}").batch
+            return _columns(
+                self._gang.call(
+                    TrainEngine.values,
+                    self._call_id(f"values-{out_key}", version),
+                    self._settings.cancel,
+                    batch=batch,
+                    out_key=out_key,
+                )
+            )
 
     def export(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         """Publish the weights of a version; `whole`: not as a difference.
@@ -192,32 +214,35 @@ class Trainer:
         The store has them once `settle`, with the same arguments, has returned; until then only
         engines on the trainer's machine can read them, where it keeps versions.
         """
-        return self._publish("export_weights", version, dtype, whole)
+        with self._lock:
+            self.at(version)
+            return self._call(
+                TrainEngine.export_weights, version, version=version, dtype=dtype, whole=whole
+            )
 
     def settle(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
         """Return once the store has a version. A gang that was lost meanwhile publishes it again."""
-        return self._publish("settle_weights", version, dtype, whole)
-
-    def _publish(self, method: str, version: int, dtype: str, whole: bool) -> WeightsRef:
-        arguments = {"version": version, "dtype": dtype, "whole": whole}
         with self._lock:
             self.at(version)
-            return self._call(method, version, arguments)
+            return self._call(
+                TrainEngine.settle_weights, version, version=version, dtype=dtype, whole=whole
+            )
 
     def score(
         self, version: int, tokens: list[list[int]], prompt_lengths: list[int]
     ) -> list[list[float]]:
         """Log-probs of the response tokens of a few sequences under a version."""
-        arguments = {"token_ids": tokens, "prompt_lengths": prompt_lengths}
         with self._lock:
             self.at(version)
-            return self._call("score", version, arguments)
+            return self._call(
+                TrainEngine.score, version, token_ids=tokens, prompt_lengths=prompt_lengths
+            )
 
     def mismatch(self, version: int) -> str | None:
         """How log-probs under a version differ from transformers' own, as a clause; None: not."""
         with self._lock:
             self.at(version)
-            return self._call("mismatch", version, {})
+            return self._call(TrainEngine.mismatch, version)
 
     def snapshot(self, version: int, run: str | None = None, step: int | None = None) -> None:
         """Store the whole trainer state of a version: weights, optimizer, schedule, RNG.
@@ -226,20 +251,20 @@ class Trainer:
         """
         with self._lock:
             self.at(version)
-            where = {"run": run, "step": version if step is None else step}
-            self._call("save_state", version, where)
+            of = version if step is None else step
+            self._call(TrainEngine.save_state, version, run=run, step=of)
 
     def compare(self, version: int, weights: WeightsRef, dtype: str) -> WeightsComparison:
         """The weights of a version, as the gang has them, beside published ones."""
         with self._lock:
             self.at(version)
-            return self._call("compare", version, {"weights": weights, "dtype": dtype})
+            return self._call(TrainEngine.compare, version, weights=weights, dtype=dtype)
 
     def digest(self, version: int, dtype: str) -> str:
         """The digest that publishing a version in a number format would give it."""
         with self._lock:
             self.at(version)
-            return self._call("digest", version, {"dtype": dtype})
+            return self._call(TrainEngine.digest, version, dtype=dtype)
 
     def _stored(self, step: int) -> UpdateInputs:
         """A committed step's update."""
@@ -265,12 +290,18 @@ class Trainer:
             if self._held != UNTRAINED:
                 self._form()  # with a fresh optimizer
             self._version = None
-            arguments = {"weights": base.weights, "version": base.version}
-            self._call("load_weights", base.version, arguments)
+            self._call(
+                TrainEngine.load_weights, base.version, weights=base.weights, version=base.version
+            )
         else:
             self._version = None
-            where = {"run": base.run, "step": base.step, "version": base.version}
-            self._call("load_state", base.version, where)
+            self._call(
+                TrainEngine.load_state,
+                base.version,
+                run=base.run,
+                step=base.step,
+                version=base.version,
+            )
         self._version = self._base = base.version
 
     def _form(self) -> None:
@@ -278,7 +309,7 @@ class Trainer:
         self._version = None
         digest = f"{self._spec.digest}-{uuid.uuid4().hex[:8]}"
         self._gang.spec = dataclasses.replace(self._spec, digest=digest)
-        self._gang.form(self._cancel)
+        self._gang.form(self._settings.cancel)
         origin, role = origin_of(self._files), self._files.role
         # A run that goes on with a policy's weights alone begins with a new critic.
         new_critic = role == "critic" and origin is not None and not origin.trainer_state
@@ -294,23 +325,40 @@ class Trainer:
     ) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.
         self._version = None
-        arguments = {
-            "batch": batch,
-            "algorithm": algorithm,
-            "temperature": self._temperature,
-            "max_new_tokens": self._max_new_tokens,
-            "step": step,
-            "plan": plan,
-        }
-        result = self._call("update", step, arguments)
+        result = self._call(
+            TrainEngine.update,
+            step,
+            batch=batch,
+            algorithm=algorithm,
+            temperature=self._settings.temperature,
+            max_new_tokens=self._settings.max_new_tokens,
+            step=step,
+            plan=plan,
+        )
         self._version = step
         return result
 
-    def _call(self, method: str, step: int, arguments: Mapping[str, Any], name: str = "") -> Any:
-        call_id = CallId(
+    def _call(
+        self,
+        method: Callable[Concatenate[TrainEngine, P], R],
+        at: int,
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> R:
+        """Call the gang for step `at`."""
+        call_id = self._call_id(method.__name__, at)
+        return self._gang.call(method, call_id, self._settings.cancel, *nothing, **arguments)
+
+    def _call_id(self, name: str, step: int) -> CallId:
+        return CallId(
             run=self._caller,
-            epoch=self._epoch,
+            epoch=self._settings.epoch,
             step=step,
-            call=f"{name or method}@{self._gang.generation}.{self._loads}",
+            call=f"{name}@{self._gang.generation}.{self._loads}",
         )
-        return self._gang.call(method, call_id, arguments, cancel=self._cancel)
+
+
+def _columns(result: ColumnsResult) -> BatchRef:
+    assert result.batch is not None, "a batch has rows"
+    return result.batch

@@ -13,18 +13,20 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers import on_worker
 from engines.workers.call_watch import SLICE
 from engines.workers.calls import GONE, GRACE, STATUS, value_of
 from engines.workers.cluster import Cluster, raise_if_set
-from engines.workers.messages import CallId, CallResult
+from engines.workers.engine import Call
+from engines.workers.messages import CallResult
 
 if TYPE_CHECKING:
     from tornado.platform.asyncio import BaseAsyncIOLoop
 
+R = TypeVar("R")  # what a call returns
 LATE = 30.0  # seconds in which a broadcast must end once nobody runs its call any more
 
 
@@ -32,15 +34,12 @@ def submit_to_all(
     cluster: Cluster,
     pool: str,
     workers: Mapping[str, str],
-    role: str,
-    method: str,
-    kwargs: Mapping[str, Any],
-    call_id: CallId | None,
+    call: Call[R],
     *,
     deadline: float,
     cancel: threading.Event | None = None,
-) -> dict[str, Any | InfrastructureError]:
-    """Call an engine method on workers of a pool at once; what each returned, or its failure.
+) -> dict[str, R | InfrastructureError]:
+    """Make a call on workers of a pool at once; what each engine returned, or its failure.
 
     `workers`: name -> address. Returns name -> value, once all have ended; an InfrastructureError in
     its place says that the worker was lost, was killed at the deadline (seconds), or that its
@@ -50,26 +49,26 @@ def submit_to_all(
     """
     if not workers:
         return {}
-    label, token = f"{role}.{method}", uuid.uuid4().hex
-    args = (role, method, dict(kwargs), call_id, token, deadline + GRACE)
+    token = uuid.uuid4().hex
+    args = (call, token, deadline + GRACE)
     answers, killed = _answers(cluster, list(workers.values()), args, token, deadline, cancel)
 
-    def outcome(name: str, address: str) -> Any | InfrastructureError:
-        answer = answers[address]
+    def outcome(name: str, address: str) -> R | InfrastructureError:
+        answer: CallResult[R] | Exception = answers[address]
         if isinstance(answer, CallResult):
             cluster.told(pool, answer)
             try:
-                return value_of(answer, f"by {label} on worker {name} ({address})")
+                return value_of(answer, f"by {call.label} on worker {name} ({address})")
             except InfrastructureError as failure:
                 return failure
         if address in killed:
-            return CallDeadline(name, deadline, label)
+            return CallDeadline(name, deadline, call.label)
         if isinstance(answer, InfrastructureError):  # it holds no host of engines (yet)
             return answer
         why = str(answer)
         if isinstance(answer, OSError):  # of the scheduler's connection, which says no more
             why = GONE
-        return WorkerLost(name, f"{why}; {label} was under way{cluster.log_hint(name)}")
+        return WorkerLost(name, f"{why}; {call.label} was under way{cluster.log_hint(name)}")
 
     return {name: outcome(name, address) for name, address in workers.items()}
 

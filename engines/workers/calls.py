@@ -11,9 +11,9 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from distributed.client import ClosedClientError
 from distributed.scheduler import KilledWorker, NoValidWorkerError
@@ -21,14 +21,15 @@ from distributed.scheduler import KilledWorker, NoValidWorkerError
 from engines.failures import CallDeadline, NoProgress, WorkerLost, revive
 from engines.workers import on_worker
 from engines.workers.cluster import Cluster, raise_if_set
-from engines.workers.engine import EngineSpec
-from engines.workers.host import STARTS
-from engines.workers.messages import BuildReport, CallId, CallResult, HostStatus
+from engines.workers.engine import Call, Engine, EngineSpec
+from engines.workers.host import BUILD, STARTS
+from engines.workers.messages import BuildReport, CallResult, HostStatus
 from engines.workers.sending import Outgoing
 
 if TYPE_CHECKING:
     from tornado.platform.asyncio import BaseAsyncIOLoop
 
+R = TypeVar("R")  # what a call returns
 GRACE = 30.0  # seconds after the deadline at which a worker without a flow process ends itself
 FETCH = 30.0  # seconds that fetching a finished call's result may take
 LOOK = 1.0  # seconds between looks at the worker meanwhile
@@ -37,7 +38,7 @@ GONE = "its process ended or its host cannot be reached"
 STOP = 30.0  # seconds in which an engine closes
 
 
-class PendingCall:
+class PendingCall(Generic[R]):
     """A call on its way; wait for it, or drop it."""
 
     def __init__(
@@ -45,8 +46,8 @@ class PendingCall:
         cluster: Cluster,
         address: str,
         label: str,
-        function: Callable[..., Any],
-        *args: Any,
+        function: Callable[..., CallResult[R] | None],
+        *args: object,
         token: str = "",
         slot: bool = True,
         wake: threading.Event | None = None,
@@ -89,7 +90,7 @@ class PendingCall:
         except ClosedClientError as error:  # the run is being ended, or the scheduler has gone
             raise cluster.why_lost(f"{label} could not be sent ({error})") from error
 
-    def wait(self, deadline: float, cancel: threading.Event | None = None) -> Any:
+    def wait(self, deadline: float, cancel: threading.Event | None = None) -> CallResult[R]:
         """The function's result, or the error that fits what happened.
 
         `deadline` (seconds) counts from when the worker begins the call, not while it queues.
@@ -169,7 +170,7 @@ class PendingCall:
             raise NoProgress(self.worker, deadline, self.label, phase)
         raise CallDeadline(self.worker, deadline, self.label)
 
-    def result(self) -> Any:
+    def result(self) -> CallResult[R]:
         """What the function returned, once the call has ended."""
         unsent = self._task.error
         if isinstance(unsent, ClosedClientError):
@@ -184,16 +185,16 @@ class PendingCall:
             raise self._lost("it left before the call began") from None
         except CancelledError:
             raise self.cluster.why_lost(f"the Dask scheduler dropped {self.label}") from None
-        if isinstance(found, CallResult):
-            self.cluster.told(self.pool, found)
+        self.cluster.told(self.pool, found)
         return found
 
-    def _fetch(self) -> Any:
+    def _fetch(self) -> CallResult[R]:
         """The result from the worker that holds it; it may die with it.
 
         Dask's client fetches for several callers in one request. Who gives up waiting in its loop,
         as Future.result(timeout) does, cancels that for all of them; so the wait is bounded here.
         """
+        found: CallResult[R] | None
         if self._pushed and (found := self.cluster.pushed.take(self.token)) is not None:
             return found
         future, until = self._task.future, time.monotonic() + FETCH
@@ -214,7 +215,7 @@ class PendingCall:
                     f"the Dask scheduler cannot be reached: {error}"
                 ) from error
             else:
-                if found is None and self._pushed:
+                if found is None:
                     raise self._lost("the result that it pushed has not arrived")
                 return found
 
@@ -226,18 +227,18 @@ class PendingCall:
         )
 
 
-def value_of(result: CallResult, where: str) -> Any:
+def value_of(result: CallResult[R], where: str) -> R:
     """What a call returned; raises what it raised."""
     if result.failure is not None:
         raise revive(result.failure, where)
-    return result.value
+    return cast("R", result.value)
 
 
 def build(
     cluster: Cluster,
     address: str,
     role: str,
-    spec: EngineSpec,
+    spec: EngineSpec[Engine],
     *,
     deadline: float,
     cancel: threading.Event | None = None,
@@ -251,15 +252,15 @@ def start_build(
     cluster: Cluster,
     address: str,
     role: str,
-    spec: EngineSpec,
+    spec: EngineSpec[Engine],
     wake: threading.Event | None = None,
-) -> PendingCall:
+) -> PendingCall[BuildReport]:
     """Begin `build`."""
-    label, token = f"{role}.build", uuid.uuid4().hex
+    token = uuid.uuid4().hex
     return PendingCall(
         cluster,
         address,
-        label,
+        f"{role}.{BUILD}",
         on_worker.build,
         role,
         spec,
@@ -273,74 +274,63 @@ def start_build(
 def submit(
     cluster: Cluster,
     address: str,
-    role: str,
-    method: str,
-    kwargs: Mapping[str, Any],
-    call_id: CallId | None,
+    call: Call[R],
     *,
     deadline: float,
     cancel: threading.Event | None = None,
     slot: bool = True,
-) -> Any:
-    """Call an engine method on one worker and wait for its result; `slot` as in PendingCall.
+) -> R:
+    """Make a call on one worker's engine and wait for its result; `slot` as in PendingCall.
 
     Raises the engine's own exception (with a note: worker and its traceback), WorkerLost,
     CallDeadline (the worker has been killed), StaleCall, EngineMissing, CallCancelled (`cancel`
     was set; the call itself may go on) or ClusterLost.
     """
-    pending = start(cluster, address, role, method, kwargs, call_id, deadline=deadline, slot=slot)
-    where = f"by {role}.{method} on worker {pending.worker} ({address})"
+    pending = start(cluster, address, call, deadline=deadline, slot=slot)
+    where = f"by {call.label} on worker {pending.worker} ({address})"
     return value_of(pending.wait(deadline, cancel), where)
 
 
 def start(
     cluster: Cluster,
     address: str,
-    role: str,
-    method: str,
-    kwargs: Mapping[str, Any],
-    call_id: CallId | None,
+    call: Call[R],
     *,
     deadline: float,
     wake: threading.Event | None = None,
     slot: bool = True,
-) -> PendingCall:
+) -> PendingCall[R]:
     """Begin `submit`; `wake` and `slot` as in PendingCall."""
     token = uuid.uuid4().hex
-    args = (role, method, dict(kwargs), call_id, token, deadline + GRACE, cluster.pushed.topic)
     return PendingCall(
         cluster,
         address,
-        f"{role}.{method}",
+        call.label,
         on_worker.call,
-        *args,
+        call,
+        token,
+        deadline + GRACE,
+        cluster.pushed.topic,
         token=token,
         slot=slot,
         wake=wake,
-        starts=method in STARTS,
+        starts=call.method in STARTS,
         pushed=True,
     )
 
 
-def control(
-    cluster: Cluster,
-    address: str,
-    role: str,
-    method: str,
-    *,
-    timeout: float = 30.0,
-    **arguments: Any,
-) -> Any:
-    """Call a short engine method (status, pause) past the calls that fill the worker."""
-    call = (role, method, arguments, None, "", None)
-    result = _run_on(cluster, address, on_worker.aside, *call, timeout=timeout)
-    return value_of(result, f"by {role}.{method} on worker {cluster.name_of(address)}")
+def control(cluster: Cluster, address: str, call: Call[R], *, timeout: float = 30.0) -> R:
+    """Make a short call (how it is, end these shards) past the calls that fill the worker."""
+    result: CallResult[R] = _run_on(
+        cluster, address, on_worker.aside, call, "", None, timeout=timeout
+    )
+    return value_of(result, f"by {call.label} on worker {cluster.name_of(address)}")
 
 
 def stop(cluster: Cluster, address: str, role: str) -> bool:
     """Close the engine of a role on a worker; False when there was none."""
-    result = _run_on(cluster, address, on_worker.stop, role, timeout=STOP)
-    return bool(value_of(result, f"stopping {role} on worker {cluster.name_of(address)}"))
+    result: CallResult[bool] = _run_on(cluster, address, on_worker.stop, role, timeout=STOP)
+    return value_of(result, f"stopping {role} on worker {cluster.name_of(address)}")
 
 
 def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> HostStatus:
@@ -350,7 +340,7 @@ def status_of(cluster: Cluster, address: str, *, timeout: float = STATUS) -> Hos
 
 
 def _run_on(
-    cluster: Cluster, address: str, function: Callable[..., Any], *args: Any, timeout: float
+    cluster: Cluster, address: str, function: Callable[..., object], *args: object, timeout: float
 ) -> Any:
     lost = WorkerLost(cluster.name_of(address), f"there is no worker at {address}")
     if cluster.pool_of(address) is None:

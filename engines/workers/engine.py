@@ -1,11 +1,9 @@
-"""What the flow process may call on an engine, and how an engine is specified.
+"""What the flow process may call on an engine, how it is called, and how an engine is specified.
 
-A contract is an abstract class below Engine, in a module without torch. Its abstract methods are what
-the flow process calls; the engine's class derives from it, so that one that lacks a method cannot be
-made, and a type checker compares what it takes and returns. A caller names a method by the contract's
-own function: `pool.call(Scorer.score, …)`.
-
-Contracts of the engines that sample and train are still to come: those have a table of names, REMOTE.
+A contract is an abstract class below Engine, in a module without torch. Its methods are what the flow
+process calls; the engine's class derives from it, so that one that lacks a method cannot be made, and
+a type checker compares what it takes and returns. A caller names a method by the contract's own
+function: `pool.call(Scorer.score, …)`.
 """
 
 from __future__ import annotations
@@ -14,37 +12,20 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from abc import ABC
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from pydantic import BaseModel
 
+from engines.workers.messages import CallId, Moved
+
 Memory = Literal["device", "host"]  # a GPU's own, or that of the machine
 E = TypeVar("E", bound="Engine", covariant=True)  # the contract that an engine keeps
-Kept = TypeVar("Kept", bound="Engine")
-
-
-def check_remote(cls: type[Engine]) -> None:
-    """Raise TypeError unless all that can be called on the class are annotated methods."""
-    for name in cls.REMOTE:
-        method = inspect.getattr_static(cls, name, None)
-        if not inspect.isfunction(method):
-            raise TypeError(
-                f"{cls.__name__}.REMOTE: {name!r} names no method of the class. Define it or drop "
-                "the entry."
-            )
-        _check_annotated(f"{cls.__name__}.REMOTE: {name!r}", method)
-    for name, method in _promised(cls):
-        _check_annotated(f"{cls.__name__}.{name}", method)
-
-
-def _promised(cls: type) -> Iterator[tuple[str, Callable[..., object]]]:
-    """The abstract methods that a class itself declares."""
-    for name, member in vars(cls).items():
-        if inspect.isfunction(member) and getattr(member, "__isabstractmethod__", False):
-            yield name, member
+P = ParamSpec("P")  # what a method takes
+R = TypeVar("R")  # what it returns
+Result = TypeVar("Result", covariant=True)
 
 
 def _check_annotated(where: str, method: Callable[..., object]) -> None:
@@ -60,18 +41,18 @@ def _check_annotated(where: str, method: Callable[..., object]) -> None:
 
 
 class Engine(ABC):  # noqa: B024 - contracts below it have the abstract methods
-    """Base of every engine and of every contract; checks what can be called when one is defined.
+    """Base of every engine and of every contract; a contract's methods say what they take and return.
 
     An engine's class is made with one argument, the payload of its EngineSpec.
     """
-
-    REMOTE: ClassVar[tuple[str, ...]] = ()  # methods that can be called, besides the contracts'
 
     version: int | None = None  # policy version of the weights held, if any; for status reports
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        check_remote(cls)
+        for name, member in vars(cls).items():
+            if inspect.isfunction(member) and getattr(member, "__isabstractmethod__", False):
+                _check_annotated(f"{cls.__name__}.{name}", member)
 
     def close(self) -> None:  # noqa: B027 - an engine may hold nothing
         """Give devices, child processes and memory back."""
@@ -92,25 +73,13 @@ class Engine(ABC):  # noqa: B024 - contracts below it have the abstract methods
 
 
 class Ranked(Engine):
-    """Base of engines whose ranks work together (engines/workers/gang.py).
+    """Base of contracts of engines whose ranks work together (engines/workers/gang.py).
 
-    Every rank gets the same arguments. The result is rank 0's, save of the methods in CONCAT. A
-    worker makes such engines, and all calls on them, in one thread, one after the other.
+    Every rank gets the same arguments. The result is rank 0's, save of methods that are `joined_by`.
+    A worker makes such engines, and all calls on them, in one thread, one after the other.
     """
 
-    CONCAT: ClassVar[tuple[str, ...]] = ()  # of REMOTE: each rank gives its part, `concat` joins
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        if unknown := sorted(set(cls.CONCAT) - set(cls.REMOTE)):
-            raise TypeError(f"{cls.__name__}.CONCAT: {unknown[0]!r} is not in REMOTE. Add it.")
-        concat = inspect.getattr_static(cls, "concat")
-        own = concat is not vars(Ranked)["concat"] and isinstance(concat, staticmethod)
-        if cls.CONCAT and not own:
-            raise TypeError(
-                f"{cls.__name__}.CONCAT needs a static method concat(method: str, parts: list)."
-            )
-
+    @abstractmethod
     def join(
         self, rank: int, world: int, host: str, port: int, generation: int, timeout: float
     ) -> object:
@@ -119,19 +88,80 @@ class Ranked(Engine):
         `host`:`port` is where rank 0 listens; `timeout` (seconds) bounds each phase, and an error
         names the phase that is stuck.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no join")
 
-    @staticmethod
-    def concat(method: str, parts: list) -> object:
-        """The ranks' results of a method, in rank order, as one."""
-        raise NotImplementedError(f"concat of {method}")
+    def offload(self) -> Moved:
+        """Put what is on the device into the host's memory, until `onload`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+
+    def onload(self) -> Moved:
+        """Bring back what `offload` put away, the same to the bit."""
+        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
 
 
-def callable_methods(cls: type[Engine]) -> tuple[str, ...]:
-    """Every method of an engine class that can be called remotely."""
-    promised = (name for base in reversed(cls.__mro__) for name, _ in _promised(base))
-    own = ("join",) if issubclass(cls, Ranked) else ()
-    return tuple(dict.fromkeys((*own, *promised, *cls.REMOTE)))
+def joined_by(join: Callable[[Sequence[R]], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Of a contract's method: `join` makes one result of those of all ranks, in their order."""
+
+    def of(method: Callable[P, R]) -> Callable[P, R]:
+        method.joined_by = join  # type: ignore[attr-defined]
+        return method
+
+    return of
+
+
+def join_of(method: Callable[..., R]) -> Callable[[Sequence[R]], R]:
+    """How the ranks' results of a method become one."""
+    join: Callable[[Sequence[R]], R] = getattr(method, "joined_by", _first)
+    return join
+
+
+def _first(parts: Sequence[R]) -> R:
+    return parts[0]
+
+
+def callable_methods(contract: type[Engine]) -> tuple[str, ...]:
+    """Names of the methods that a contract has, which are those that can be called."""
+    return tuple(
+        dict.fromkeys(
+            name
+            for base in reversed(contract.__mro__)
+            if issubclass(base, Engine) and base is not Engine
+            for name, member in vars(base).items()
+            if inspect.isfunction(member) and not (name.startswith("_") or hasattr(Engine, name))
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call(Generic[Result]):
+    """A call of an engine's method, as it is sent: of it the names alone travel."""
+
+    role: str  # of the engine on its worker
+    method: str
+    arguments: Mapping[str, object]  # by name
+    id: CallId | None = None  # None: it may be made several times
+
+    @classmethod
+    def of(
+        cls,
+        role: str,
+        method: Callable[Concatenate[Any, P], R],
+        call_id: CallId | None,
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> Call[R]:
+        """The call of a contract's method; its arguments are given by name."""
+        assert not nothing, f"{method.__name__}: arguments are given by name"
+        return Call(role=role, method=method.__name__, arguments=arguments, id=call_id)
+
+    def at(self, incarnation: str) -> Call[Result]:
+        """This call for one incarnation of a worker."""
+        return dataclasses.replace(self, id=self.id and self.id.at(incarnation))
+
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return f"{self.role}.{self.method}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,21 +171,11 @@ class EngineSpec(Generic[E]):
     cls: str  # package.module:Class, imported on the worker only
     payload: object  # frozen dataclass or pydantic model; small, JSON-able, picklable
     digest: str  # of class and payload; the same digest means the same engine
-    contract: type[Engine]  # which the class derives from
-
-    @overload
-    @classmethod
-    def of(cls, path: str, payload: object) -> EngineSpec[Engine]: ...
-
-    @overload
-    @classmethod
-    def of(cls, path: str, payload: object, contract: type[Kept]) -> EngineSpec[Kept]: ...
+    contract: type[E]  # which the class derives from
 
     @classmethod
-    def of(
-        cls, path: str, payload: object, contract: type[Engine] | None = None
-    ) -> EngineSpec[Any]:
-        """The spec of class `path` with `payload`; contract: None: no other than any engine's."""
+    def of(cls, path: str, payload: object, contract: type[E]) -> EngineSpec[E]:
+        """The spec of class `path` with `payload`."""
         if isinstance(payload, BaseModel):
             plain: object = payload.model_dump(mode="json")
         elif dataclasses.is_dataclass(payload) and not isinstance(payload, type):
@@ -164,4 +184,4 @@ class EngineSpec(Generic[E]):
             plain = payload
         text = json.dumps([path, plain], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return cls(cls=path, payload=payload, digest=digest, contract=contract or Engine)
+        return cls(cls=path, payload=payload, digest=digest, contract=contract)

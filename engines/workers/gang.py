@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from engines.failures import (
     CallCancelled,
@@ -29,10 +29,14 @@ from engines.workers import on_worker
 from engines.workers.call_watch import SLICE
 from engines.workers.calls import PendingCall, start, start_build, value_of
 from engines.workers.cluster import Cluster, Member, raise_if_set
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import Call, EngineSpec, Ranked, join_of
 from engines.workers.messages import BuildReport, CallId, CallResult, Moved
 
 logger = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Ranked, covariant=True)  # the contract of the ranks
+P = ParamSpec("P")  # what a method of theirs takes
+R = TypeVar("R")  # what it returns
 
 SETTLE = 2.0  # seconds in which, after one rank failed, the others may show the real cause
 ASIDE_TIMEOUT = 60.0  # seconds for the small things that only rank 0 does
@@ -50,7 +54,7 @@ class Rank:
     build: BuildReport
 
 
-class Gang:
+class Gang(Generic[E]):
     """The ranks of one role. Calls of gangs on one pool take turns."""
 
     def __init__(
@@ -58,7 +62,7 @@ class Gang:
         cluster: Cluster,
         pool: str,
         role: str,
-        spec: EngineSpec,
+        spec: EngineSpec[E],
         deadline: float,
         *,
         start_timeout: float,
@@ -121,52 +125,43 @@ class Gang:
         meeting = members[0].host
         port = self._on_rank_0(members, "free-port", on_worker.free_port, meeting, cancel=cancel)
         limit = self.start_timeout
-        self._all(
-            members,
-            lambda rank, wake: start(
-                self.cluster,
-                members[rank].address,
+
+        def joins(rank: int, wake: threading.Event) -> PendingCall[object]:
+            call = Call.of(
                 self.role,
-                "join",
-                {
-                    "rank": rank,
-                    "world": self.world,
-                    "host": meeting,
-                    "port": port,
-                    "generation": self.generation,
-                    "timeout": min(MEETING_TIMEOUT, limit / JOIN_PHASES),
-                },
+                Ranked.join,
                 None,
-                deadline=limit,
-                wake=wake,
-            ),
-            limit,
-            cancel,
-        )
+                rank=rank,
+                world=self.world,
+                host=meeting,
+                port=port,
+                generation=self.generation,
+                timeout=min(MEETING_TIMEOUT, limit / JOIN_PHASES),
+            )
+            return start(self.cluster, members[rank].address, call, deadline=limit, wake=wake)
+
+        self._all(members, joins, limit, cancel)
 
     def call(
         self,
-        method: str,
+        method: Callable[Concatenate[E, P], R],
         call_id: CallId | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
         cancel: threading.Event | None = None,
-    ) -> Any:
-        """Call a method on every rank; returns rank 0's result, or all of them joined by `concat`.
+        /,
+        *nothing: P.args,
+        **arguments: P.kwargs,
+    ) -> R:
+        """Call a method of the contract on every rank; its arguments are given by name.
+
+        Returns rank 0's result, or those of all joined as the contract says.
 
         Raises GangLost (form again, restore, retry), GangFailed (it would fail again; its __cause__
         is the rank's exception) or OutOfMemory, all with the gang's workers killed; CallCancelled,
         likewise.
         """
         with self._turn(cancel):
-            parts = self._on_every_rank(method, call_id, kwargs or {}, cancel)
-            build = self._ranks[0].build
-            if method not in build.concat:
-                return parts[0]
-            members = [rank.member for rank in self._ranks]
-            return self._on_rank_0(
-                members, "concat", on_worker.collect, self.role, method, parts, cancel=cancel
-            )
+            call = Call.of(self.role, method, call_id, *nothing, **arguments)
+            return join_of(method)(self._on_every_rank(call, cancel))
 
     @contextlib.contextmanager
     def _turn(self, cancel: threading.Event | None) -> Iterator[None]:
@@ -176,19 +171,19 @@ class Gang:
 
     def sleep(self, cancel: threading.Event | None = None) -> Moved:
         """Have the ranks put what they hold into the hosts' memory; who fails in it is killed."""
-        return self._move("offload", True, cancel)
+        return self._move(Call.of(self.role, Ranked.offload, None), True, cancel)
 
     def wake(self, cancel: threading.Event | None = None) -> Moved:
         """Have it brought back, if it was put away. Raises as `call` does."""
-        return self._move("onload", False, cancel)
+        return self._move(Call.of(self.role, Ranked.onload, None), False, cancel)
 
-    def _move(self, method: str, asleep: bool, cancel: threading.Event | None) -> Moved:
+    def _move(self, call: Call[Moved], asleep: bool, cancel: threading.Event | None) -> Moved:
         with self.cluster.turn(self.pool, cancel):
             if self._asleep == asleep or not self.formed:
                 return Moved()
             self._asleep = asleep
             try:
-                return Moved.together(self._on_every_rank(method, None, {}, cancel))
+                return Moved.together(self._on_every_rank(call, cancel))
             except InfrastructureError as error:
                 if not asleep:
                     raise
@@ -196,33 +191,18 @@ class Gang:
                 logger.warning("The gang of %s failed while it went to sleep: %s", self.role, error)
                 return Moved()
 
-    def _on_every_rank(
-        self,
-        method: str,
-        call_id: CallId | None,
-        kwargs: Mapping[str, Any],
-        cancel: threading.Event | None,
-    ) -> list[Any]:
-        """What a method returned on each rank."""
+    def _on_every_rank(self, call: Call[R], cancel: threading.Event | None) -> list[R]:
+        """What a call returned on each rank."""
         if not self.formed:
             self._ranks = ()
             raise GangLost(0, self.pool, "the gang is not formed, or its workers were restarted")
         ranks = self._ranks
-        if method not in ranks[0].build.methods:
-            raise ValueError(
-                f"{self.spec.cls} offers no {method!r}. Its REMOTE table has "
-                f"{sorted(ranks[0].build.methods)}."
-            )
-        members = [rank.member for rank in ranks]
         return self._all(
-            members,
+            [rank.member for rank in ranks],
             lambda rank, wake: start(
                 self.cluster,
-                members[rank].address,
-                self.role,
-                method,
-                kwargs,
-                call_id.at(ranks[rank].build.incarnation) if call_id else None,
+                ranks[rank].member.address,
+                call.at(ranks[rank].build.incarnation),
                 deadline=self.deadline,
                 wake=wake,
             ),
@@ -234,10 +214,10 @@ class Gang:
         self,
         members: Sequence[Member],
         label: str,
-        function: Callable[..., CallResult],
-        *args: Any,
+        function: Callable[..., CallResult[R]],
+        *args: object,
         cancel: threading.Event | None,
-    ) -> Any:
+    ) -> R:
         """Run something small in the thread that rank 0 keeps beside its slots."""
         return self._all(
             members[:1],
@@ -258,19 +238,19 @@ class Gang:
     def _all(
         self,
         members: Sequence[Member],
-        begin: Callable[[int, threading.Event], PendingCall],
+        begin: Callable[[int, threading.Event], PendingCall[R]],
         deadline: float,
         cancel: threading.Event | None,
         of: Sequence[Member] | None = None,
-    ) -> list[Any]:
+    ) -> list[R]:
         """Begin something on every rank and wait for all; end the gang if one fails.
 
         `of`: the whole gang, where only some ranks have something to do.
         """
         wake = threading.Event()
-        values: dict[int, Any] = {}
+        values: dict[int, R] = {}
         errors: dict[int, Exception] = {}  # in the order in which they happened
-        started: dict[int, PendingCall] = {}
+        started: dict[int, PendingCall[R]] = {}
         try:
             for rank in range(len(members)):
                 started[rank] = begin(rank, wake)
@@ -319,10 +299,10 @@ class Gang:
 
 
 def _take(
-    call: PendingCall,
+    call: PendingCall[R],
     rank: int,
     deadline: float,
-    values: dict[int, Any],
+    values: dict[int, R],
     errors: dict[int, Exception],
 ) -> None:
     """Record how a rank's part ended, if it has: the boundary where errors are gathered."""

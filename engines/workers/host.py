@@ -32,7 +32,7 @@ from engines.failures import (
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
 from engines.progress import Progress, heard_by
-from engines.workers.engine import Engine, EngineSpec, Ranked, callable_methods
+from engines.workers.engine import Call, Engine, EngineSpec, Ranked, callable_methods
 from engines.workers.messages import (
     BuildReport,
     CallId,
@@ -47,7 +47,7 @@ HOST = "refrain-engine-host"  # name of the plugin on every worker
 RECORDS = 512  # results remembered per worker
 CONTROL_THREADS = 4
 BUILD = "build"
-STARTS = (BUILD, "join")  # what an engine's start is made of, bounded by its progress
+STARTS = (BUILD, Ranked.join.__name__)  # what an engine's start is made of, bounded by its progress
 
 Returned = TypeVar("Returned")
 CallKey = tuple[str, str, str, int, int, str]  # role, method, run, epoch, step, call
@@ -117,14 +117,7 @@ class EngineHost(WorkerPlugin):
                 if hosted is not None:
                     self._evict(role)
                 hosted = self._make(role, spec)
-            assert hosted is not None
-            engine = hosted.engine
-            return BuildReport(
-                incarnation=self.incarnation,
-                fresh=fresh,
-                methods=hosted.methods,
-                concat=engine.CONCAT if isinstance(engine, Ranked) else (),
-            )
+            return BuildReport(incarnation=self.incarnation, fresh=fresh)
 
     def _make(self, role: str, spec: EngineSpec) -> HostedEngine:
         cls = imported_class(spec.cls)
@@ -142,7 +135,7 @@ class EngineHost(WorkerPlugin):
                 return cls(spec.payload)  # type: ignore[call-arg]
 
         engine = self._in_its_thread(cls, make)
-        hosted = HostedEngine(engine=engine, spec=spec, methods=callable_methods(cls))
+        hosted = HostedEngine(engine=engine, spec=spec, methods=callable_methods(spec.contract))
         with self.lock:
             self.engines[role] = hosted
         return hosted
@@ -166,6 +159,11 @@ class EngineHost(WorkerPlugin):
             known = role in self.engines
             self._evict(role)
             return known
+
+    def answer(self, call: Call[Returned], token: str, limit: float | None) -> Returned:
+        """What an engine returns to a call that was sent here."""
+        value: Returned = self.call(call.role, call.method, call.arguments, call.id, token, limit)
+        return value
 
     def call(
         self,
@@ -229,12 +227,6 @@ class EngineHost(WorkerPlugin):
             return run()
         return self.ranks.submit(contextvars.copy_context().run, run).result()
 
-    def collect(self, role: str, method: str, parts: list[Any]) -> Any:
-        """Join the results of all ranks."""
-        engine = self._hosted(role).engine
-        assert isinstance(engine, Ranked), f"{role} has no ranks"
-        return engine.concat(method, parts)
-
     def _hosted(self, role: str) -> HostedEngine:
         hosted = self.engines.get(role)
         if hosted is None:
@@ -259,8 +251,8 @@ class EngineHost(WorkerPlugin):
         hosted = self._hosted(role)
         if method not in hosted.methods:
             raise ValueError(
-                f"{hosted.spec.cls} offers no {method!r}. Its REMOTE table has "
-                f"{sorted(hosted.methods)}."
+                f"{hosted.spec.cls} offers no {method!r}. Its contract "
+                f"{hosted.spec.contract.__name__} has {sorted(hosted.methods)}."
             )
         return hosted
 

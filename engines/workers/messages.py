@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar
 
 from engines.failures import Failure
 from engines.workers.placement import NodeResources
 from engines.workers.spent import Spent
 from storage.objects.usage import Usage
+
+R = TypeVar("R", covariant=True)  # what a call returns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +42,6 @@ class BuildReport:
 
     incarnation: str  # of the worker process; goes into call ids
     fresh: bool  # False: it had been built already
-    methods: tuple[str, ...]  # that can be called
-    concat: tuple[str, ...]  # of them, those whose ranks' results are joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,10 +63,10 @@ class Moved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CallResult:
+class CallResult(Generic[R]):
     """How a call on a worker ended."""
 
-    value: Any = None  # what the engine method returned
+    value: R | None = None  # what the engine method returned
     failure: Failure | None = None  # or what it raised
     process: str = ""  # HOST:PID of the worker
     usage: Usage = field(

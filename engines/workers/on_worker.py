@@ -1,6 +1,6 @@
 """What the flow process runs on workers, to reach their engine hosts.
 
-`build`, `call`, `collect` and `free_port` as Dask tasks, in the worker's threads; the rest by
+`build`, `call` and `free_port` as Dask tasks, in the worker's threads; the rest by
 `client.run`, past any call that occupies the worker. An engine's exception comes back as a record.
 """
 
@@ -10,19 +10,21 @@ import asyncio
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from distributed import Worker, get_worker
 
-from engines.failures import EngineMissing, capture
-from engines.workers.engine import EngineSpec
+from engines.failures import EngineMissing, Failure, capture
+from engines.workers.engine import Call, Engine, EngineSpec
 from engines.workers.host import HOST, EngineHost
-from engines.workers.messages import CallId, CallResult, HostStatus, WorkerInfo
+from engines.workers.messages import BuildReport, CallResult, HostStatus, WorkerInfo
 from engines.workers.placement import find_free_port, this_node
 from engines.workers.pushed import push
 from engines.workers.spent import METER
 from storage.objects.usage import COUNTER
+
+R = TypeVar("R")  # what a call returns
 
 
 def host_of(worker: Worker) -> EngineHost:
@@ -33,9 +35,10 @@ def host_of(worker: Worker) -> EngineHost:
     return plugin
 
 
-def _recorded(run: Callable[[], Any]) -> CallResult:
+def _recorded(run: Callable[[], R]) -> CallResult[R]:
     """The boundary where an engine's exception becomes a record that travels."""
-    value, failure = None, None
+    value: R | None = None
+    failure: Failure | None = None
     try:
         value = run()
     except (Exception, SystemExit) as error:
@@ -45,53 +48,33 @@ def _recorded(run: Callable[[], Any]) -> CallResult:
     return CallResult(value=value, failure=failure, process=process, usage=usage, spent=spent)
 
 
-def build(role: str, spec: EngineSpec, token: str) -> CallResult:
+def build(role: str, spec: EngineSpec[Engine], token: str) -> CallResult[BuildReport]:
     """Dask task: `EngineHost.build`; the value is a BuildReport."""
     host = host_of(get_worker())
     return _recorded(lambda: host.build(role, spec, token))
 
 
-def call(
-    role: str,
-    method: str,
-    kwargs: Mapping[str, Any],
-    call_id: CallId | None,
-    token: str,
-    limit: float,
-    topic: str,
-) -> object:
+def call(request: Call[R], token: str, limit: float, topic: str) -> CallResult[R] | None:
     """Dask task: `EngineHost.call`; its CallResult is pushed, or returned where it is large."""
     worker = get_worker()
     host = host_of(worker)
-    ended = _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
+    ended = _recorded(lambda: host.answer(request, token, limit))
     return push(worker, topic, token, ended)
 
 
-def collect(role: str, method: str, parts: list[Any]) -> CallResult:
-    """Dask task: `EngineHost.collect`."""
-    host = host_of(get_worker())
-    return _recorded(lambda: host.collect(role, method, parts))
-
-
 async def aside(
-    role: str,
-    method: str,
-    kwargs: Mapping[str, Any],
-    call_id: CallId | None,
-    token: str,
-    limit: float | None,
-    dask_worker: Worker,
-) -> CallResult:
+    request: Call[R], token: str, limit: float | None, dask_worker: Worker
+) -> CallResult[R]:
     """By client.run: `EngineHost.call` in a thread of its own, past the worker's slots."""
     host = host_of(dask_worker)
 
-    def run() -> CallResult:
-        return _recorded(lambda: host.call(role, method, kwargs, call_id, token, limit))
+    def run() -> CallResult[R]:
+        return _recorded(lambda: host.answer(request, token, limit))
 
     return await asyncio.get_running_loop().run_in_executor(host.control, run)
 
 
-async def stop(role: str, dask_worker: Worker) -> CallResult:
+async def stop(role: str, dask_worker: Worker) -> CallResult[bool]:
     """By client.run: `EngineHost.stop`; the value is whether there was an engine."""
     host = host_of(dask_worker)
     loop = asyncio.get_running_loop()
@@ -112,6 +95,6 @@ def examine(dask_worker: Worker) -> WorkerInfo:
     )
 
 
-def free_port(host: str) -> CallResult:
+def free_port(host: str) -> CallResult[int]:
     """Dask task: a TCP port of this machine that is free now, on the interface of `host`."""
     return _recorded(lambda: find_free_port(host))

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from engines.failures import CallDeadline, InfrastructureError, WorkerLost
 from engines.workers.broadcast import submit_to_all
 from engines.workers.calls import build, stop, submit
 from engines.workers.cluster import Cluster, raise_if_set
 from engines.workers.device_time import DeviceTime, Held
-from engines.workers.engine import Engine, EngineSpec
+from engines.workers.engine import Call, Engine, EngineSpec
 from engines.workers.membership import SCAN_AGE
 from engines.workers.messages import CallId
 from engines.workers.slot_queue import SlotQueue, Turn
@@ -98,29 +98,18 @@ class EnginePool(Generic[E]):
 
         Its arguments are given by name.
         """
-        assert not nothing, f"{method.__name__}: arguments are given by name"
         rather = "" if assignment is None else assignment.worker
         with self._calling(self._slots.least_busy(rather), assignment) as (_, address):
-            result: R = self.submit(address, method.__name__, call_id, arguments)
-            return result
+            call = Call.of(self.role, method, call_id, *nothing, **arguments)
+            return self.submit(address, call)
 
-    def submit(
-        self,
-        address: str,
-        method: str,
-        call_id: CallId,
-        arguments: Mapping[str, Any],
-        slot: bool = True,
-    ) -> Any:
-        """Call a method on the engine of a given worker; `slot` as in calls.PendingCall."""
+    def submit(self, address: str, call: Call[R], slot: bool = True) -> R:
+        """Make a call on the engine of a given worker; `slot` as in calls.PendingCall."""
         try:
             return submit(
                 self.cluster,
                 address,
-                self.role,
-                method,
-                arguments,
-                call_id,
+                call,
                 deadline=self.deadline,
                 cancel=self.cancel,
                 slot=slot,
@@ -130,31 +119,19 @@ class EnginePool(Generic[E]):
             raise
 
     def submit_to_all(
-        self,
-        workers: Mapping[str, str],
-        method: str,
-        call_id: CallId,
-        arguments: Mapping[str, Any],
-    ) -> dict[str, Any | InfrastructureError]:
-        """Call a method on the engines of given workers (name -> address), past their slots.
+        self, workers: Mapping[str, str], call: Call[R]
+    ) -> dict[str, R | InfrastructureError]:
+        """Make a call on the engines of given workers (name -> address), past their slots.
 
         Returns by name what each returned, or how its machinery failed.
         """
-        found = submit_to_all(
-            self.cluster,
-            self.pool,
-            workers,
-            self.role,
-            method,
-            arguments,
-            call_id,
-            deadline=self.deadline,
-            cancel=self.cancel,
+        outcomes = submit_to_all(
+            self.cluster, self.pool, workers, call, deadline=self.deadline, cancel=self.cancel
         )
-        for name, outcome in found.items():
+        for name, outcome in outcomes.items():
             if isinstance(outcome, InfrastructureError):
                 self._failed(workers[name], outcome)
-        return found
+        return outcomes
 
     def _failed(self, address: str, failure: InfrastructureError) -> None:
         self.forget(address)

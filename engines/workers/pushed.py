@@ -11,14 +11,15 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed import Client, Scheduler, Worker
 
+R = TypeVar("R")
 MOST = 64 * 1024  # bytes; a larger result is fetched, so that no message holds up the others
 
 
-def push(worker: Worker, topic: str, token: str, result: object) -> object:
+def push(worker: Worker, topic: str, token: str, result: R) -> R | None:
     """On a worker: send the result on its way; what the task then returns, None if it was sent.
 
     Of a larger one is sent that it is there.

@@ -17,6 +17,7 @@ from engines.failures import InfrastructureError
 from engines.model_facts import model_facts
 from engines.models import check_model
 from engines.teachers.service import Limits, TeacherService
+from engines.train.contract import TrainEngine
 from engines.train.spec import TrainSpec
 from engines.workers.engine import EngineSpec
 from engines.workers.gang import Gang
@@ -67,7 +68,9 @@ def serve(config: TeacherServiceConfig) -> int:
                     cluster,
                     config.pool,
                     "teacher",
-                    EngineSpec.of(f"{ENGINE}:FSDPEngine", _spec(config, store, model, origin)),
+                    EngineSpec.of(
+                        f"{ENGINE}:FSDPEngine", _spec(config, store, model, origin), TrainEngine
+                    ),
                     config.train.deadline,
                     start_timeout=config.cluster.start_timeout,
                 ),

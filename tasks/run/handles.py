@@ -17,7 +17,7 @@ from engines.clusters.opening import open_cluster
 from engines.data.contract import EnvironmentHost, RewardModels, Scorer
 from engines.elastic.opening import trainer_on
 from engines.encoders.contract import EpisodeEncoder, ProgressScorer
-from engines.rollout.contract import engine_class, worker_environment
+from engines.rollout.contract import Sampler, engine_class, worker_environment
 from engines.rollout.rollout_pool import RolloutPool
 from engines.teachers.client import TeacherClient
 from engines.teachers.pool import TeacherPool
@@ -222,7 +222,7 @@ def rollouts_of(
     return RolloutPool(
         cluster,
         config.cluster.roles.pool_of(role),
-        EngineSpec.of(engine_class(config.rollout), spec),
+        EngineSpec.of(engine_class(config.rollout), spec, Sampler),
         run=run.name,
         epoch=run.epoch,
         deadline=config.rollout.deadline,

@@ -22,7 +22,7 @@ from engines.processes.certificates import certificates_for
 from engines.workers import calls
 from engines.workers.cluster import Cluster
 from tests.engines.conftest import one_pool_roles
-from tests.engines.workers.dummies import dummy
+from tests.engines.workers.dummies import dummy, request
 from tests.slurm import Slurm
 
 # Not imported: dask-jobqueue sets a handler for Ctrl-C then.
@@ -54,7 +54,7 @@ def config(folder: Path, **slurm: object) -> ClusterConfig:
 
 def call(cluster: Cluster, address: str, method: str, **kwargs: object) -> object:
     calls.build(cluster, address, "role", dummy(), deadline=DEADLINE)
-    return calls.submit(cluster, address, "role", method, kwargs, None, deadline=DEADLINE)
+    return calls.submit(cluster, address, request(method, **kwargs), deadline=DEADLINE)
 
 
 def until(done, what: str, timeout: float = 60.0) -> None:

@@ -17,7 +17,7 @@ from engines.clusters.opening import open_cluster
 from engines.workers import calls
 from tests import sshd
 from tests.engines.conftest import left_after, one_pool_roles
-from tests.engines.workers.dummies import dummy
+from tests.engines.workers.dummies import dummy, request
 from tests.sshd import Sshd, running_sshd
 
 pytestmark = pytest.mark.cluster
@@ -53,7 +53,7 @@ def config(server: Sshd, **ssh: object) -> ClusterConfig:
 
 def environ(cluster, address: str, name: str) -> str | None:
     calls.build(cluster, address, "role", dummy(), deadline=60)
-    return calls.submit(cluster, address, "role", "environ", {"name": name}, None, deadline=60)
+    return calls.submit(cluster, address, request("environ", name=name), deadline=60)
 
 
 def test_workers_run_there_and_end_with_the_connection(

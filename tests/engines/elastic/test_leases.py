@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from engines.elastic.leases import MOST_FAILURES, Leases
+from engines.elastic.leases import MOST_FAILURES, Leases, Unit
 from engines.failures import CallCancelled, WorkerLost
 from storage.objects.errors import ObjectMissing
 
@@ -26,7 +27,7 @@ class Workers:
         self.now = 0.0
         self.stop = False
 
-    def work(self, name: str, address: str, unit: int) -> str:
+    def work(self, unit: int, name: str, address: str) -> str:
         assert address == f"tcp://{name}"
         self.did.append((name, unit))
         if errors := self.fails.get((name, unit)) or self.fails.get(("*", unit)):
@@ -41,10 +42,11 @@ class Workers:
         if self.stop:
             raise CallCancelled("stopped")
 
-    def leases(self, lease: float = 5.0) -> Leases[int, str]:
-        return Leases(
-            self.work, lambda: dict(self.there), self.check, lease, clock=lambda: self.now
-        )
+    def leases(self, lease: float = 5.0) -> Leases:
+        return Leases(lambda: dict(self.there), self.check, lease, clock=lambda: self.now)
+
+    def units(self, *numbers: int) -> list[Unit[str]]:
+        return [functools.partial(self.work, number) for number in numbers]
 
     def hold(self, name: str, unit: int) -> threading.Event:
         self.held[name, unit] = threading.Event()
@@ -66,7 +68,7 @@ def in_thread(run: Callable[[], object]) -> threading.Thread:
 
 def test_results_come_in_the_order_of_the_units_and_each_is_done_once() -> None:
     workers = Workers("a", "b", "c")
-    done, went = workers.leases().done([10, 11, 12, 13, 14, 15, 16])
+    done, went = workers.leases().done(workers.units(10, 11, 12, 13, 14, 15, 16))
     assert [one.split()[0] for one in done] == ["10", "11", "12", "13", "14", "15", "16"]
     assert sorted(unit for _, unit in workers.did) == [10, 11, 12, 13, 14, 15, 16]
     assert {name for name, _ in workers.did} == {"a", "b", "c"}
@@ -78,7 +80,7 @@ def test_a_slow_workers_unit_is_taken_over_after_its_lease_and_not_before() -> N
     workers = Workers("slow", "other")
     let_go = workers.hold("slow", 0)
     leases, found = workers.leases(lease=5.0), []
-    thread = in_thread(lambda: found.append(leases.done([0, 1, 2])))
+    thread = in_thread(lambda: found.append(leases.done(workers.units(0, 1, 2))))
     until(lambda: ("other", 2) in workers.did)
     workers.now = 4.9
     time.sleep(0.5)  # two looks
@@ -89,18 +91,18 @@ def test_a_slow_workers_unit_is_taken_over_after_its_lease_and_not_before() -> N
     assert done == ["0 by other", "1 by other", "2 by other"]
     assert went.taken_over == 1
     # The slow one is still at it: in the next round it gets nothing until it is done.
-    assert leases.done([7])[0] == ["7 by other"]
+    assert leases.done(workers.units(7))[0] == ["7 by other"]
     let_go.set()
     until(lambda: not leases._busy)
     workers.there.pop("other")
-    assert leases.done([8])[0] == ["8 by slow"]
+    assert leases.done(workers.units(8))[0] == ["8 by slow"]
 
 
 def test_a_slow_worker_that_ends_first_after_all_is_the_one_that_counts() -> None:
     workers = Workers("slow", "other")
     first, second = workers.hold("slow", 0), workers.hold("other", 0)
     leases, found = workers.leases(lease=5.0), []
-    thread = in_thread(lambda: found.append(leases.done([0])))
+    thread = in_thread(lambda: found.append(leases.done(workers.units(0))))
     until(lambda: ("slow", 0) in workers.did or ("other", 0) in workers.did)
     workers.now = 6.0
     until(lambda: len(workers.did) == 2)
@@ -113,7 +115,7 @@ def test_a_slow_worker_that_ends_first_after_all_is_the_one_that_counts() -> Non
 def test_a_lost_workers_unit_goes_to_another_and_the_cause_is_counted() -> None:
     workers = Workers("a", "b")
     workers.fails["*", 1] = [WorkerLost("a", "killed"), WorkerLost("b", "killed")]
-    done, went = workers.leases().done([0, 1, 2])
+    done, went = workers.leases().done(workers.units(0, 1, 2))
     assert [one.split()[0] for one in done] == ["0", "1", "2"]
     assert went.failures == {1: 2}
     second = sorted((one.number, one.error) for one in went.tries if one.unit == 2)
@@ -125,7 +127,7 @@ def test_a_unit_that_keeps_failing_raises_its_last_error() -> None:
     workers = Workers("a")
     workers.fails["*", 1] = [WorkerLost("a", f"number {n}") for n in range(MOST_FAILURES)]
     with pytest.raises(WorkerLost, match=f"number {MOST_FAILURES - 1}"):
-        workers.leases().done([0, 1])
+        workers.leases().done(workers.units(0, 1))
     assert [unit for _, unit in workers.did].count(1) == MOST_FAILURES
 
 
@@ -133,7 +135,7 @@ def test_what_is_no_failure_of_the_machinery_is_raised_at_once() -> None:
     workers = Workers("a", "b")
     workers.fails["*", 0] = [ObjectMissing("the weights are gone")]
     with pytest.raises(ObjectMissing, match="the weights are gone"):
-        workers.leases().done([0, 1])
+        workers.leases().done(workers.units(0, 1))
     assert [unit for _, unit in workers.did].count(0) == 1
 
 
@@ -141,7 +143,7 @@ def test_a_worker_that_joins_gets_the_next_unit_and_one_that_leaves_none() -> No
     workers = Workers("first")
     let_go = workers.hold("first", 1)
     leases, found = workers.leases(), []
-    thread = in_thread(lambda: found.append(leases.done([1, 2, 3])))
+    thread = in_thread(lambda: found.append(leases.done(workers.units(1, 2, 3))))
     until(lambda: ("first", 1) in workers.did)
     workers.there = {"late": "tcp://late"}  # the first takes no new calls
     until(lambda: ("late", 3) in workers.did)
@@ -157,7 +159,7 @@ def test_a_cancelled_run_ends_the_wait() -> None:
 
     def run() -> None:
         try:
-            workers.leases().done([0])
+            workers.leases().done(workers.units(0))
         except CallCancelled as error:
             errors.append(error)
 

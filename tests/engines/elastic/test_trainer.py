@@ -13,8 +13,11 @@ import pytest
 
 from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines.clusters.opening import open_cluster
+from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.trainer import ElasticTrainer
 from engines.failures import GangLost
+from engines.train.contract import TrainEngine
+from engines.train.trainer import TrainerSettings
 from engines.workers.calls import status_of
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
@@ -69,20 +72,22 @@ def trainer(cluster: Cluster, folder: Path, lease: float = 60.0, epoch: int = 1)
     given = spec(folder, **SETTINGS)
     files = RunStore(Store(str(folder / "store")), "run")
     files.write_run({"config": {}})
-    aggregator = EngineSpec.of("engines.elastic.aggregator:Aggregator", given)
-    worker = EngineSpec.of("engines.elastic.worker:GradientEngine", given)
+    aggregator = EngineSpec.of("engines.elastic.aggregator:Aggregator", given, GradientAggregator)
+    worker = EngineSpec.of("engines.elastic.worker:GradientEngine", given, GradientWorker)
     limits = {"deadline": 120.0, "start_timeout": 120.0}
     name = folder.name
     return ElasticTrainer(
         Gang(cluster, "sum", name, aggregator, 120.0, start_timeout=120.0, world=1),
         files,
         EnginePool(cluster, "train", f"{name}-gradients", worker, **limits),
+        TrainerSettings(
+            epoch=epoch,
+            temperature=TEMPERATURE,
+            max_new_tokens=MAX_NEW_TOKENS,
+            caller=f"{name}-{epoch}",
+        ),
         unit_tokens=64,
         lease=lease,
-        epoch=epoch,
-        temperature=TEMPERATURE,
-        max_new_tokens=MAX_NEW_TOKENS,
-        caller=f"{name}-{epoch}",
     )
 
 
@@ -129,7 +134,7 @@ def test_workers_and_aggregator_die_in_mid_step(
     os.kill(pid(cluster, "sum-0"), signal.SIGKILL)
     with pytest.raises(GangLost):
         while True:  # the scheduler may not have heard yet; once it has, the trainer forms it anew
-            one._gang.call("digest", None, {"dtype": "float32"})
+            one._gang.call(TrainEngine.digest, dtype="float32")
     finish(one, batch, undisturbed)  # step 1 is made again on the way: its gradients are there
 
 

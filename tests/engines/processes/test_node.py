@@ -15,6 +15,7 @@ from engines.processes.node import WORKER_IMAGE, NodePlan, WorkerPlan
 from engines.processes.node_process import NodeProcess
 from engines.workers import calls
 from tests.engines.conftest import one_pool_roles
+from tests.engines.workers.dummies import request
 from tests.engines.workers.test_cluster import build, call
 from tests.ports import free_port
 
@@ -32,7 +33,7 @@ def test_forked_workers_have_torch_and_their_own_threads() -> None:
             build(cluster, worker)
             assert call(cluster, worker, "loaded", module="torch"), "before anything imported it"
             assert call(cluster, worker, "threads") == threads
-            assert calls.control(cluster, worker, "role", "threads") == threads
+            assert calls.control(cluster, worker, request("threads")) == threads
 
 
 def test_a_worker_of_a_job_keeps_the_jobs_gpus() -> None:

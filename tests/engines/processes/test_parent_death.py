@@ -20,7 +20,7 @@ from configs.cluster.cluster import ClusterConfig, PoolConfig, RolesConfig
 from engines.workers import calls
 from engines.clusters.opening import open_cluster
 from engines.processes.process_tree import session
-from tests.engines.workers.dummies import dummy
+from tests.engines.workers.dummies import dummy, request
 
 # A process that a shell started in the background is born ignoring Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,13 +28,13 @@ roles = RolesConfig(actor="p", ref="p", rollout="p", reward="p")
 with open_cluster(ClusterConfig(pools={"p": PoolConfig(slots=2)}, roles=roles)) as cluster:
     (address,) = cluster.workers("p").values()
     calls.build(cluster, address, "role", dummy(), deadline=60)
-    child = calls.submit(cluster, address, "role", "spawn", {}, None, deadline=60)
+    child = calls.submit(cluster, address, request("spawn"), deadline=60)
     pids = [process.pid for process in session(cluster._node.pid)]
     print(json.dumps({"pids": pids, "child": child, "scratch": cluster._node._scratch}), flush=True)
     if sys.argv[1] == "forks" and os.fork() == 0:  # holds the pipe to the node process open
         time.sleep(60)
         os._exit(0)
-    calls.submit(cluster, address, "role", "nap", {"seconds": 60}, None, deadline=90)
+    calls.submit(cluster, address, request("nap", seconds=60), deadline=90)
 """
 
 

@@ -12,6 +12,7 @@ from engines.rollout.contract import RolloutRequest, SyncReport
 from engines.rollout.rollout_pool import RolloutPool
 from engines.rollout.weight_probe import CheckedLoad, Probe
 from engines.workers.devices import DeviceTurns
+from engines.workers.engine import Call
 from storage.runs.weights import WeightsRef
 
 WORKERS = {"rollout-0": "tcp://a:1", "rollout-1": "tcp://b:1"}
@@ -24,7 +25,7 @@ class Pool(RolloutPool):
     def live(self) -> dict[str, str]:
         return WORKERS
 
-    def submit_to_all(self, workers: Any, method: str, call_id: Any, arguments: Any) -> Any:
+    def submit_to_all(self, workers: Any, call: Call[Any]) -> Any:
         return dict.fromkeys(workers)
 
     def _checked(self, name: str, address: str, found: Any) -> CheckedLoad:
@@ -83,7 +84,7 @@ def test_what_no_later_step_asks_for_is_forgotten(pool: Pool, max_staleness: int
 def test_a_worker_that_is_gone_is_not_counted(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "engines.rollout.rollout_pool.control",
-        lambda cluster, address, role, what, timeout: SimpleNamespace(tokens=7),
+        lambda cluster, address, call, timeout: SimpleNamespace(tokens=7),
     )
     assert pool.tokens() == {"rollout-0": 7, "rollout-1": 7}
     pool.forget(WORKERS["rollout-0"])
@@ -108,14 +109,15 @@ def test_without_a_probe_the_digest_alone_is_compared(monkeypatch: pytest.Monkey
         numbers = {"tensors": 1, "nbytes": 1, "seconds": 0.0, "load_seconds": 0.0}
         return SyncReport(version=5, digest=next(digests), **numbers)  # type: ignore[arg-type]
 
-    def submit_to_all(workers: Any, method: str, call_id: Any, arguments: Any) -> Any:
-        calls.append((method, call_id.call))
-        return {name: report() for name in workers}
+    def submit_to_all(workers: Any, call: Call[Any]) -> Any:
+        assert call.id is not None and call.arguments["token_ids"] == []
+        calls.append((call.method, call.id.call))
+        return {name: (report(), []) for name in workers}
 
     monkeypatch.setattr(pool, "live", lambda: WORKERS)
     monkeypatch.setattr(pool, "submit_to_all", submit_to_all)
     loaded = pool.sync(weights(5), probe=None)
     assert sorted(loaded) == sorted(WORKERS)
-    assert calls == [("sync", "opponent-sync")]  # one message for all
+    assert calls == [("sync_and_score", "opponent-sync")]  # one message for all
     with pytest.raises(WeightMismatch, match="reports version 5 with digest 6"):
         pool.sync(weights(5), probe=None)

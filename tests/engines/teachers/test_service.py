@@ -28,6 +28,7 @@ from engines.teachers.client import (
 )
 from engines.teachers.connections import settings_of
 from engines.teachers.service import Limits, TeacherService
+from engines.train.contract import TrainEngine
 from engines.train.spec import ColumnsResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -51,10 +52,10 @@ class FakeGang:
     def form(self, cancel: threading.Event | None = None) -> None:
         self.formed, self.generation = True, self.generation + 1
 
-    def call(self, method: str, call_id: Any = None, kwargs: Any = None, *, cancel: Any) -> Any:
-        if method == "tokens":
+    def call(self, method: Any, call_id: Any, cancel: Any, **kwargs: Any) -> Any:
+        if method is TrainEngine.tokens:
             return TOKENS
-        if method == "digest":
+        if method is TrainEngine.digest:
             return f"{self.digest}-{kwargs['dtype']}"
         self.asked.append((call_id.run.rpartition("/")[2], kwargs["out_key"]))
         time.sleep(self.seconds)

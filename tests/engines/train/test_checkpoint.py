@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel
 from engines.failures import WeightMismatch
+from engines.train.contract import TrainEngine
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import TrainSpec
-from engines.train.trainer import Trainer
-from engines.workers.engine import EngineSpec
+from engines.train.trainer import Trainer, TrainerSettings
+from engines.workers.engine import EngineSpec, join_of
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.commit_log import Commit, commit, read_commit
@@ -33,7 +34,7 @@ class OneRank:
     """A gang of one rank, in this process."""
 
     def __init__(self, payload: TrainSpec) -> None:
-        self.spec = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", payload)
+        self.spec = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", payload, TrainEngine)
         self.generation = 0
         self.engine: FSDPEngine | None = None
 
@@ -47,8 +48,8 @@ class OneRank:
         self.engine = FSDPEngine(self.spec.payload)
         self.engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
 
-    def call(self, method: str, lease: object, kwargs: Mapping[str, Any], cancel: object) -> Any:
-        return methodcaller(method, **kwargs)(self.engine)
+    def call(self, method: Any, call_id: object, cancel: object, **arguments: Any) -> Any:
+        return join_of(method)([methodcaller(method.__name__, **arguments)(self.engine)])
 
     def close(self) -> None:
         if self.engine is not None:
@@ -67,9 +68,7 @@ def trainer_of(tmp_path: Path) -> Iterator[MakeTrainer]:
         return Trainer(
             gangs[-1],  # type: ignore[arg-type]
             RunStore(Store(str(tmp_path / "store")), run),
-            epoch=1,
-            temperature=TEMPERATURE,
-            max_new_tokens=MAX_NEW_TOKENS,
+            TrainerSettings(epoch=1, temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS),
         )
 
     yield make
@@ -180,6 +179,6 @@ def test_weights_of_another_model_are_refused(
     payload = spec(tmp_path, "wide").model_copy(
         update={"model": RandomModel(layers=3, hidden_size=64, heads=2, seed=5)}
     )
-    trainer._spec = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", payload)
+    trainer._spec = EngineSpec.of("engines.train.fsdp_engine:FSDPEngine", payload, TrainEngine)
     with pytest.raises(WeightMismatch, match=r"has no tensor model\.layers\.2"):
         trainer.at(0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.models import materialize
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import UpdateResult
+from engines.train.spec import ColumnsResult, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -73,7 +73,7 @@ def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> UpdateResult:
 
 
 def values_of(engine: FSDPEngine, batch: BatchRef, key: str, folder: Path) -> np.ndarray:
-    whole = FSDPEngine.concat("values", [engine.values(batch, f"run/{key}.safetensors")])
+    whole = ColumnsResult.together([engine.values(batch, f"run/{key}.safetensors")])
     assert whole.batch is not None and whole.batch.names == ("values",)
     return whole.batch.fetch_numpy(Store(str(folder / "store")), "values")[0]
 

@@ -14,6 +14,7 @@ from engines.models import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.optimizer import learning_rate
 from engines.train.policy import Policy
+from engines.train.spec import ColumnsResult
 from storage.batches.refs import BatchRef
 from storage.objects.errors import ObjectDamaged
 from storage.objects.store import Store
@@ -86,8 +87,7 @@ def with_logprobs(rows: list[naive.Sample], seed: int) -> list[naive.Sample]:
 def test_logprobs_equal_the_naive_ones(make: Make, tmp_path: Path) -> None:
     rows = samples()
     engine = make(micro_batch_tokens=64)
-    result = FSDPEngine.concat(
-        "logprobs",
+    result = ColumnsResult.together(
         [engine.logprobs(stored(tmp_path, rows), "old_logprobs", "run/l.safetensors", TEMPERATURE)],
     )
     assert result.batch is not None and result.batch.names == ("old_logprobs",)

@@ -164,7 +164,7 @@ def test_log_probs_come_back_in_the_order_of_the_batch(
     store = Store(str(folder / "store"))
     found = {}
     for world, parts in seen.items():
-        whole = FSDPEngine.concat("logprobs", [part.logprobs for part in parts])
+        whole = ColumnsResult.together([part.logprobs for part in parts])
         assert whole.batch is not None
         found[world] = whole.batch.fetch_numpy(store, "ref_logprobs")
     np.testing.assert_allclose(found[2][0], found[1][0], atol=1e-5)

@@ -296,7 +296,7 @@ def test_two_ranks_do_what_one_does(join: Join, pair: Ranks, tmp_path: Path) -> 
     updates = [engine.update(batch, PLAIN, TEMPERATURE, 24, 1)]
     updates.append(engine.update(batch.rows(0, 1), PLAIN, TEMPERATURE, 24, 2))
     found = pair.run(both, tmp_path, batch)
-    theirs = FSDPEngine.concat("logprobs", [one[0] for one in found])
+    theirs = ColumnsResult.together([one[0] for one in found])
     assert (
         isinstance(theirs, ColumnsResult) and theirs.batch is not None and alone.batch is not None
     )

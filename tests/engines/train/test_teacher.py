@@ -16,6 +16,7 @@ from configs.algorithm.distillation import DistillAlgorithm
 from configs.model import Model, PretrainedModel, RandomModel
 from engines.models import materialize
 from engines.train.fsdp_engine import FSDPEngine
+from engines.train.spec import ColumnsResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train import naive_training as naive
@@ -42,7 +43,7 @@ def taught(join: Join, tmp_path: Path, model: RandomModel, batch: BatchRef, top_
     """The batch with its teacher's columns."""
     engine = teacher(join, tmp_path, model)
     part = engine.teach(batch, f"run/t{model.seed}-{top_k}.safetensors", TEMPERATURE, top_k)
-    made = FSDPEngine.concat("teach", [part]).batch
+    made = ColumnsResult.together([part]).batch
     assert made is not None
     return batch.with_columns(made)
 

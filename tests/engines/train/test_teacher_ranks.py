@@ -71,7 +71,7 @@ def test_ranks_score_and_learn_words_as_one_does(tmp_path: Path) -> None:
     try:
         for shared in (1, 2):
             seen = two.run(scenario, base, shared, batch)
-            found = FSDPEngine.concat("teach", [rank.taught for rank in seen]).batch
+            found = ColumnsResult.together([rank.taught for rank in seen]).batch
             assert found is not None
             for name in COLUMNS:
                 ours, theirs = (r.fetch_numpy(store, f"teacher_{name}")[0] for r in (found, alone))

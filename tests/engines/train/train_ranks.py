@@ -88,10 +88,11 @@ def stored(folder: Path, rows: list[Sample], name: str = "batch") -> BatchRef:
 
 
 class Ranks:
-    """A process for each rank, for several calls: a process takes seconds to import torch."""
+    """A process for each rank, for several calls; forked from one that has imported torch."""
 
     def __init__(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.engines.train.rank_image"])
         self._processes = [ProcessPoolExecutor(1, mp_context=context) for _ in range(world)]
 
     def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, TypeVar
 
 from engines.failures import InfrastructureError
 from engines.progress import report
-from engines.workers.engine import Engine, EngineSpec, Memory, Ranked
+from engines.workers.engine import Call, Engine, EngineSpec, Memory, Ranked, joined_by
+from engines.workers.messages import CallId
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,19 +37,6 @@ class NotYet(InfrastructureError):
 
 class Dummy(Engine):
     """Sleeps, fails, counts, starts children."""
-
-    REMOTE: ClassVar = (
-        "count",
-        "nap",
-        "say",
-        "fail",
-        "fail_softly",
-        "threads",
-        "environ",
-        "spawn",
-        "loaded",
-        "note",
-    )
 
     def __init__(self, payload: Payload) -> None:
         time.sleep(payload.build_seconds)
@@ -105,11 +96,13 @@ class Dummy(Engine):
         return module in sys.modules
 
 
+def flat(parts: Sequence[list[T]]) -> list[T]:
+    """What all ranks have, in rank order."""
+    return [one for part in parts for one in part]
+
+
 class Summing(Ranked):
     """Ranks that really meet, by Gloo."""
-
-    REMOTE: ClassVar = ("total", "nap_on", "joined", "pid")
-    CONCAT: ClassVar = ("total", "joined", "pid")
 
     def __init__(self, payload: Payload) -> None:
         self.rank = 0
@@ -133,40 +126,35 @@ class Summing(Ranked):
         )
         return self.met
 
-    def joined(self) -> str:
+    @joined_by(flat)
+    def joined(self) -> list[str]:
         """How this rank joined."""
-        return self.met
+        return [self.met]
 
-    def total(self, value: float) -> float:
+    @joined_by(flat)
+    def total(self, value: float) -> list[float]:
         """Sum over the ranks of `value` times the rank's number, counted from 1."""
         import torch
         import torch.distributed as dist
 
         tensor = torch.tensor([value * (self.rank + 1)])
         dist.all_reduce(tensor)
-        return float(tensor.item())
+        return [float(tensor.item())]
 
-    def nap_on(self, rank: int, seconds: float) -> float:
+    def nap_on(self, rank: int, seconds: float) -> list[float]:
         """One rank comes late to a collective."""
         if rank == self.rank:
             time.sleep(seconds)
         return self.total(1.0)
 
-    def pid(self) -> int:
+    @joined_by(flat)
+    def pid(self) -> list[int]:
         """Process id of the rank."""
-        return os.getpid()
-
-    @staticmethod
-    def concat(method: str, parts: list[object]) -> list[object]:
-        """Parts in rank order."""
-        return parts
+        return [os.getpid()]
 
 
 class Lone(Ranked):
     """Ranks that only pretend to meet; quick, since they need no torch."""
-
-    REMOTE: ClassVar = ("lead", "each", "fail_on", "nap", "run_out_on", "thread")
-    CONCAT: ClassVar = ("each",)
 
     def __init__(self, payload: Payload) -> None:
         self.rank = -1
@@ -185,10 +173,11 @@ class Lone(Ranked):
         """The rank, of which rank 0's counts."""
         return self.rank
 
-    def each(self) -> tuple[int, int]:
+    @joined_by(flat)
+    def each(self) -> list[tuple[int, int]]:
         """Rank, and how often this was called."""
         self.counter += 1
-        return self.rank, self.counter
+        return [(self.rank, self.counter)]
 
     def fail_on(self, rank: int, text: str, machinery: bool = False) -> None:
         """One rank fails, the others wait for it."""
@@ -218,26 +207,26 @@ class Lone(Ranked):
         self.go.wait()
         return self.built_in, threading.get_ident()
 
-    @staticmethod
-    def concat(method: str, parts: list[object]) -> list[object]:
-        """Parts in rank order, marked."""
-        return [method, *parts]
 
-
-def dummy(tag: str = "", build_seconds: float = 0.0) -> EngineSpec:
+def dummy(tag: str = "", build_seconds: float = 0.0) -> EngineSpec[Dummy]:
     """A spec of Dummy."""
     payload = Payload(tag=tag, build_seconds=build_seconds)
-    return EngineSpec.of("tests.engines.workers.dummies:Dummy", payload)
+    return EngineSpec.of("tests.engines.workers.dummies:Dummy", payload, Dummy)
 
 
-def summing() -> EngineSpec:
+def summing() -> EngineSpec[Summing]:
     """A spec of Summing."""
-    return EngineSpec.of("tests.engines.workers.dummies:Summing", Payload())
+    return EngineSpec.of("tests.engines.workers.dummies:Summing", Payload(), Summing)
 
 
-def lone() -> EngineSpec:
+def lone() -> EngineSpec[Lone]:
     """A spec of Lone."""
-    return EngineSpec.of("tests.engines.workers.dummies:Lone", Payload())
+    return EngineSpec.of("tests.engines.workers.dummies:Lone", Payload(), Lone)
+
+
+def request(method: str, call_id: CallId | None = None, **arguments: object) -> Call[Any]:
+    """A call of a Dummy."""
+    return Call.of("role", getattr(Dummy, method), call_id, **arguments)
 
 
 class Slow(Engine):
@@ -250,7 +239,7 @@ class Slow(Engine):
             time.sleep(payload.build_seconds if part == int(payload.tag) else 0.3)
 
 
-def slow(stops_at: int, seconds: float) -> EngineSpec:
+def slow(stops_at: int, seconds: float) -> EngineSpec[Slow]:
     """A spec of Slow."""
     payload = Payload(tag=str(stops_at), build_seconds=seconds)
-    return EngineSpec.of("tests.engines.workers.dummies:Slow", payload)
+    return EngineSpec.of("tests.engines.workers.dummies:Slow", payload, Slow)

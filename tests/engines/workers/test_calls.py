@@ -15,6 +15,7 @@ from engines.failures import ClusterLost, WorkerLost
 from engines.workers import calls
 from engines.workers.call_watch import CallWatch
 from engines.workers.calls import PendingCall
+from engines.workers.messages import CallResult
 from engines.workers.pushed import MOST, PushedResults, push
 from engines.workers.sending import Sender
 
@@ -30,6 +31,11 @@ def client() -> Iterator[Client]:
         yield client
 
 
+def double(number: int) -> CallResult[int]:
+    """As a worker's."""
+    return CallResult(value=2 * number)
+
+
 def test_slow_answers_of_the_scheduler_end_no_other_call(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,6 +47,7 @@ def test_slow_answers_of_the_scheduler_end_no_other_call(
         pool_of=lambda address: "pool",
         name_of=lambda address: "rollout-0",
         check=lambda: None,
+        told=lambda pool, ended: None,
         watch=CallWatch(lambda: {address: "pool"}),
     )
     fetch = client._gather_remote
@@ -52,10 +59,9 @@ def test_slow_answers_of_the_scheduler_end_no_other_call(
     monkeypatch.setattr(calls, "LOOK", 0.1)
     monkeypatch.setattr(client, "_gather_remote", slowly)
 
-    def call(number: int) -> int:
-        pending = PendingCall(cluster, address, "double", lambda x: 2 * x, number, slot=False)
-        found: int = pending.wait(60.0)
-        return found
+    def call(number: int) -> int | None:
+        pending = PendingCall(cluster, address, "double", double, number, slot=False)
+        return pending.wait(60.0).value
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(call, range(8))) == [2 * number for number in range(8)]
@@ -74,12 +80,12 @@ def test_a_call_that_meets_a_closed_client_is_a_lost_cluster(client: Client) -> 
     )
     client.close()
     with pytest.raises(ClusterLost, match="double could not be sent"):
-        PendingCall(cluster, address, "double", lambda x: 2 * x, 1, slot=False)
+        PendingCall(cluster, address, "double", double, 1, slot=False)
 
 
-def pushing(topic: str, token: str, size: int) -> object:
+def pushing(topic: str, token: str, size: int) -> CallResult[bytes] | None:
     """As a worker's: a result of so many bytes."""
-    return push(get_worker(), topic, token, b"x" * size)
+    return push(get_worker(), topic, token, CallResult(value=b"x" * size))
 
 
 @pytest.fixture
@@ -93,6 +99,7 @@ def cluster(client: Client) -> Iterator[Any]:
         name_of=lambda address: "rollout-0",
         log_hint=lambda worker: "",
         check=lambda: None,
+        told=lambda pool, ended: None,
         watch=CallWatch(lambda: {address: "pool"}),
         pushed=PushedResults(client),
     )
@@ -100,7 +107,7 @@ def cluster(client: Client) -> Iterator[Any]:
     made.watch.close()
 
 
-def call_of(cluster: Any, token: str, topic: str, size: int) -> PendingCall:
+def call_of(cluster: Any, token: str, topic: str, size: int) -> PendingCall[bytes]:
     return PendingCall(
         cluster, cluster.address, "push", pushing, topic, token, size,
         token=token, slot=False, pushed=True,
@@ -120,9 +127,9 @@ def test_a_small_result_is_pushed_and_a_large_one_is_fetched(
     monkeypatch.setattr(cluster.client, "_gather_remote", counted)
     topic = cluster.pushed.topic
     for number in range(20):
-        assert len(call_of(cluster, f"small-{number}", topic, 1000).wait(60.0)) == 1000
+        assert len(call_of(cluster, f"small-{number}", topic, 1000).wait(60.0).value or b"") == 1000
     assert not fetched
-    assert len(call_of(cluster, "large", topic, MOST).wait(60.0)) == MOST
+    assert len(call_of(cluster, "large", topic, MOST).wait(60.0).value or b"") == MOST
     assert fetched
     assert not cluster.pushed._came, "nothing is kept of calls that have ended"
 

@@ -32,7 +32,7 @@ from engines.workers import calls
 from engines.workers.broadcast import submit_to_all
 from engines.workers.messages import CallId
 from tests.engines.conftest import left_after, one_pool_roles
-from tests.engines.workers.dummies import dummy
+from tests.engines.workers.dummies import dummy, request
 
 pytestmark = pytest.mark.cluster
 
@@ -44,9 +44,8 @@ def build(cluster, address, tag=""):
 
 
 def call(cluster, address, method, call_id=None, deadline=DEADLINE, cancel=None, **kwargs):
-    return calls.submit(
-        cluster, address, "role", method, kwargs, call_id, deadline=deadline, cancel=cancel
-    )
+    asked = request(method, call_id, **kwargs)
+    return calls.submit(cluster, address, asked, deadline=deadline, cancel=cancel)
 
 
 def call_id(call, **kwargs):
@@ -100,7 +99,7 @@ def test_workers_have_their_names_slots_and_environment(cluster, pair, solo):
 def test_torch_has_the_pools_threads_on_every_thread(cluster, solo):
     build(cluster, solo)
     assert call(cluster, solo, "threads") == 2
-    assert calls.control(cluster, solo, "role", "threads") == 2
+    assert calls.control(cluster, solo, request("threads")) == 2
 
 
 def test_an_engines_own_exception_comes_back(cluster, pair):
@@ -118,7 +117,7 @@ def test_control_passes_calls_that_fill_the_worker(cluster, solo):
     build(cluster, solo)
     first = in_thread(call, cluster, solo, "nap", seconds=3.0)
     running(cluster, solo, 1)
-    assert calls.control(cluster, solo, "role", "threads") == 2
+    assert calls.control(cluster, solo, request("threads")) == 2
     assert len(calls.status_of(cluster, solo).running) == 1  # still the nap
     first()
 
@@ -197,9 +196,7 @@ def test_time_in_the_queue_does_not_count(cluster, solo):
 def test_a_finished_call_outlives_its_worker_and_is_not_run_again(cluster, pair, tmp_path):
     build(cluster, pair[0])
     path = tmp_path / "calls"
-    held = calls.start(
-        cluster, pair[0], "role", "note", {"path": str(path)}, None, deadline=DEADLINE
-    )
+    held = calls.start(cluster, pair[0], request("note", path=str(path)), deadline=DEADLINE)
     assert held.done.wait(20)  # finished, its future still held
     assert cluster.kill([pair[0]]) == [pair[0]]
     cluster.wait("pair", 2)
@@ -249,9 +246,8 @@ def test_a_cancel_event_ends_the_wait(cluster, pair):
 
 def to_both(cluster, method, deadline=DEADLINE, cancel=None, **kwargs):
     workers = cluster.wait("pair", 2)
-    return submit_to_all(
-        cluster, "pair", workers, "role", method, kwargs, None, deadline=deadline, cancel=cancel
-    )
+    asked = request(method, **kwargs)
+    return submit_to_all(cluster, "pair", workers, asked, deadline=deadline, cancel=cancel)
 
 
 def test_one_message_calls_every_engine_past_its_slots(cluster, pair):
@@ -423,7 +419,7 @@ def test_a_result_that_the_scheduler_does_not_hand_out_any_more_is_a_lost_cluste
     with open_cluster(config) as cluster:
         (address,) = cluster.workers("p").values()
         build(cluster, address)
-        pending = calls.start(cluster, address, "role", "nap", {"seconds": 0.0}, None, deadline=60)
+        pending = calls.start(cluster, address, request("nap", seconds=0.0), deadline=60)
         assert pending.done.wait(30)
         assert cluster.pushed.take(pending.token) is not None  # as if it were too large
         os.kill(cluster._node.pid, signal.SIGKILL)

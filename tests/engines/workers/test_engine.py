@@ -1,16 +1,24 @@
-"""Contracts, the REMOTE table and engine specs."""
+"""Contracts, calls and engine specs."""
 
 import subprocess
 import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from engines.workers.engine import Engine, EngineSpec, Ranked, callable_methods
-from tests.engines.workers.dummies import Dummy, Payload, Summing, dummy
+from engines.workers.engine import (
+    Call,
+    Engine,
+    EngineSpec,
+    Ranked,
+    callable_methods,
+    join_of,
+    joined_by,
+)
+from engines.workers.messages import CallId
+from tests.engines.workers.dummies import Dummy, Payload, dummy
 
 
 class Counter(Engine):
@@ -39,7 +47,7 @@ class Idle(Counter):
 
 
 def test_what_a_contract_promises_can_be_called_and_nothing_else():
-    assert callable_methods(Counting) == ("count",)
+    assert callable_methods(Counter) == ("count",)
 
 
 def test_an_engine_that_lacks_a_promised_method_cannot_be_made():
@@ -57,8 +65,13 @@ def test_a_promised_method_says_what_it_takes_and_returns():
 
 WRONG = """
 from engines.data.contract import RewardModels, Scorer
+from engines.elastic.contract import GradientAggregator
+from engines.train.contract import TrainEngine
+from engines.workers.engine import Call
+from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from engines.workers.pool import EnginePool
+from storage.batches.refs import BatchRef
 
 def use(pool: EnginePool[Scorer], call: CallId) -> None:
     pool.call(Scorer.row_digests, call, start=0, stop=5)
@@ -66,6 +79,13 @@ def use(pool: EnginePool[Scorer], call: CallId) -> None:
     pool.call(Scorer.row_digests, call, start="0", stop=5)  # error: 10
     pool.call(RewardModels.score, call)  # error: 11
     text: str = pool.call(Scorer.row_digests, call, start=0, stop=5)  # error: 12
+
+def train(gang: Gang[TrainEngine], batch: BatchRef) -> None:
+    gang.call(TrainEngine.values, batch=batch, out_key="key")
+    gang.call(TrainEngine.values, batch=batch, key="key")  # error
+    gang.call(GradientAggregator.offer, under=1)  # error
+    found: str = gang.call(TrainEngine.values, batch=batch, out_key="key")  # error
+    call: Call[int] = Call.of("role", TrainEngine.digest, None)  # error
 """
 
 
@@ -80,65 +100,49 @@ def test_a_type_checker_compares_a_call_with_its_engine(tmp_path):
     assert wrong == set(due), said.stdout + said.stderr
 
 
-def test_a_name_that_is_no_method_is_refused_when_the_class_is_created():
-    with pytest.raises(TypeError, match=r"Wrong.REMOTE: 'updaet' names no method"):
-
-        class Wrong(Engine):
-            REMOTE: ClassVar = ("updaet",)
-
-            def update(self) -> None: ...
-
-
-def test_a_bare_argument_is_refused():
-    with pytest.raises(TypeError, match="batch has no annotation"):
-
-        class Wrong(Engine):
-            REMOTE: ClassVar = ("update",)
-
-            def update(self, batch) -> None: ...
-
-
 def test_a_bare_return_is_refused():
     with pytest.raises(TypeError, match="the return value has no annotation"):
 
         class Wrong(Engine):
-            REMOTE: ClassVar = ("update",)
-
+            @abstractmethod
             def update(self): ...
 
 
-def test_what_is_joined_needs_a_static_method_concat():
-    with pytest.raises(TypeError, match=r"CONCAT needs a static method concat"):
+class Rows(Ranked):
+    """A contract of ranks."""
 
-        class Wrong(Ranked):
-            REMOTE: ClassVar = ("rows",)
-            CONCAT: ClassVar = ("rows",)
+    @abstractmethod
+    @joined_by(lambda parts: [row for part in parts for row in part])
+    def rows(self) -> list[int]:
+        """Each rank's."""
 
-            def rows(self) -> list[int]: ...
-
-    with pytest.raises(TypeError, match=r"CONCAT: 'rows' is not in REMOTE"):
-
-        class Other(Ranked):
-            CONCAT: ClassVar = ("rows",)
+    @abstractmethod
+    def lead(self) -> list[int]:
+        """Alike on all ranks."""
 
 
-def test_an_inherited_method_counts():
-    class Child(Dummy):
-        REMOTE: ClassVar = ("count",)
+def test_a_contract_says_how_the_ranks_results_become_one():
+    parts = [[1, 2], [3], []]
+    assert join_of(Rows.rows)(parts) == [1, 2, 3]
+    assert join_of(Rows.lead)(parts) == [1, 2]
 
-    assert callable_methods(Child) == ("count",)
+
+def test_ranks_can_also_be_joined_and_leave_their_devices():
+    assert callable_methods(Rows) == ("join", "offload", "onload", "rows", "lead")
 
 
-def test_ranked_engines_can_also_be_joined():
-    assert callable_methods(Summing) == ("join", *Summing.REMOTE)
-    assert "join" not in callable_methods(Dummy)
-    assert issubclass(Summing, Ranked)
+def test_of_a_call_the_names_travel():
+    call = Call.of("role", Counter.count, CallId(run="run", epoch=1, step=2, call="c"), up_to=3)
+    assert (call.label, call.arguments) == ("role.count", {"up_to": 3})
+    assert call.at("here").id == CallId(run="run", epoch=1, step=2, call="c", incarnation="here")
+    with pytest.raises(AssertionError, match="count: arguments are given by name"):
+        Call.of("role", Counter.count, None, 3)
 
 
 def test_a_spec_has_the_digest_of_class_and_payload():
     assert dummy("a") == dummy("a")
     assert dummy("a").digest != dummy("b").digest
-    assert dummy("a").digest != EngineSpec.of("other:Dummy", Payload(tag="a")).digest
+    assert dummy("a").digest != EngineSpec.of("other:Dummy", Payload(tag="a"), Dummy).digest
 
 
 def test_the_flow_process_imports_no_engine_library():
@@ -158,5 +162,8 @@ def test_a_pydantic_payload_and_a_dataclass_payload_both_have_digests():
         pool: PoolConfig
 
     two, three = PoolConfig(workers=2), PoolConfig(workers=3)
-    assert EngineSpec.of("m:C", two).digest != EngineSpec.of("m:C", three).digest
-    assert EngineSpec.of("m:C", Nested(two)).digest != EngineSpec.of("m:C", Nested(three)).digest
+    assert EngineSpec.of("m:C", two, Engine).digest != EngineSpec.of("m:C", three, Engine).digest
+    assert (
+        EngineSpec.of("m:C", Nested(two), Engine).digest
+        != EngineSpec.of("m:C", Nested(three), Engine).digest
+    )

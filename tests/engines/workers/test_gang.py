@@ -17,7 +17,7 @@ from engines.failures import (
 )
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
-from tests.engines.workers.dummies import lone, summing
+from tests.engines.workers.dummies import Dummy, Lone, Summing, lone, summing
 
 pytestmark = pytest.mark.cluster
 
@@ -33,70 +33,70 @@ def gang(cluster, pair):
 def test_real_ranks_meet_lose_one_and_meet_again(cluster, pair):
     gang = Gang(cluster, "pair", "sum", summing(), 120.0, start_timeout=120.0)
     gang.form()
-    met = gang.call("joined")
+    met = gang.call(Summing.joined)
     assert met == ["rank 0 of 2, generation 1", "rank 1 of 2, generation 1"]
-    assert gang.call("total", kwargs={"value": 1.0}) == [3.0, 3.0]
+    assert gang.call(Summing.total, value=1.0) == [3.0, 3.0]
 
-    victim = gang.call("pid")[1]
+    victim = gang.call(Summing.pid)[1]
     threading.Timer(0.5, os.kill, [victim, signal.SIGKILL]).start()
     began = time.monotonic()
     with pytest.raises(GangLost, match=r"rank 1 \(worker pair-1\)") as caught:
-        gang.call("nap_on", kwargs={"rank": 1, "seconds": 60.0})
+        gang.call(Summing.nap_on, rank=1, seconds=60.0)
     assert time.monotonic() - began < 6
     assert isinstance(caught.value, InfrastructureError)
     assert not gang.formed
 
     gang.form()
     assert gang.generation == 2
-    assert gang.call("total", kwargs={"value": 2.0}) == [6.0, 6.0]
+    assert gang.call(Summing.total, value=2.0) == [6.0, 6.0]
 
 
 def test_the_result_is_rank_0s_or_all_joined(gang):
-    assert gang.call("lead") == 0
-    assert gang.call("each") == ["each", (0, 1), (1, 1)]
+    assert gang.call(Lone.lead) == 0
+    assert gang.call(Lone.each) == [(0, 1), (1, 1)]
 
 
 def test_a_gang_of_one_works_alike(cluster, solo):
     gang = Gang(cluster, "solo", "lone", lone(), 60.0, start_timeout=60.0)
     gang.form()
-    assert gang.call("lead") == 0
-    assert gang.call("each") == ["each", (0, 1)]
+    assert gang.call(Lone.lead) == 0
+    assert gang.call(Lone.each) == [(0, 1)]
 
 
 def test_a_call_runs_once_on_every_rank(gang):
     right = CallId(run="run", epoch=1, step=0, call="each")
-    assert gang.call("each", right) == gang.call("each", right)
-    assert gang.call("each")[1][1] == gang.call("each", right)[1][1] + 1
+    assert gang.call(Lone.each, right) == gang.call(Lone.each, right)
+    assert gang.call(Lone.each)[0][1] == gang.call(Lone.each, right)[0][1] + 1
 
 
 def test_a_rank_past_the_deadline_ends_the_gang(gang, pair):
     began = time.monotonic()
     gang.deadline = 1.0
     with pytest.raises(GangLost, match="did not end within 1 s"):
-        gang.call("nap", kwargs={"seconds": 60.0})
+        gang.call(Lone.nap, seconds=60.0)
     assert time.monotonic() - began < 6
     assert not gang.formed
     with pytest.raises(GangLost, match="not formed"):
-        gang.call("each")
+        gang.call(Lone.each)
     gang.form()
     assert gang.generation == 2
     gang.deadline = 60.0
-    assert gang.call("each") == ["each", (0, 1), (1, 1)]
+    assert gang.call(Lone.each) == [(0, 1), (1, 1)]
 
 
 def test_a_ranks_own_mistake_ends_the_gang_for_good(gang):
     with pytest.raises(GangFailed, match=r"rank 1 .*: a wrong row") as caught:
-        gang.call("fail_on", kwargs={"rank": 1, "text": "a wrong row"})
+        gang.call(Lone.fail_on, rank=1, text="a wrong row")
     assert not isinstance(caught.value, InfrastructureError)
     assert isinstance(caught.value.__cause__, ValueError)
     gang.form()
     with pytest.raises(GangLost, match="1 left"):
-        gang.call("fail_on", kwargs={"rank": 0, "text": "", "machinery": True})
+        gang.call(Lone.fail_on, rank=0, text="", machinery=True)
 
 
 def test_a_rank_that_runs_out_of_memory_says_so_and_nobody_tries_again(gang):
     with pytest.raises(OutOfMemory) as caught:
-        gang.call("run_out_on", kwargs={"rank": 1})
+        gang.call(Lone.run_out_on, rank=1)
     assert str(caught.value) == (
         "lone.run_out_on on pair-1 ran out of device memory, held by: activations 70.0 GiB, weights "
         "3.0 GiB. Give its pool fewer workers on each machine, or machines with more memory."
@@ -104,14 +104,14 @@ def test_a_rank_that_runs_out_of_memory_says_so_and_nobody_tries_again(gang):
     assert not isinstance(caught.value, InfrastructureError)
     assert not gang.formed
     gang.form()
-    assert gang.call("lead") == 0
+    assert gang.call(Lone.lead) == 0
 
 
 def test_cancelling_ends_the_gang(gang):
     cancel = threading.Event()
     threading.Timer(0.3, cancel.set).start()
     with pytest.raises(CallCancelled):
-        gang.call("nap", kwargs={"seconds": 60.0}, cancel=cancel)
+        gang.call(Lone.nap, None, cancel, seconds=60.0)
     assert not gang.formed
 
 
@@ -120,16 +120,16 @@ def test_colocated_gangs_take_turns_and_do_not_end_each_others_new_workers(clust
     other.form()
     gang.deadline = 1.0
     with pytest.raises(GangLost):
-        gang.call("nap", kwargs={"seconds": 60.0})
+        gang.call(Lone.nap, seconds=60.0)
     gang.deadline = 60.0
     gang.form()
     with pytest.raises(GangLost, match="not formed"):
-        other.call("each")
+        other.call(Lone.each)
     assert gang.formed
     other.form()
     assert gang.formed
     naps = [
-        threading.Thread(target=one.call, args=("nap",), kwargs={"kwargs": {"seconds": 0.4}})
+        threading.Thread(target=one.call, args=(Lone.nap,), kwargs={"seconds": 0.4})
         for one in (gang, other)
     ]
     began = time.monotonic()
@@ -140,8 +140,7 @@ def test_colocated_gangs_take_turns_and_do_not_end_each_others_new_workers(clust
     assert time.monotonic() - began >= 0.8
 
 
-def test_wrong_use_is_an_error_before_anything_runs(gang):
-    with pytest.raises(ValueError, match="offers no 'foo'"):
-        gang.call("foo")
-    assert gang.formed
+def test_a_method_of_another_contract_is_refused(gang):
+    with pytest.raises(GangFailed, match="offers no 'count'. Its contract Lone has"):
+        gang.call(Dummy.count)
     assert isinstance(gang.cluster.config, ClusterConfig)

@@ -17,7 +17,7 @@ from engines.failures import (
     StaleCall,
     StaleIncarnation,
 )
-from engines.workers.engine import EngineSpec
+from engines.workers.engine import Engine, EngineSpec
 from engines.workers.host import RECORDS, EngineHost
 from engines.workers.messages import CallId
 from tests.engines.workers.dummies import Payload, dummy, lone
@@ -89,7 +89,9 @@ def test_an_engine_in_use_is_not_closed(host):
 
 def test_only_engines_are_built(host):
     with pytest.raises(TypeError, match="is no engine"):
-        host.build("role2", EngineSpec.of("tests.engines.workers.dummies:Payload", Payload()))
+        host.build(
+            "role2", EngineSpec.of("tests.engines.workers.dummies:Payload", Payload(), Engine)
+        )
     other = EngineSpec.of("tests.engines.workers.dummies:Dummy", Payload(), Scorer)
     with pytest.raises(TypeError, match="Dummy is no Scorer. Derive it from that class"):
         host.build("role2", other)
@@ -167,13 +169,6 @@ def test_records_are_bounded(host):
         host.call("role", "count", {}, call_id(str(number)))
     assert len(host.records) == RECORDS
     assert not host.in_progress
-
-
-def test_the_ranks_results_are_joined(host):
-    host.build("lone", lone())
-    assert host.collect("lone", "each", [1, 2]) == ["each", 1, 2]
-    with pytest.raises(EngineMissing, match="no engine for role 'other'"):
-        host.collect("other", "each", [])
 
 
 def test_status_lists_engines_and_running_calls(host):

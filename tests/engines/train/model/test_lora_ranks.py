@@ -126,7 +126,7 @@ def test_state_comes_back_to_the_bit(seen: dict[int, list[Seen]], world: int) ->
 def test_the_reference_of_both_is_the_same(seen: dict[int, list[Seen]], folder: Path) -> None:
     store, found = Store(str(folder / "store")), []
     for parts in seen.values():
-        whole = FSDPEngine.concat("logprobs", [part.reference for part in parts])
+        whole = ColumnsResult.together([part.reference for part in parts])
         assert whole.batch is not None
         found.append(whole.batch.fetch_numpy(store, "ref_logprobs")[0])
     np.testing.assert_allclose(found[1], found[0], atol=1e-5)

@@ -135,7 +135,7 @@ def test_columns_are_written_once_and_in_order(
     store = Store(str(folder / "store"))
     for kind, column in (("logprobs", "ref_logprobs"), ("values", "values")):
         one, many = (
-            FSDPEngine.concat(kind, [getattr(part, kind) for part in seen[size]])
+            ColumnsResult.together([getattr(part, kind) for part in seen[size]])
             for size in (1, shared)
         )
         assert one.batch is not None and many.batch is not None

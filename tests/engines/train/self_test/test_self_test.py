@@ -180,10 +180,14 @@ FAMILIES = {
 }
 
 
+# Without which transformers cannot build a model of its own defaults.
+ABSENT = {"hunyuan_v1_dense": {"head_dim": 128}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_family_is_silently_wrong(tmp_path: Path, name: str) -> None:
-    found = verdict(saved(tmp_path, family(name)), longest=128)
+    found = verdict(saved(tmp_path, family(name, **ABSENT.get(name, {}))), longest=128)
     if FAMILIES[name] == "exact":
         assert (found.refused, found.untested) == (None, None)
     else:

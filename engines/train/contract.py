@@ -1,0 +1,147 @@
+"""What the flow process asks of the engines that train, or that are frozen. Free of torch.
+
+Kept by engines/train/fsdp_engine.py. Every rank gets the same arguments.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Literal
+
+from engines.train.spec import ColumnsResult
+from engines.workers.engine import Ranked, joined_by
+
+if TYPE_CHECKING:
+    from configs.algorithm.algorithm import AlgorithmConfig
+    from engines.model_tokens import ModelTokens
+    from engines.train.batching.mfu import CostModel
+    from engines.train.spec import UpdateResult, WeightsComparison
+    from storage.batches.refs import BatchRef
+    from storage.objects.store import Store
+    from storage.runs.weights import WeightsRef
+
+LogprobColumn = Literal["old_logprobs", "ref_logprobs"]
+
+
+class TrainEngine(Ranked):
+    """A policy, its frozen reference, a teacher or a critic."""
+
+    @abstractmethod
+    @joined_by(ColumnsResult.together)
+    def logprobs(
+        self,
+        batch: BatchRef,
+        column: LogprobColumn,
+        out_key: str,
+        temperature: float,
+        squared: bool = False,
+    ) -> ColumnsResult:
+        """Write log-probs of response tokens under the weights held; all rows, in their order.
+
+        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too. The reference
+        of an engine with adapters is its base.
+        """
+
+    @abstractmethod
+    @joined_by(ColumnsResult.together)
+    def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
+        """Write the critic's value of every response token; all rows, in their order."""
+
+    @abstractmethod
+    @joined_by(ColumnsResult.together)
+    def teach(
+        self,
+        batch: BatchRef,
+        out_key: str,
+        temperature: float,
+        top_k: int = 0,
+        store: Store | None = None,
+        readable: int | None = None,
+    ) -> ColumnsResult:
+        """Write teacher_logprobs of all rows, in their order; with `top_k` the likeliest words too.
+
+        teacher_topk_ids and teacher_topk_logprobs have [top_k] numbers for each token,
+        teacher_tail_logprobs the probability of all other words, in nats. The words are among those
+        that the student knows.
+
+        store: of the batch and the columns, if not the engine's own. readable: how many token ids
+        the student knows, where the spec names no student.
+        """
+
+    @abstractmethod
+    def tokens(self) -> ModelTokens | None:
+        """The tokens of the model; None where its files do not have them."""
+
+    @abstractmethod
+    def update(
+        self,
+        batch: BatchRef,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        max_new_tokens: int,
+        step: int,
+        plan: BatchRef | None = None,
+    ) -> UpdateResult:
+        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps.
+
+        plan: as engines/train/batching/stored_plan.py has stored it for this batch and gang; None:
+        each rank makes it.
+        """
+
+    @abstractmethod
+    def cost(self) -> CostModel:
+        """What plans are balanced by: the model's floating-point operations."""
+
+    @abstractmethod
+    def score(self, token_ids: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
+        """Log-probs, at temperature 1, of what follows the first prompt_lengths[i] tokens."""
+
+    @abstractmethod
+    def mismatch(self) -> str | None:
+        """How log-probs of a few short samples differ from transformers' own; None: they do not.
+
+        Nothing is said of layers that are compiled, which would be compiled once more for it, and
+        of a policy that looks at images.
+        """
+
+    @abstractmethod
+    def export_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
+        """Publish the weights held as a policy version; transformers and vLLM can load its folder.
+
+        Engines on the ranks' machines may read it at once, others once it is settled. Unless `whole`
+        some versions are stored as the difference from another one, if the settings say so; such a
+        folder is read by this program only.
+
+        Each rank writes the tensors that it gathers. The output head is among the tensors also where
+        it is tied to the embedding.
+        """
+
+    @abstractmethod
+    def settle_weights(self, version: int, dtype: str, whole: bool = False) -> WeightsRef:
+        """Return once the store has what `export_weights` has published with these arguments."""
+
+    @abstractmethod
+    def digest(self, dtype: str | None = None) -> str:
+        """Digest of all weights to the bit, whatever the number of ranks; cast to `dtype` first."""
+
+    @abstractmethod
+    def compare(self, weights: WeightsRef, dtype: str) -> WeightsComparison:
+        """The weights held, cast to `dtype`, beside a published version's."""
+
+    @abstractmethod
+    def save_state(self, step: int, run: str | None = None) -> None:
+        """Store weights, optimizer and counters as a snapshot of this or another run."""
+
+    @abstractmethod
+    def load_state(self, step: int, run: str | None = None, version: int | None = None) -> None:
+        """Go back (or on) to the snapshot after `step`, of this or another run.
+
+        `version`: what the weights are called here, if not `step`.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: WeightsRef, version: int) -> None:
+        """Take the weights of a published policy version, with the optimizer as it is.
+
+        An engine with adapters takes them as its base, below adapters that change nothing yet.
+        """
