@@ -40,7 +40,10 @@ from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
-from tasks.run.engine_specs import data_spec, rollout_spec, train_spec, tree_spec
+from tasks.run.roles.sampling import rollout_spec
+from tasks.run.roles.scoring import data_spec
+from tasks.run.roles.training import train_spec
+from tasks.run.roles.trees import tree_spec
 from tasks.tree import sampling_of
 
 RUN = "benchmark"

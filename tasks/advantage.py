@@ -23,6 +23,7 @@ from tasks.parts import Part, discard, slices, spread
 from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.scoring_causes import causes_of
 
@@ -71,7 +72,7 @@ def advantage(
     out_key = run.files.stage_key(step, "advantage", 1, key)
     with repetitions(run, step, samples, key) as repetition:
         with telling_causes(run, samples, scored), attempted(run, step, "advantage") as attempt:
-            result = run.engines.scorers.call(
+            result = run.engines[SCORER].call(
                 Scorer.advantages,
                 run.call_id(step, f"advantages-{key}"),
                 attempt.assignment,
@@ -127,7 +128,7 @@ def in_parts(
     numbers = range(len(parts))
     measured = [
         Part.of(
-            run.engines.scorers,
+            run.engines[SCORER],
             Scorer.advantage_statistics,
             samples=parts.part(number)[0],
             rows=parts.part(number)[1],
@@ -139,7 +140,7 @@ def in_parts(
     statistics = spread(run, step, "advantage", measured, BatchRef)
     calls = [
         Part.of(
-            run.engines.scorers,
+            run.engines[SCORER],
             Scorer.advantage_part,
             parts=parts,
             number=number,
@@ -170,7 +171,7 @@ def repetitions(run: Run, step: int, samples: BatchRef, key: str) -> Iterator[Ba
         return
     parts = [
         Part.of(
-            run.engines.scorers,
+            run.engines[SCORER],
             Scorer.repetition,
             samples=samples.rows(start, stop),
             algorithm=run.algorithm,

@@ -50,6 +50,7 @@ from tasks.run.flow_options import result_of
 from tasks.run.meaning_changes import marked, meaning_metrics
 from tasks.run.metrics import logged_metrics, step_metrics
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.weight_sync import weight_sync
 
@@ -188,7 +189,7 @@ def row_history(
     known = None if before is None else before.to_json()
     key = key_of("row_history", known, samples.to_json(), bounds, listed)
     part = Part.of(
-        run.engines.scorers,
+        run.engines[SCORER],
         Scorer.row_history,
         before=before,
         prompts=prompts.ref[["group_id", "prompt_row"]],

@@ -20,6 +20,7 @@ from storage.runs.commit_log import CarriedGroup
 from tasks.parts import Part, slices, spread
 from tasks.results import Carried, Prompts
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.table import prompters
 from tasks.run.run import Run
 
 PART_ROWS = 256  # of the data set, whose prompts one call makes
@@ -123,7 +124,7 @@ def tokenized(
     cuts = slices(len(rows), PART_ROWS, MOST_PARTS)
     if len(cuts) == 1:
         with attempted(run, step, "prompts") as attempt:
-            return run.engines.prompters.call(
+            return prompters(run.engines).call(
                 PromptMaker.prompts,
                 run.call_id(step, f"prompts-{key}"),
                 attempt.assignment,
@@ -133,7 +134,7 @@ def tokenized(
             )
     parts = [
         Part.of(
-            run.engines.prompters,
+            prompters(run.engines),
             PromptMaker.prompts,
             rows=rows[start:stop],
             first_group=None,

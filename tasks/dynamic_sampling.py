@@ -35,6 +35,7 @@ from tasks.results import Carried, Prompts, Scored
 from tasks.reward import samples_of
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 
 
@@ -136,7 +137,7 @@ def choose_groups(
         telling_causes(run, samples, every),
         attempted(run, step, "selection") as attempt,
     ):
-        found = run.engines.scorers.call(
+        found = run.engines[SCORER].call(
             Scorer.informative,
             run.call_id(step, f"informative-{key}"),
             attempt.assignment,

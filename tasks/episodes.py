@@ -28,6 +28,8 @@ from storage.objects.digests import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
 from tasks.run.retries import attempted
+from tasks.run.roles.environments import ENVIRONMENT
+from tasks.run.roles.sampling import OPPONENT
 from tasks.run.stage_view import StageView
 from tasks.sampling import (
     SamplingStage,
@@ -65,7 +67,7 @@ def play(
     """The episodes of a shard, or find them over."""
     settings = played(run).model_dump(mode="json")
     given: list[object] = [] if begun is None else [begun.to_json()]
-    given += [] if played(run).opponent is None else [run.engines.opponents.weights.digest]
+    given += [] if played(run).opponent is None else [run.engines[OPPONENT].weights.digest]
     key = key_of("episodes", prompts.to_json(), stage.sampling.identity, settings, *given)
     whole = run.files.stage_key(step, "episodes", shard, key)
     digests = {one.digest: one for one in run.usable_weights(step)}
@@ -100,7 +102,7 @@ def dealt(
     n, players, settings = stage.sampling.n, played(run).players, played(run).opponent
     opponent = None
     if settings is not None:
-        digest = run.engines.opponents.weights.digest
+        digest = run.engines[OPPONENT].weights.digest
         opponent = OpponentSeats(digest=digest, policy_plays=settings.policy_plays)
     given = [] if opponent is None else [asdict(opponent)]
     key = key_of("deal", prompts.to_json(), n, players, *given)
@@ -108,7 +110,7 @@ def dealt(
     record = run.files.finished(out_key)
     if record is None:
         with attempted(run, step, "deal", shard) as attempt:
-            asked, begun = run.engines.environments.call(
+            asked, begun = run.engines[ENVIRONMENT].call(
                 EnvironmentHost.deal,
                 run.call_id(step, f"deal-{shard}-{key}"),
                 attempt.assignment,
@@ -191,7 +193,7 @@ def answer(
         return of_record(done), out_key, last
     with attempted(run, step, "environment", shard) as attempt:
         attempt.assignment.worker = last
-        result = run.engines.environments.call(
+        result = run.engines[ENVIRONMENT].call(
             EnvironmentHost.answer,
             run.call_id(step, f"answer-{shard}-{key}"),
             attempt.assignment,

@@ -10,6 +10,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.training import ACTOR, REF
 from tasks.run.run import Run
 
 
@@ -35,7 +36,7 @@ def logprob(run: Run, step: int, sampled: list[WholeShards] | BatchRef) -> Batch
     elif run.needs_ref:
         sources.append(("ref_logprobs", "ref", 0, False))
     for column, role, version, squared in sources:
-        trainer = run.engines.ref if role == "ref" else run.engines.actor
+        trainer = run.engines[REF] if role == "ref" else run.engines[ACTOR]
         key = key_of(column, samples.to_json(), version, squared)
         out_key = run.files.stage_key(step, column, 1, key)
         with (

@@ -12,6 +12,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import Sampled
 from tasks.run.retries import attempted
+from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.sampling import SamplingStage, sampled
 
@@ -38,7 +39,7 @@ def given_shard(
     if (done := run.files.finished(out_key)) is not None:
         return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
     with attempted(run, step, "given", shard) as attempt:
-        found = run.engines.scorers.call(
+        found = run.engines[SCORER].call(
             Scorer.given,
             run.call_id(step, f"given-{shard}-{key}"),
             attempt.assignment,

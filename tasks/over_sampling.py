@@ -32,6 +32,7 @@ from tasks.results import (
     Unsampled,
     WholeShards,
 )
+from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange, shard_ranges
 
@@ -64,7 +65,7 @@ def finished_groups(
     numbers = frozenset(number for shards in others for number in shards)
     run.shards.wait_for(step, wanted - len(awaited), numbers, list(tasks.values()))
     if count > wanted:
-        run.engines.rollouts.cut(step, keep=[number + 1 for number in awaited])
+        run.engines[ROLLOUT].cut(step, keep=[number + 1 for number in awaited])
     found = {
         number - 1: shard
         for shards, task in others.items()

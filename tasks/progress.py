@@ -22,6 +22,7 @@ from storage.objects.digests import key_of
 from tasks.results import Scored, WholeShards, frames_of, samples_of_shards
 from tasks.reward import by_cause, samples_of
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.progress import ENCODER, PROGRESS
 from tasks.run.run import Run
 
 
@@ -38,7 +39,7 @@ def embedding(run: Run, step: int, sampled: WholeShards, number: int, count: int
     out_key = run.files.stage_key(step, "embedding", number, key)
     if (done := run.files.finished(out_key)) is None:
         with attempted(run, step, "embedding", number) as attempt:
-            made = run.engines.encoders.call(
+            made = run.engines[ENCODER].call(
                 EpisodeEncoder.embed,
                 run.call_id(step, f"embed-{out_key}"),
                 attempt.assignment,
@@ -71,7 +72,7 @@ def progress(run: Run, step: int, scored: list[Scored], embedded: list[BatchRef]
     wanted = settings(run).progress
     key = key_of("progress", samples.to_json(), wanted.model_dump(mode="json"))
     with attempted(run, step, "progress") as attempt:
-        result = run.engines.progress.call(
+        result = run.engines[PROGRESS].call(
             ProgressScorer.progress,
             run.call_id(step, f"progress-{key}"),
             attempt.assignment,

@@ -20,6 +20,8 @@ from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor
 from tasks.results import FailureCause, Scored, WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.reward_models import REWARD_MODEL
+from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.run.stage_view import StageView
 
@@ -101,7 +103,7 @@ def score(
     models_key = run.files.stage_key(step, "reward_model", number, key)
     models = model_scores(run, step, number, prompts, samples, models_key)
     with attempted(run, step, stage, number) as attempt:
-        result = run.engines.scorers.call(
+        result = run.engines[SCORER].call(
             Scorer.score,
             run.call_id(step, f"{stage}-{number}-{key}"),
             attempt.assignment,
@@ -136,7 +138,7 @@ def model_scores(
     if not run.config.rewards.on_engines:
         return None
     with attempted(run, step, "reward_model", number) as attempt:
-        return run.engines.reward_models.call(
+        return run.engines[REWARD_MODEL].call(
             RewardModels.score,
             run.call_id(step, f"score-{out_key}"),
             attempt.assignment,

@@ -12,6 +12,7 @@ from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
 from tasks.results import Sampled, Unsampled
 from tasks.run.retries import attempted
+from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.stage_view import StageView
 
 
@@ -73,7 +74,7 @@ def sample_or_leave(
             may_be_cut=stage.trains,
             marked=True,
         )
-        result = run.engines.rollouts.generate(request, attempt.assignment)
+        result = run.engines[ROLLOUT].generate(request, attempt.assignment)
     if result is None:  # the step did not wait for it
         partial = PartialSamples(run.store, out_key).take()
         return Unsampled(begun=partial or begun)
@@ -94,7 +95,7 @@ def opponents_turn(
     begun: all samples of the shard; the policy's are left as they are. rather: as in
     `sample_or_leave`. A step that does not wait for its shards waits for these turns.
     """
-    pool = run.engines.opponents
+    pool = run.engines[OPPONENT]
     weights, identity = pool.weights, stage.sampling.identity
     key = key_of("opponent", prompts.to_json(), weights.digest, identity, begun.to_json())
     out_key = run.files.stage_key(step, "opponent", shard, key)

@@ -16,6 +16,7 @@ from tasks.reporting.flow_run import flow_run_id
 from tasks.results import Synced
 from tasks.run.flow_options import result_of
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.sampling import OPPONENT
 from tasks.run.run import Run
 from tasks.weight_sync import publish_and_sync
 
@@ -66,7 +67,7 @@ def sync_opponents(run: Run, first: Synced) -> WeightsRef:
         attempted(run, run.head, "weight_sync") as attempt,
         run.engines.holding(attempt.assignment, "opponent"),
     ):
-        run.engines.opponents.sync(weights, probe=None)
+        run.engines[OPPONENT].sync(weights, probe=None)
     return weights
 
 
@@ -83,7 +84,7 @@ def start_engines(run: Run) -> Synced:
     workers = start_workers.submit(run)
     started = [
         start_engine.submit(run, role, workers)  # type: ignore[call-overload]
-        for role in run.engines.roles
+        for role in run.engines.starting
     ]
     synced = first_sync.submit(run, run.head, started)
     first = result_of(synced)

@@ -17,6 +17,7 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.teachers import teacher_of_name
 from tasks.run.run import Run
 from tasks.run.teachers import teacher_of
 
@@ -55,7 +56,7 @@ def scored(
     run: Run, step: int, name: str, samples: BatchRef, number: int, config: DistillConfig
 ) -> BatchRef:
     """The columns of one teacher, of samples that are its own [n]."""
-    trainer, top_k = run.engines.teachers[name], config.algorithm.distillation.top_k
+    trainer, top_k = teacher_of_name(run.engines, name), config.algorithm.distillation.top_k
     tokens = samples[[one for one in READ if one in samples.names]]
     key = key_of("teacher", name, top_k, tokens.to_json())
     served = isinstance(trainer, TeacherClient)  # on the devices of another process

@@ -27,6 +27,7 @@ from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards
 from tasks.rollout import shards_of
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.trees import TREES
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
 from tasks.sampling import SamplingStage, sample_or_leave
@@ -121,7 +122,7 @@ def plan(
     if (done := run.files.finished(out_key)) is not None:
         return trees_of(done), out_key
     with attempted(run, step, "grow", shard) as attempt:
-        found = run.engines.trees.call(
+        found = run.engines[TREES].call(
             TreeGrower.grow,
             run.call_id(step, f"grow-{shard}-{key}"),
             attempt.assignment,

@@ -19,8 +19,9 @@ from storage.objects.digests import key_of
 from tasks.parts import Part, discard, spread
 from tasks.reporting.attempts import Attempt
 from tasks.results import TrainBatch, Updated
-from tasks.run.engine_specs import TrainRole
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.scoring import PLANNER
+from tasks.run.roles.training import ACTOR, CRITIC, TrainRole
 from tasks.run.run import Run
 
 PLANNED_ROWS = 1024  # of a batch from which on its plan takes longer than to have it made elsewhere
@@ -39,7 +40,7 @@ def update(run: Run, step: int, batch: TrainBatch) -> Updated:
         attempted(run, step, "update") as attempt,
         run.engines.holding(attempt.assignment, "actor"),
     ):
-        result = run.engines.actor.update(step, batch.ref, run.algorithm, plan)
+        result = run.engines[ACTOR].update(step, batch.ref, run.algorithm, plan)
     run.attempts.add(*map(partial(of_unit, step), result.units))
     return Updated(version=step, metrics=dict(result.metrics), made_on=result.made_on)
 
@@ -71,7 +72,7 @@ def critic_update(run: Run, step: int, batch: TrainBatch) -> Updated:
         attempted(run, step, stage) as attempt,
         run.engines.holding(attempt.assignment, "critic"),
     ):
-        result = run.engines.critic.update(step, batch.ref, run.algorithm, plan)
+        result = run.engines[CRITIC].update(step, batch.ref, run.algorithm, plan)
     metrics = {name.replace("train/", "critic/"): value for name, value in result.metrics.items()}
     return Updated(version=step, metrics=metrics)
 
@@ -87,7 +88,7 @@ def planned(
     if len(batch.ref) < PLANNED_ROWS:
         yield None
         return
-    trainer = run.engines.critic if role == "critic" else run.engines.actor
+    trainer = run.engines[CRITIC] if role == "critic" else run.engines[ACTOR]
     with attempted(run, step, stage):
         cost = trainer.cost(step - 1)
     part = plan_of(run, step, batch, stage, trainer.world, run.config.train_of(role), cost)
@@ -118,7 +119,7 @@ def plan_of(
     named += ["author", "frame"] if cost.patches else []
     lengths = batch.ref[[name for name in named if name in batch.ref.names]]
     return Part.of(
-        run.engines.planners,
+        run.engines[PLANNER],
         Planner.plan,
         batch=lengths,
         world=limits["world"],

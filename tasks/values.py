@@ -8,6 +8,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.training import CRITIC
 from tasks.run.run import Run
 
 
@@ -25,4 +26,4 @@ def values(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
         attempted(run, step, "values") as attempt,
         run.engines.holding(attempt.assignment, "critic"),
     ):
-        return samples.with_columns(run.engines.critic.values(step - 1, samples, out_key))
+        return samples.with_columns(run.engines[CRITIC].values(step - 1, samples, out_key))

@@ -15,6 +15,8 @@ from storage.runs.weights import WeightsRef
 from tasks.results import Synced, Updated
 from tasks.run.forking import parent_config
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.sampling import ROLLOUT
+from tasks.run.roles.training import ACTOR
 from tasks.run.run import Run
 
 
@@ -36,7 +38,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
     it is there.
     """
     start = time.monotonic()
-    actor, dtype = run.engines.actor, run.config.rollout.dtype
+    actor, dtype = run.engines[ACTOR], run.config.rollout.dtype
 
     tokens, lengths = run.probe()
 
@@ -59,7 +61,7 @@ def publish_and_sync(run: Run, version: int, step: int, whole: bool = True) -> S
         if run.config.cluster.share_devices:  # it would take the devices from engines that load
             wait([scored])
             wait([] if settling is None else [settling])
-        loaded = run.engines.rollouts.sync(weights, probe)
+        loaded = run.engines[ROLLOUT].sync(weights, probe)
         if settling is not None:
             settled, stored = settling.result()
             check_settled(weights, settled)

@@ -26,9 +26,9 @@ from storage.runs.origins import committer, numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_way
-from tasks.run.engine_specs import train_spec
-from tasks.run.handles import ENGINE_MODULES
+from tasks.run.engines import ENGINE_MODULES
 from tasks.run.recorded_flow import settings_of
+from tasks.run.roles.training import train_spec
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -6,8 +6,8 @@ from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import read_commit
 from tasks.commands.command import Answer, Request, heading, text
 from tasks.commands.replay import named_step
-from tasks.run.engine_specs import environment_spec
 from tasks.run.recorded_flow import settings_of
+from tasks.run.roles.environments import environment_spec
 
 
 def answer(request: Request) -> Answer:

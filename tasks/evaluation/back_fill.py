@@ -38,12 +38,14 @@ from tasks.reporting.attempt_log import AttemptLog
 from tasks.reporting.flow_run import flow_run_id
 from tasks.reporting.mlflow_page import evaluation_metrics
 from tasks.reporting.progress import Progress, Terminal
-from tasks.run.handles import ENGINE_MODULES, environments_of, rollouts_of
+from tasks.run.engines import ENGINE_MODULES
 from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.packages import check_packages
 from tasks.run.preflight import check_lengths
 from tasks.run.preflight_data import check_suites, odd_suites
 from tasks.run.recorded_flow import settings_of
+from tasks.run.roles.sampling import rollouts_of
+from tasks.run.roles.table import variables_of
 from tasks.run.suite import Suite
 
 
@@ -230,9 +232,7 @@ def _one_run(
         stack.enter_context(dashboard_ends(cancelled, flow_run_id()))
         config = subject.config
         cluster = stack.enter_context(
-            open_cluster(
-                _cluster_config(config), environments_of(config), cancelled, ENGINE_MODULES
-            )
+            open_cluster(_cluster_config(config), variables_of(config), cancelled, ENGINE_MODULES)
         )
         stack.enter_context(set_closes(cancelled, cluster.close))
         stack.callback(cancelled.set)

@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from configs.cluster.cluster import Role
-from engines.data.contract import EnvironmentHost, PromptMaker, RewardModels, Scorer
 from engines.rollout.rollout_pool import RolloutPool
 from engines.workers.cluster import Cluster
 from engines.workers.engine import E, EngineSpec
 from engines.workers.pool import EnginePool
 from tasks.reporting.run_view import Caller
-from tasks.run.handles import environment_engine, pool_of, reward_model_engine, scoring_engine
+from tasks.run.roles.environments import ENVIRONMENT, environment_engine
+from tasks.run.roles.reward_models import REWARD_MODEL, reward_model_engine
+from tasks.run.roles.role import ByRole, Clients, EngineRole, pool_of
+from tasks.run.roles.sampling import OPPONENT, ROLLOUT
+from tasks.run.roles.scoring import SCORER, scoring_engine
 from tasks.run.suite import Suite
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SuiteEngines:
-    """Engines as the tasks that sample and score know them (tasks/run/stage_view.py)."""
-
-    rollouts: RolloutPool
-    scorers: EnginePool[Scorer]
-    opponents_or_none: RolloutPool | None = None
-    environments_or_none: EnginePool[EnvironmentHost] | None = None
-    reward_models_or_none: EnginePool[RewardModels] | None = None
-
-    @property
-    def opponents(self) -> RolloutPool:
-        """Those of the frozen version that plays against the policy."""
-        assert self.opponents_or_none is not None, "the suite has no opponent"
-        return self.opponents_or_none
-
-    @property
-    def environments(self) -> EnginePool[EnvironmentHost]:
-        """The workers that have the environments of episodes."""
-        assert self.environments_or_none is not None, "the suite plays no episodes"
-        return self.environments_or_none
-
-    @property
-    def reward_models(self) -> EnginePool[RewardModels]:
-        """The workers that hold reward models."""
-        assert self.reward_models_or_none is not None, "the suite has no reward model"
-        return self.reward_models_or_none
-
-    @property
-    def prompters(self) -> EnginePool[PromptMaker]:
-        """The workers that make prompts of rows."""
-        return self.scorers if self.environments_or_none is None else self.environments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +27,9 @@ class Place:
     rollouts: RolloutPool
     opponents: RolloutPool | None = None
     aside: bool = False  # on a pool that does nothing else
-    shared: SuiteEngines | None = None  # of the steps, for suites that ask and score as they do
+    shared: ByRole | None = None  # of the steps, for suites that ask and score as they do
 
-    def engines_of(self, caller: Caller, suite: Suite) -> SuiteEngines:
+    def engines_of(self, caller: Caller, suite: Suite) -> ByRole:
         """A suite's engines; building them is left to their first call."""
         if suite.settings.as_run and self.shared is not None:
             return self.shared
@@ -70,13 +40,19 @@ class Place:
             there: Role = "evaluation" if self.aside else role
             return pool_of(asks, self.cluster, there, f"{name}{what}", engine, deadline)
 
-        scorers = scoring_engine(asks)
-        models = environments = None
+        clients: dict[EngineRole[Any], object] = {
+            ROLLOUT: self.rollouts,
+            SCORER: pool("reward", "", scoring_engine(asks), config.scoring_deadline),
+        }
+        if self.opponents is not None:
+            clients[OPPONENT] = self.opponents
         if config.episodes is not None:
             played = environment_engine(asks, config.episodes)
-            environments = pool("environment", "-environment", played, config.rollout.deadline)
+            clients[ENVIRONMENT] = pool(
+                "environment", "-environment", played, config.rollout.deadline
+            )
         if config.rewards.on_engines:
-            models = pool_of(
+            clients[REWARD_MODEL] = pool_of(
                 asks,
                 self.cluster,
                 "reward_model",
@@ -84,13 +60,7 @@ class Place:
                 reward_model_engine(asks),
                 config.model_scoring_deadline,
             )
-        return SuiteEngines(
-            rollouts=self.rollouts,
-            scorers=pool("reward", "", scorers, config.scoring_deadline),
-            opponents_or_none=self.opponents,
-            environments_or_none=environments,
-            reward_models_or_none=models,
-        )
+        return Clients(clients)
 
 
 class _Asks:

@@ -29,7 +29,7 @@ from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
 from storage.tracking.cost import calls_cost
 from tasks.episodes import complete
-from tasks.evaluation.engines import Place, SuiteEngines
+from tasks.evaluation.engines import Place
 from tasks.evaluation.page import show
 from tasks.evaluation.summary import counts_of, metrics_of, scores_of
 from tasks.reporting.attempt_log import EvaluationLog, summed
@@ -39,6 +39,10 @@ from tasks.reward import score
 from tasks.run.flow_options import TaskThreads, result_of
 from tasks.run.metrics import pools_of
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.roles.role import ByRole
+from tasks.run.roles.sampling import OPPONENT, ROLLOUT
+from tasks.run.roles.scoring import SCORER
+from tasks.run.roles.table import prompters
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
@@ -106,18 +110,18 @@ class Questioning:
         self.attempts, self.progress = EvaluationLog(caller.attempts), caller.progress
         self.back_fill = evaluator.back_fill
         self.device_time = caller.device_time
-        self.engines: SuiteEngines = evaluator.place.engines_of(caller, suite)
+        self.engines: ByRole = evaluator.place.engines_of(caller, suite)
         self.files = EvaluationFiles(self.store, "")  # until its key is known
         played, pools = self.config.episodes, self.config.cluster.pools
         self.episodes = AtOnce(None if played is None else played.at_once, caller.cancelled)
-        engines = pools[self.engines.rollouts.pool]
-        most = task_runs(pools[self.engines.scorers.pool], stages=1)
+        engines = pools[self.engines[ROLLOUT].pool]
+        most = task_runs(pools[self.engines[SCORER].pool], stages=1)
         # As many as the engines take, and some that wait.
         self.shards = ShardDriver(engines.workers * engines.slots + most, most)
 
     def usable_weights(self, step: int) -> list[WeightsRef]:
         """The version alone; WeightMismatch where the engines are at another one."""
-        held = self.engines.rollouts.weights
+        held = self.engines[ROLLOUT].weights
         if held.digest != self.weights.digest:
             raise WeightMismatch(
                 f"The evaluation of version {self.number} found the engines at version "
@@ -136,7 +140,7 @@ class Questioning:
         return (
             None
             if played is None or played.opponent is None
-            else self.engines.opponents.weights.digest
+            else self.engines[OPPONENT].weights.digest
         )
 
     def stage(self) -> SamplingStage:
@@ -209,7 +213,7 @@ def ask(run: Questioning) -> Asked:
     record = run.files.finished(out_key)
     if record is None:
         with attempted(run, STEP_NUMBER, "evaluation prompts") as attempt:
-            made = run.engines.prompters.call(
+            made = prompters(run.engines).call(
                 PromptMaker.prompts,
                 run.call_id(STEP_NUMBER, f"prompts-{suite.prompts_key}"),
                 attempt.assignment,
@@ -229,7 +233,7 @@ def ask(run: Questioning) -> Asked:
             dropped.setdefault(reason, []).append(row)
         record = run.files.finish(out_key, {"ref": made.ref.to_json(), "dropped": dropped})
     with attempted(run, STEP_NUMBER, "reward code"):
-        called = run.engines.scorers.call(
+        called = run.engines[SCORER].call(
             Scorer.reward_code, run.call_id(STEP_NUMBER, f"code-{suite.name}")
         )
     return Asked(

@@ -15,9 +15,10 @@ from configs.evaluation import EvaluationConfig
 from storage.evaluations.results import EvaluationResult, evaluations_of, notes_of
 from storage.runs.commit_log import version_weights
 from storage.runs.weights import MANIFEST, WeightsRef
-from tasks.evaluation.engines import Place, SuiteEngines
+from tasks.evaluation.engines import Place
 from tasks.evaluation.evaluate import Evaluator, evaluation
 from tasks.reporting.mlflow_page import evaluation_metrics
+from tasks.run.roles.sampling import EVALUATION, OPPONENT, ROLLOUT
 from tasks.run.run import Run
 from tasks.run.suite import Suite
 
@@ -45,11 +46,11 @@ class Evaluations:
                 if all((suite, version) in noted for suite in self._config.suites):
                     self._recall(version)
                 elif version == run.head:
-                    self._add(version, run.engines.rollouts.weights)
+                    self._add(version, run.engines[ROLLOUT].weights)
                 else:
                     self._add_if_there(version)
         elif self._config.due(run.head, run.start):
-            self._add(run.head, run.engines.rollouts.weights)
+            self._add(run.head, run.engines[ROLLOUT].weights)
 
     def after(self, step: int) -> None:
         """A step is committed: evaluate the version that it made, if it is due.
@@ -64,7 +65,7 @@ class Evaluations:
         """Wait for those that are under way; the results of the last version, if it is evaluated."""
         head = self._run.head
         if self._config.at_end and head not in self._done:
-            self._add(head, self._run.engines.rollouts.weights)
+            self._add(head, self._run.engines[ROLLOUT].weights)
         for one in self._waiting:
             one.result()
         return self._done.get(head)
@@ -100,7 +101,7 @@ class Evaluations:
         if version in self._done:
             return self._done[version]
         if self._aside:
-            self._run.engines.evaluations.use(weights)
+            self._run.engines[EVALUATION].use(weights)
         self._done[version] = evaluation(self._evaluator, version, weights)
         self._run.evaluated.add(version)
         return self._done[version]
@@ -119,20 +120,12 @@ class Evaluations:
 def _place(run: Run) -> Place:
     """The engines of the run that evaluate."""
     engines, aside = run.engines, run.config.evaluates_aside
-    opponents = None if run.config.opponent is None else engines.opponents
-    if aside:
-        return Place(
-            cluster=engines.cluster, rollouts=engines.evaluations, opponents=opponents, aside=True
-        )
-    shared = SuiteEngines(
-        rollouts=engines.rollouts,
-        scorers=engines.scorers,
-        opponents_or_none=opponents,
-        environments_or_none=None if run.config.episodes is None else engines.environments,
-        reward_models_or_none=engines.reward_models if run.config.rewards.on_engines else None,
-    )
     return Place(
-        cluster=engines.cluster, rollouts=engines.rollouts, opponents=opponents, shared=shared
+        cluster=engines.cluster,
+        rollouts=engines[EVALUATION if aside else ROLLOUT],
+        opponents=engines.get(OPPONENT),
+        aside=aside,
+        shared=None if aside else engines,
     )
 
 

@@ -27,8 +27,8 @@ from storage.runs.forks import YOUNG, pin_version
 from storage.runs.origins import Origin
 from storage.runs.run_store import RunStore
 from tasks.launch.service_keys import check_key
-from tasks.run.engine_specs import MODELS
 from tasks.run.forking import parent_config
+from tasks.run.roles.specs import MODELS
 from tasks.run.teachers import origin_of_version
 
 if TYPE_CHECKING:

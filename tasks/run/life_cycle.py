@@ -29,6 +29,7 @@ from tasks.run.interruption import dashboard_ends, set_closes, signals_end
 from tasks.run.meaning_changes import meaning_sentence
 from tasks.run.metrics import cost_at_end
 from tasks.run.opening import OpenedRun, Position, begin, take_over
+from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 
 ROWS_AT_ONCE = 100_000  # of the data, whose digests one call makes in some seconds
@@ -176,7 +177,7 @@ def row_digests(run: Run) -> np.ndarray:
             found = source.row_digests(rows)
         return found
 
-    engines = run.engines.scorers
+    engines = run.engines[SCORER]
     try:
         workers = len(engines.live())
     except (ClusterLost, InfrastructureError):  # closed while the promotion waited for a person

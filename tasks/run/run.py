@@ -36,6 +36,8 @@ from tasks.run.engines import Engines
 from tasks.run.forking import parent_config
 from tasks.run.opening import OpenedRun, Position
 from tasks.run.retries import ATTEMPTS
+from tasks.run.roles.sampling import ROLLOUT
+from tasks.run.roles.scoring import SCORER
 from tasks.run.row_histories import RowHistories
 from tasks.run.shard_driver import AtOnce, ShardDriver, task_runs
 from tasks.run.staleness_gate import Gate, bound_in_force
@@ -167,7 +169,7 @@ class Run:
         The others are those that max_staleness allows: a flow that died may have finished shards
         under them.
         """
-        pool = self.engines.rollouts
+        pool = self.engines[ROLLOUT]
         current = pool.weights
         return [current] + [
             pool.synced.get(version) or version_weights(self.files, version)
@@ -280,7 +282,7 @@ class Run:
     def probe(self) -> tuple[list[list[int]], list[int]]:
         """Token ids of a few short sequences, and where each one's response begins."""
         if self._probe is None:
-            self._probe = self.engines.scorers.call(Scorer.probe, self.call_id(self.head, "probe"))
+            self._probe = self.engines[SCORER].call(Scorer.probe, self.call_id(self.head, "probe"))
         return self._probe
 
     def advance(self, record: Commit) -> None:
@@ -294,7 +296,7 @@ class Run:
         for trainer in self.engines.trained:
             trainer.committed(record.step)
         self.attempts.committed(record.step)
-        self.engines.rollouts.committed(record.step, self.oldest_version(record.step + 1))
+        self.engines[ROLLOUT].committed(record.step, self.oldest_version(record.step + 1))
         self.shards.committed(record.step)
         self.gate.committed(record.step)
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -14,6 +14,8 @@ from engines.failures import WeightMismatch, WorkerLost
 from engines.rollout.weight_probe import Probe
 from storage.runs.weights import WeightsRef
 from tasks import weight_sync
+from tasks.run.roles.sampling import ROLLOUT
+from tasks.run.roles.training import ACTOR
 
 REF = WeightsRef(version=3, key="runs/r/weights/3", digest="d", nbytes=8)
 SLOW = 0.3  # seconds for which the store has it later
@@ -33,14 +35,17 @@ def a_run(calls: list[str], kept: bool, shared: bool = False, digest: str = "d")
         return {"rollout-0": SimpleNamespace(report=report, logprob_error=0.0)}
 
     run = Mock(start=0)
+    clients = {ACTOR: Mock(), ROLLOUT: Mock()}
+    run.engines = MagicMock()
+    run.engines.__getitem__.side_effect = clients.__getitem__
     run.probe.return_value = ([[1, 2]], [1])
     run.files.store.backend.remote = True
     run.config.store.node_cache_bytes = 1024 if kept else 0
     run.config.cluster.share_devices = shared
-    run.engines.actor.export.return_value = REF
-    run.engines.actor.score.return_value = [[0.0]]
-    run.engines.actor.settle.side_effect = settle
-    run.engines.rollouts.sync.side_effect = sync
+    run.engines[ACTOR].export.return_value = REF
+    run.engines[ACTOR].score.return_value = [[0.0]]
+    run.engines[ACTOR].settle.side_effect = settle
+    run.engines[ROLLOUT].sync.side_effect = sync
     run.engines.holding.return_value = contextlib.nullcontext()
     return run
 
@@ -103,15 +108,15 @@ def test_the_trainer_scores_the_probe_while_engines_load(shared: bool, order: li
         report = SimpleNamespace(seconds=0.0, waited=0.0)
         return {"rollout-0": SimpleNamespace(report=report, logprob_error=0.0)}
 
-    run.engines.actor.score.side_effect = score
-    run.engines.rollouts.sync.side_effect = sync
+    run.engines[ACTOR].score.side_effect = score
+    run.engines[ROLLOUT].sync.side_effect = sync
     weight_sync.publish_and_sync(run, 3, 3)
     assert calls == order
 
 
 def test_a_trainer_that_fails_to_score_is_what_the_step_fails_of() -> None:
     run = a_run([], kept=False)
-    run.engines.actor.score.side_effect = WorkerLost("train-0", "killed")
-    run.engines.rollouts.sync.side_effect = lambda weights, probe: probe.expected()
+    run.engines[ACTOR].score.side_effect = WorkerLost("train-0", "killed")
+    run.engines[ROLLOUT].sync.side_effect = lambda weights, probe: probe.expected()
     with pytest.raises(WorkerLost, match="train-0"):
         weight_sync.publish_and_sync(run, 3, 3)

@@ -28,6 +28,8 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.runs.run_store import RunStore
 from tasks import reward
+from tasks.run.roles.reward_models import REWARD_MODEL
+from tasks.run.roles.scoring import SCORER
 from tests.engines.rewards.reward_models import draw_reward_model
 
 SAMPLES = 4  # two of each of two prompts
@@ -64,8 +66,10 @@ def run(config: GRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found.cache = tmp_path / "models"
     found.files = RunStore(found.store, "r")
     found.drawn = {1: Cursor(epoch=0, position=0, size=8, seed=0, order="sequential", digest="")}
-    found.engines.scorers.call.side_effect = calls_of(scorer)
-    found.engines.reward_models.call.side_effect = calls_of(models)
+    found.engines = {
+        SCORER: SimpleNamespace(call=Mock(side_effect=calls_of(scorer))),
+        REWARD_MODEL: SimpleNamespace(call=Mock(side_effect=calls_of(models))),
+    }
     attempt = SimpleNamespace(assignment=None)
     monkeypatch.setattr(reward, "attempted", lambda *_: contextlib.nullcontext(attempt))
     monkeypatch.setattr(reward, "get_run_logger", Mock())
@@ -83,7 +87,7 @@ def calls_of(engine: Any) -> Any:
 
 def sampled(run: Mock, texts: list[str]) -> Any:
     """A shard: completions of the first two rows."""
-    made = run.engines.scorers.call(
+    made = run.engines[SCORER].call(
         Scorer.prompts, None, None, rows=[0, 1], first_group=0, out_key="r/prompts.safetensors"
     )
     tokenizer = load_tokenizer(materialize(run.config.model, run.cache))
@@ -172,4 +176,4 @@ def test_answers_are_compared_within_their_prompt(
 def test_without_reward_models_no_engine_is_asked(run: Mock) -> None:
     run.config = load_recipe(GRPOConfig, "tiny", ["steps=1"])
     assert reward.model_scores(run, 1, 1, Mock(), Mock(), "key") is None
-    run.engines.reward_models.call.assert_not_called()
+    run.engines[REWARD_MODEL].call.assert_not_called()

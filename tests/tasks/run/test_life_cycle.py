@@ -17,6 +17,7 @@ from engines.failures import ClusterLost, WorkerLost
 from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
 from tasks.run import life_cycle
+from tasks.run.roles.scoring import SCORER
 
 
 class Workers:
@@ -43,7 +44,7 @@ def run_of(source: PromptSource, workers: Workers) -> Any:
     return SimpleNamespace(
         source=source,
         after=9,
-        engines=SimpleNamespace(scorers=workers),
+        engines={SCORER: workers},
         call_id=lambda step, call: f"{step}-{call}",
     )
 

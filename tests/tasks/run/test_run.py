@@ -15,9 +15,19 @@ from tasks.reporting.attempt_log import AttemptLog
 from tasks.results import Carried, LeftOver
 from tasks.run import run as runs
 from tasks.run.retries import attempted
+from tasks.run.roles.sampling import ROLLOUT
 from tasks.run.run import Run
 
 STEPS, AT_ONCE, SHARDS = 400, 3, 8
+
+
+class FakeEngines(dict[object, Any]):
+    """Rollout engines that note what they are told, and no trainer."""
+
+    def __init__(self) -> None:
+        self.trained: list[object] = []
+        self.told: list[tuple[int, ...]] = []
+        self[ROLLOUT] = SimpleNamespace(committed=lambda *words: self.told.append(words))
 
 
 @pytest.fixture
@@ -31,18 +41,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.name = "run"
     made.attempts, made.drawn, made.carried, made.left_over = AttemptLog(), {}, {}, {}
     made.start, made.device_time = 0, DeviceTime()
-    told: list[tuple[int, int]] = []
     for name, fake in {
         "config": SimpleNamespace(max_staleness=AT_ONCE - 1, reserved_versions=0),
         "progress": SimpleNamespace(attempt=lambda *words: None),
         "rows": SimpleNamespace(has_drawn=lambda *words: None, committed=lambda *words: None),
         "shards": SimpleNamespace(committed=lambda step: None),
         "gate": SimpleNamespace(committed=lambda step: None, drawn=lambda step: None),
-        "engines": SimpleNamespace(
-            trained=[],
-            rollouts=SimpleNamespace(committed=lambda *words: told.append(words)),
-            told=told,
-        ),
+        "engines": FakeEngines(),
     }.items():
         setattr(made, name, fake)
     return made

@@ -1,0 +1,64 @@
+"""The engines of reward models, and of judges that the run starts itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from configs.grpo import GRPOConfig
+from engines.data.contract import RewardModels
+from engines.data.reward_model_engine import RewardModelSpec
+from engines.rollout.contract import worker_environment
+from engines.workers.cluster import Cluster
+from engines.workers.engine import EngineSpec
+from engines.workers.pool import EnginePool
+from storage.runs.run_store import RunStore
+from tasks.run.roles.role import EngineRole, PoolVariables, pool_of, start_pool
+from tasks.run.roles.specs import common
+
+if TYPE_CHECKING:
+    from tasks.reporting.run_view import Caller
+
+
+def reward_model_spec(config: GRPOConfig, files: RunStore) -> RewardModelSpec:
+    """From what a run's reward models and judges are built."""
+    return RewardModelSpec(
+        data=config.data,
+        reward_models=config.rewards.models,
+        judges=config.rewards.judges,
+        run=files.run,
+        max_new_tokens=config.rollout.max_new_tokens,
+        **common(config, files.store),
+    )
+
+
+def reward_model_engine(run: Caller) -> EngineSpec[RewardModels]:
+    """From what the reward models and judges of the caller's settings are built."""
+    spec = reward_model_spec(run.config, run.files)
+    judging = "engines.judges.local_judge:JudgingEngine"
+    plain = "engines.data.reward_model_engine:RewardModelEngine"
+    return EngineSpec.of(judging if spec.judges else plain, spec, RewardModels)
+
+
+def _reward_models(run: Caller, cluster: Cluster) -> EnginePool[RewardModels]:
+    engine, deadline = reward_model_engine(run), run.config.model_scoring_deadline
+    return pool_of(run, cluster, "reward_model", "reward_model", engine, deadline)
+
+
+def _variables(config: GRPOConfig) -> PoolVariables:
+    """Of judges, those of suites too."""
+    judges = list(config.rewards.judges)
+    for suite in () if config.evaluation is None else config.evaluation.suites.values():
+        judges += [] if suite.rewards is None else suite.rewards.judges
+    variables: dict[str, str] = {}
+    for judge in judges:
+        variables |= worker_environment(judge.rollout)
+    return {config.cluster.roles.pool_of("reward_model"): variables} if judges else {}
+
+
+REWARD_MODEL = EngineRole(
+    name="reward_model",
+    needed=lambda config: bool(config.rewards.on_engines),
+    client=_reward_models,
+    start=start_pool,
+    variables=_variables,
+)

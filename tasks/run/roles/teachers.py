@@ -1,0 +1,141 @@
+"""The teachers of a distillation: on the run's own workers, or services elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from configs.distill import DistillConfig
+from configs.grpo import GRPOConfig
+from configs.teachers import TeacherConfig, VllmTeaching
+from engines.rollout.contract import worker_environment
+from engines.teachers.client import TeacherClient
+from engines.teachers.pool import SPARE_WORDS, TeacherPool, VllmTeacherSpec
+from engines.train.trainer import Trainer
+from engines.workers.cluster import Cluster
+from storage.runs.run_store import RunStore
+from tasks.run.roles.role import ByRole, EngineRole, PoolVariables, Started
+from tasks.run.roles.sampling import rollout_spec
+from tasks.run.roles.training import ACTOR, check_computed, trainer_of
+from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
+
+if TYPE_CHECKING:
+    from tasks.reporting.run_view import RunView
+
+OwnTeachers: TypeAlias = Mapping[str, Trainer | TeacherPool]  # by name
+Services: TypeAlias = Mapping[str, TeacherClient]  # by name
+
+
+def vllm_teacher_spec(
+    config: DistillConfig, files: RunStore, teacher: Teacher, engine: VllmTeaching
+) -> VllmTeacherSpec:
+    """From what a teacher in vLLM is built."""
+    words = config.algorithm.distillation.top_k + SPARE_WORDS
+    own = rollout_spec(config, files.store, teacher.name)
+    return VllmTeacherSpec(
+        engine=own.model_copy(
+            update={
+                "model": teacher.model,
+                "rollout": engine.engine_of(config.rollout, words),
+                "max_model_len": own.max_model_len + 1,  # vLLM draws a token beyond those scored
+            }
+        ),
+        weights=teacher.weights,
+        student=config.model,
+        run=files.run,
+    )
+
+
+def _own(run: RunView, cluster: Cluster) -> OwnTeachers:
+    return {
+        name: _teacher(run, cluster, name, teacher)
+        for name, teacher in teachers_of(run.config).items()
+        if teacher.service is None
+    }
+
+
+def _teacher(
+    run: RunView, cluster: Cluster, name: str, teacher: TeacherConfig
+) -> Trainer | TeacherPool:
+    config, found = run.config, resolved(run.store, run.config, name)
+    if not isinstance(teacher.engine, VllmTeaching):
+        return trainer_of(run, cluster, "teacher", run.files, config, found)
+    assert isinstance(config, DistillConfig), "only a distillation has teachers"
+    return TeacherPool(
+        cluster,
+        config.cluster.roles.pool_of("teacher"),
+        vllm_teacher_spec(config, run.files, found, teacher.engine),
+        epoch=run.epoch,
+        deadline=config.rollout.deadline,
+        start_timeout=config.cluster.start_timeout,
+        cancel=run.cancelled,
+    )
+
+
+def _start(engines: Started, teachers: OwnTeachers) -> None:
+    for name, teacher in teachers.items():
+        teacher.at(0)
+        if isinstance(teacher, Trainer) and engines.run.head == engines.run.start:
+            check_computed(teacher, 0, f"teachers.{name}.model")
+
+
+def _variables(config: GRPOConfig) -> PoolVariables:
+    variables: dict[str, str] = {}
+    for teacher in teachers_of(config).values():
+        if isinstance(teacher.engine, VllmTeaching):
+            variables |= worker_environment(teacher.engine.engine_of(config.rollout, 0))
+    return {config.cluster.roles.pool_of("teacher"): variables} if variables else {}
+
+
+def _services(run: RunView, cluster: Cluster) -> Services:
+    config = run.config
+    return {
+        name: TeacherClient(
+            address_of(name, teacher),
+            store=run.store,
+            run=run.name,
+            epoch=run.epoch,
+            temperature=config.rollout.temperature,
+            dtype=config.rollout.dtype,
+            digest=teacher.digest,
+            patience=teacher.patience,
+            cancel=run.cancelled,
+        )
+        for name, teacher in teachers_of(config).items()
+        if teacher.service is not None
+    }
+
+
+def _attach(engines: Started, services: Services) -> None:
+    """Take the run's places at services, once the student is there whose tokens they compare."""
+    engines.wait(ACTOR.name)
+    student = engines[ACTOR].tokens(engines.run.head)
+    for service in services.values():
+        service.attach(student)
+
+
+def _close(services: Services) -> None:
+    for service in services.values():
+        service.close()
+
+
+TEACHERS = EngineRole(
+    name="teacher",
+    needed=lambda config: any(one.service is None for one in teachers_of(config).values()),
+    client=_own,
+    start=_start,
+    variables=_variables,
+)
+SERVICES = EngineRole(
+    name="teacher_service",
+    needed=lambda config: any(one.service for one in teachers_of(config).values()),
+    client=_services,
+    start=_attach,
+    close=_close,
+)
+
+
+def teacher_of_name(engines: ByRole, name: str) -> Trainer | TeacherPool | TeacherClient:
+    """A teacher, wherever it is."""
+    services = engines.get(SERVICES) or {}
+    return services[name] if name in services else engines[TEACHERS][name]

@@ -1,0 +1,35 @@
+"""The engines of flows.tree, which have trees grow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from configs.grpo import GRPOConfig
+from configs.tree import TreeConfig
+from engines.trees.contract import TreeGrower, TreeSpec
+from engines.workers.cluster import Cluster
+from engines.workers.engine import EngineSpec
+from engines.workers.pool import EnginePool
+from storage.objects.store import Store
+from tasks.run.roles.role import EngineRole, pool_of
+from tasks.run.roles.specs import common
+
+if TYPE_CHECKING:
+    from tasks.reporting.run_view import Caller
+
+
+def tree_spec(config: GRPOConfig, store: Store) -> TreeSpec:
+    """From what the engines are built that have trees grow."""
+    return TreeSpec(**common(config, store))
+
+
+def _trees(run: Caller, cluster: Cluster) -> EnginePool[TreeGrower]:
+    spec = tree_spec(run.config, run.store)
+    engine = EngineSpec.of("engines.trees.growing:TreeEngine", spec, TreeGrower)
+    return pool_of(run, cluster, "reward", "trees", engine, run.config.scoring_deadline)
+
+
+# On the workers that score.
+TREES = EngineRole(
+    name="trees", needed=lambda config: isinstance(config, TreeConfig), client=_trees
+)
