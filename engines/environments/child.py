@@ -46,7 +46,7 @@ from engines.environments.protocol import (
     unpacked,
 )
 from engines.processes.child_messages import Broken, packed
-from engines.processes.user_code import begin, traceback_of
+from engines.processes.user_code import answer_calls, begin, traceback_of
 
 # Files whose lines do not count in an error of the user's code.
 OURS = (
@@ -81,13 +81,13 @@ def main(socket: int, owner: int, dump: int) -> None:
             return
         connection.send(packed(loaded.ready))
         sessions = Sessions(loaded.make)
-        while True:
-            try:
-                call = unpacked(connection.recv())
-            except EOFError:
-                return
+
+        def answered(message: Any) -> object:
+            call = unpacked(message)
             assert isinstance(call, (Open, Act, Finish, Close))
-            connection.send(packed(sessions.answer(call)))
+            return packed(sessions.answer(call))
+
+        answer_calls(connection, answered)
 
 
 def limit_memory(size: int) -> None:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,20 @@ def begin(owner: int, dump: int, name: str = "refrain code") -> None:
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def answer_calls(connection: Connection, answer: Callable[[Any], object]) -> None:
+    """Answer one message after the other until the owner is gone, killed in the middle of one too."""
+    while True:
+        try:
+            asked = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+        answered = answer(asked)
+        try:
+            connection.send(answered)
+        except ConnectionError:
+            return
 
 
 def give_way(file: str) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from configs.imports import described, imported, is_file
 from engines.processes.child_messages import Broken, packed
 from engines.processes.user_code import (
+    answer_calls,
     begin,
     give_way,
     installed,
@@ -68,13 +69,13 @@ def main(socket: int, owner: int, dump: int) -> None:
             connection.send(packed(Broken(error=_refusal(start, error))))
             return
         connection.send(packed(ready))
-        while True:
-            try:
-                call = unpacked(connection.recv())
-            except EOFError:
-                return
+
+        def answered(message: Any) -> object:
+            call = unpacked(message)
             assert isinstance(call, RewardCall)
-            connection.send(packed(answer(call)))
+            return packed(answer(call))
+
+        answer_calls(connection, answered)
 
 
 def _load(start: Start) -> tuple[Callable[[RewardCall], Reply], Ready]:

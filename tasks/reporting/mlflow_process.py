@@ -23,7 +23,7 @@ from typing import Any
 from configs.storage import TrackingConfig
 from engines.processes.child_messages import Packed, by_name, packed, unpacked
 from engines.processes.child_process import CallLost, ChildProcess, NotStarted, Program
-from engines.processes.user_code import begin
+from engines.processes.user_code import answer_calls, begin
 from storage.tracking.connection import Place, TrackingError
 from storage.tracking.tracked_run import TrackedRun
 from storage.tracking.tracker import Tracker
@@ -233,12 +233,7 @@ def main(socket: int, owner: int, dump: int) -> None:
     with Connection(socket) as connection:
         connection.recv()
         connection.send(packed(Ready()))
-        while True:
-            try:
-                asked = _unpack(connection.recv())
-            except EOFError:
-                return
-            connection.send(packed(_answer(pages, asked)))
+        answer_calls(connection, lambda message: packed(_answer(pages, _unpack(message))))
 
 
 def _answer(pages: dict[str, Tracker], asked: Asked) -> Answer:
