@@ -56,7 +56,7 @@ def run_trl(steps: int, folder: Path, batch: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from configs.model import PretrainedModel
-    from engines.models import materialize
+    from engines.models.checkpoints import materialize
 
     model = materialize(PretrainedModel(path=MODEL), folder / "models")
     problems = reasoning_gym.create_dataset(

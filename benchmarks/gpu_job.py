@@ -20,8 +20,8 @@ import torch
 from configs.model import PretrainedModel, RandomModel
 from configs.rollout import RolloutConfig
 from configs.train import TrainConfig
-from engines.model_facts import ModelShape
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
+from engines.models.facts import ModelShape
 from engines.rollout.contract import RolloutSpec
 from engines.rollout.engine import RolloutEngine
 from engines.train.fsdp_engine import FSDPEngine

@@ -116,7 +116,7 @@ def weights(shape: str, folder: Path, lines: Lines) -> None:
     import torch
 
     from benchmarks.gpu_job import CUDA, drawn
-    from engines import models
+    from engines.models import checkpoints
     from storage.objects.store import Store
     from storage.runs.weights_writing import publish
 
@@ -124,10 +124,10 @@ def weights(shape: str, folder: Path, lines: Lines) -> None:
     place = drawn(shape, folder)
     seconds = time.perf_counter() - began
     dtype = torch.bfloat16 if CUDA else torch.float32
-    state = models.load_for_training(place, "bfloat16" if CUDA else "float32").state_dict()
+    state = checkpoints.load_for_training(place, "bfloat16" if CUDA else "float32").state_dict()
     began = time.perf_counter()
     store = Store(f"file://{folder}/store")
-    files = models.companion_files(place)
+    files = checkpoints.companion_files(place)
     ref = publish(store, "sampling", 0, state.items(), files, dtype)
     made = folder / "weights.json"
     made.with_suffix(".part").write_text(ref.model_dump_json())

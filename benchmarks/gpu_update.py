@@ -32,7 +32,7 @@ from benchmarks.gpu_job import rows as drawn_rows
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
 from configs.train import TrainConfig
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
 from engines.train import building, kernels, sharded_model
 from engines.train.activations import checkpoint_layers
 from engines.train.batching.mfu import peak_flops

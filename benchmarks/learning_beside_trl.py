@@ -149,7 +149,7 @@ def train_with_trl(setting: Setting, folder: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from configs.model import PretrainedModel
-    from engines.models import materialize
+    from engines.models.checkpoints import materialize
 
     model = materialize(PretrainedModel(path=MODEL), folder.parent / "models")
     tokenizer = AutoTokenizer.from_pretrained(model)

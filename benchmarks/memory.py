@@ -40,7 +40,7 @@ import numpy as np
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
-from engines.model_facts import model_facts
+from engines.models.facts import model_facts
 from engines.processes.process_setup import C_LIBRARIES
 from engines.train.memory_plan import Batch, plan_rank
 from engines.train.spec import TrainSpec

@@ -33,7 +33,7 @@ def sample(options: argparse.Namespace) -> dict[str, object]:
 
     from configs.model import RandomModel
     from configs.rollout import RolloutConfig
-    from engines import models
+    from engines.models import checkpoints
     from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
     from engines.rollout.hf_engine import HFEngine
     from storage.batches.writing import write_batch
@@ -44,9 +44,9 @@ def sample(options: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(f"file://{folder}/store")
         model = RandomModel(layers=2, hidden_size=64, heads=2, max_positions=256)
-        directory = models.materialize(model, Path(folder) / "models")
-        state = models.load_for_training(directory).state_dict()
-        weights = publish(store, "run", 0, state.items(), models.companion_files(directory))
+        directory = checkpoints.materialize(model, Path(folder) / "models")
+        state = checkpoints.load_for_training(directory).state_dict()
+        weights = publish(store, "run", 0, state.items(), checkpoints.companion_files(directory))
         spec = RolloutSpec(
             model=model,
             model_cache=f"{folder}/models",

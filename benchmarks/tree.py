@@ -90,7 +90,7 @@ class Bench:
     def __init__(self, config: TreeConfig, folder: Path, prompts: int) -> None:
         import torch
 
-        from engines import models
+        from engines.models import checkpoints
         from storage.runs.weights_writing import publish
 
         # As the workers of a run have it.
@@ -99,9 +99,9 @@ class Bench:
         self.store = Store(config.store.uri)
         files = RunStore(self.store, RUN)
         spec = rollout_spec(config, self.store)
-        directory = models.materialize(config.model, folder / "models")
-        state = models.load_for_training(directory).state_dict()
-        weights = publish(self.store, RUN, 0, state.items(), models.companion_files(directory))
+        directory = checkpoints.materialize(config.model, folder / "models")
+        state = checkpoints.load_for_training(directory).state_dict()
+        weights = publish(self.store, RUN, 0, state.items(), checkpoints.companion_files(directory))
         self.engine: RolloutEngine = imported_class(engine_class(config.rollout))(
             spec.model_copy(update={"model_cache": str(folder / "models")})
         )

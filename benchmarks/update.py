@@ -91,7 +91,7 @@ def padded_side(options: argparse.Namespace, folder: Path) -> Callable[[int], fl
     from transformers import AutoModelForCausalLM
 
     from configs.model import PretrainedModel
-    from engines.models import materialize
+    from engines.models.checkpoints import materialize
 
     torch.set_num_threads(options.threads)
     directory = materialize(PretrainedModel(path=options.model), Path(options.cache))

@@ -35,18 +35,20 @@ def measure(model: str, repeats: int, only: str | None, folder: Path) -> dict[st
     """The figures, in seconds and tokens per second."""
     from configs.model import PretrainedModel
     from configs.rollout import RolloutConfig
-    from engines import models
+    from engines.models import checkpoints
     from engines.rollout.contract import RolloutSpec
     from engines.rollout.hf_engine import HFEngine
     from engines.rollout.vllm_engine import VllmEngine
     from storage.objects.store import Store
     from storage.runs.weights_writing import publish
 
-    directory = models.materialize(PretrainedModel(path=model))
+    directory = checkpoints.materialize(PretrainedModel(path=model))
     store = Store(f"file://{folder}")
-    policy = models.load_for_training(directory, "bfloat16").eval()
+    policy = checkpoints.load_for_training(directory, "bfloat16").eval()
     weights = [
-        publish(store, "bench", v, policy.state_dict().items(), models.companion_files(directory))
+        publish(
+            store, "bench", v, policy.state_dict().items(), checkpoints.companion_files(directory)
+        )
         for v in range(2)
     ]
     specs = {

@@ -68,7 +68,7 @@ class DataEngine(Scorer):
     """Makes prompts, rewards and advantages out of stored batches, and stores them."""
 
     def __init__(self, spec: DataSpec) -> None:
-        from engines.models import load_tokenizer, materialize
+        from engines.models.checkpoints import load_tokenizer, materialize
 
         self._spec = spec
         self._store = spec.open_store()

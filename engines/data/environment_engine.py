@@ -85,7 +85,7 @@ class EnvironmentEngine(EnvironmentHost):
     """Opens episodes and answers them; see the module's docstring."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
-        from engines.models import load_tokenizer, materialize
+        from engines.models.checkpoints import load_tokenizer, materialize
 
         self._spec = spec
         self._store = spec.open_store()

@@ -55,7 +55,7 @@ class RewardModelEngine(RewardModels):
     """Scores samples by all reward models of a run."""
 
     def __init__(self, spec: RewardModelSpec) -> None:
-        from engines.models import load_tokenizer, prepared
+        from engines.models.checkpoints import load_tokenizer, prepared
 
         self._spec = spec
         self._store = spec.open_store()

@@ -11,9 +11,9 @@ import math
 from pathlib import Path
 
 from configs.encoder import EncoderConfig, VisionEncoder
-from engines import models
 from engines.encoders.vision import BATCH, MARGIN, VIDEO, preprocessing
-from engines.model_files import stored_tensors
+from engines.models import checkpoints
+from engines.models.tensor_files import stored_tensors
 from engines.rollout.memory_plan import BYTES
 
 # What is there at once of a token, in a layer's feed-forward part: the first layer's input, this
@@ -29,7 +29,7 @@ def encoder_bytes(config: EncoderConfig) -> dict[str, int]:
     if not isinstance(config, VisionEncoder):
         return {}
     with contextlib.suppress(ValueError):  # which is said where the encoder is checked
-        directory = models.present(config.checkpoint)
+        directory = checkpoints.present(config.checkpoint)
         if directory is not None and (numbers := weights_in(directory)):
             size = BYTES[config.dtype]
             passing = frames_bytes(directory, config.frames, size)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.encoder import VisionEncoder
-from engines import models
 from engines.encoders.encoder import Frames, check_images
+from engines.models import checkpoints
 from engines.processes.user_code import installed
 from engines.progress import report
 from engines.rewards.reward_model import WEIGHTS, digest_of
@@ -36,10 +36,10 @@ class Vision:
         import torch
 
         try:
-            directory = models.prepared(config.checkpoint, cache)
+            directory = checkpoints.prepared(config.checkpoint, cache)
             check_directory(config, directory)
             report("loading the encoder")
-            model = models.load_vision_model(directory, config.dtype)
+            model = checkpoints.load_vision_model(directory, config.dtype)
         except ValueError as error:
             raise ValueError(named(error)) from None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -144,8 +144,8 @@ def check_directory(config: VisionEncoder, directory: Path) -> None:
 def check_encoder(config: VisionEncoder) -> str:
     """Check before a run what can be: nothing is loaded, a hub model not downloaded. ValueError."""
     try:
-        models.check_model(config.checkpoint)
-        directory = models.present(config.checkpoint)
+        checkpoints.check_model(config.checkpoint)
+        directory = checkpoints.present(config.checkpoint)
     except ValueError as error:
         raise ValueError(named(error)) from None
     if directory is None:

@@ -19,9 +19,9 @@ import numpy as np
 
 from configs.imports import imported_class
 from configs.judge import LocalJudgeReward
-from engines import models
 from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec, Scored
 from engines.data.sample_texts import SampleTexts
+from engines.models import checkpoints
 from engines.processes.user_code import installed
 from engines.progress import report
 from engines.rewards.failing_samples import LoggedMetric
@@ -62,10 +62,10 @@ class LocalJudge:
         self._store = Store(spec.store_uri, spec.store_options)
         self._rubric = read_rubric(reward.rubric)
         try:
-            self._directory = models.prepared(reward.checkpoint, Path(spec.model_cache))
+            self._directory = checkpoints.prepared(reward.checkpoint, Path(spec.model_cache))
         except ValueError as error:
             raise ValueError(named(error)) from None
-        self._tokenizer = models.load_tokenizer(self._directory)
+        self._tokenizer = checkpoints.load_tokenizer(self._directory)
         if reward.template == "chat" and not self._tokenizer.chat_template:
             raise ValueError(
                 f"The reward {reward.label}: the tokenizer of {reward.model} has no chat template. "

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from configs.judge import JudgeReward, Judging, LocalJudgeReward
-from engines import models
+from engines.models import checkpoints
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.judge_endpoint import (
     Counts,
@@ -260,7 +260,7 @@ def check_judge(reward: JudgeReward) -> None:
 def check_local_judge(reward: LocalJudgeReward) -> None:
     """Check before a run what can be: nothing is loaded, a hub model not downloaded. ValueError."""
     try:
-        models.check_model(reward.checkpoint)
+        checkpoints.check_model(reward.checkpoint)
     except ValueError as error:
         raise ValueError(named(error)) from None
 

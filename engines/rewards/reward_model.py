@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from configs.reward_model import RewardModelReward
-from engines import models
+from engines.models import checkpoints
 from engines.processes.user_code import installed
 from engines.progress import report
 from engines.rewards.judge_rubric import as_text
@@ -42,16 +42,16 @@ class RewardModel:
         import torch
 
         try:
-            directory = models.prepared(reward.checkpoint, cache)
+            directory = checkpoints.prepared(reward.checkpoint, cache)
             check_directory(reward, directory)
             report(f"loading the reward model {reward.label}")
-            model = models.load_classifier(directory, reward.dtype)
+            model = checkpoints.load_classifier(directory, reward.dtype)
         except ValueError as error:
             raise ValueError(named(error)) from None
         self._reward = reward
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.to(self._device).eval().requires_grad_(False)  # type: ignore[arg-type]
-        self._tokenizer = models.load_tokenizer(directory)
+        self._tokenizer = checkpoints.load_tokenizer(directory)
         # Transformers finds a row's last token by it; without one it takes rows alone.
         self._pad: int | None = self._model.config.get_text_config().pad_token_id
         self.code = RewardCode(
@@ -222,8 +222,8 @@ def check_directory(reward: RewardModelReward, directory: Path) -> None:
 def check_reward_model(reward: RewardModelReward) -> None:
     """Check before a run what can be: nothing is loaded, a hub model not downloaded. ValueError."""
     try:
-        models.check_model(reward.checkpoint)
-        directory = models.present(reward.checkpoint)
+        checkpoints.check_model(reward.checkpoint)
+        directory = checkpoints.present(reward.checkpoint)
     except ValueError as error:
         raise ValueError(named(error)) from None
     if directory is not None:

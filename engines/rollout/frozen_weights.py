@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines import models
-from engines.models import Dtype
+from engines.models import checkpoints
+from engines.models.checkpoints import Dtype
 from engines.progress import report
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef, find_manifest
@@ -30,6 +30,6 @@ def published(
     if existing is not None:
         return same(existing, key, existing.digest)
     report(f"reading {what}")
-    model = models.load_for_training(directory, dtype)
-    companions = models.companion_files(directory)
+    model = checkpoints.load_for_training(directory, dtype)
+    companions = checkpoints.companion_files(directory)
     return publish(store, run, 0, model.state_dict().items(), companions, key=key)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from engines.models.vla.openvla import OpenVLA, turn
 from engines.rollout.contract import Sampling
 from engines.rollout.hf_rows import (
     Cached,
@@ -25,7 +26,6 @@ from engines.rollout.hf_rows import (
     sequences_of,
 )
 from engines.rollout.samples import Completion
-from engines.vla.openvla import OpenVLA, turn
 from storage.batches.columns import UNFINISHED
 
 # A stop string ends in the newest token, so it lies within the last few; some tokens are parts of a

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from engines import models
-from engines.models import prepared
+from engines.models import checkpoints
+from engines.models.checkpoints import prepared
+from engines.models.vla.openvla import OpenVLA
 from engines.progress import report
 from engines.rollout.contract import (
     EngineDead,
@@ -30,7 +31,6 @@ from engines.rollout.engine import RolloutEngine
 from engines.rollout.hf_decoding import Decoding, Reader, Row
 from engines.rollout.samples import Completion, PromptTokens
 from engines.rollout.weight_reader import LoadedWeights, LoadReport
-from engines.vla.openvla import OpenVLA
 from engines.workers.lanes import fill
 from engines.workers.messages import Moved
 from engines.workers.storages import Storages, checksum
@@ -63,12 +63,12 @@ class HFEngine(RolloutEngine):
         directory = prepared(spec.model, Path(spec.model_cache))
         report("building the model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = models.build_untied(directory, spec.rollout.dtype, device)
+        self._model = checkpoints.build_untied(directory, spec.rollout.dtype, device)
         shapes = {name: tuple(value.shape) for name, value in self._model.state_dict().items()}
         super().__init__(spec, shapes)
         self._reader = Reader(
-            tokenizer=models.load_tokenizer(directory),
-            ends=frozenset(models.end_token_ids(directory)),
+            tokenizer=checkpoints.load_tokenizer(directory),
+            ends=frozenset(checkpoints.end_token_ids(directory)),
             max_model_len=spec.max_model_len,
             device=self._model.device,
         )

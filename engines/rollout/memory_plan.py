@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.rollout import RolloutConfig
-from engines.model_facts import ModelShape
+from engines.models.facts import ModelShape
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from engines import models
 from engines.failures import WeightMismatch
-from engines.models import prepared
+from engines.models import checkpoints
+from engines.models.checkpoints import prepared
 from engines.rollout import vllm_arguments
 from engines.rollout.contract import (
     RolloutRequest,
@@ -88,8 +88,8 @@ class VllmEngine(RolloutEngine):
         for name, value in worker_environment(spec.rollout).items():
             os.environ.setdefault(name, value)
         directory = prepared(spec.model, Path(spec.model_cache))
-        super().__init__(spec, models.tensor_shapes(directory))
-        self._ends = models.end_token_ids(directory)
+        super().__init__(spec, checkpoints.tensor_shapes(directory))
+        self._ends = checkpoints.end_token_ids(directory)
         self._requests = 0
         # Shards in flight, each with the error that it must end with, if it must.
         self._shards: dict[asyncio.Task[list[Completion]], Exception | None] = {}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engines.adapters import adapted_weights, merge, whole_entries
 from engines.failures import WeightMismatch
+from engines.models.adapters import adapted_weights, merge, whole_entries
 from storage.objects.node_cache import NodeCache
 from storage.objects.store import Store
 from storage.runs.weights import (

@@ -16,7 +16,7 @@ from typing import TypeVar
 import httpx
 
 from engines.failures import InfrastructureError, StaleCall
-from engines.model_tokens import ModelTokens, check_same_tokens
+from engines.models.tokens import ModelTokens, check_same_tokens
 from engines.teachers.messages import Facts, Lease, Message, Probe, Question, Status, Taught, Tokens
 from engines.workers.cluster import raise_if_set
 from storage.batches.refs import BatchRef

@@ -70,7 +70,7 @@ class Facts(Message):
 
 
 class Tokens(Message):
-    """A model's tokens (engines/model_tokens.py)."""
+    """A model's tokens (engines/models/tokens.py)."""
 
     words: dict[str, int]
     special: dict[str, int]

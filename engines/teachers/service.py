@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from engines.failures import CallCancelled, ClusterLost, InfrastructureError
-from engines.model_tokens import ModelTokens
+from engines.models.tokens import ModelTokens
 from engines.teachers.fair_queue import FairQueue
 from engines.teachers.leases import GONE, Leases
 from engines.teachers.messages import (

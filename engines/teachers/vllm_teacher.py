@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.failures import WeightMismatch
-from engines.model_tokens import model_tokens, tokens_of_student
-from engines.models import prepared
+from engines.models.checkpoints import prepared
+from engines.models.tokens import model_tokens, tokens_of_student
 from engines.progress import report
 from engines.rewards.reward_model import WEIGHTS, digest_of
 from engines.rollout.contract import EngineDead

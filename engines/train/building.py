@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engines.adapters import is_factor
-from engines.models import build_empty
+from engines.models.adapters import is_factor
+from engines.models.checkpoints import build_empty
 from engines.train.activations import checkpoint_layers
 from engines.train.critic import Critic
 from engines.train.kernels import use

@@ -13,7 +13,7 @@ from engines.workers.engine import Ranked, joined_by
 
 if TYPE_CHECKING:
     from configs.algorithm.algorithm import AlgorithmConfig
-    from engines.model_tokens import ModelTokens
+    from engines.models.tokens import ModelTokens
     from engines.train.batching.mfu import CostModel
     from engines.train.spec import UpdateResult, WeightsComparison
     from storage.batches.refs import BatchRef

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
-from engines.model_tokens import ModelTokens, model_tokens
+from engines.models.tokens import ModelTokens, model_tokens
+from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.micro_batch import MicroBatch
 from engines.train.contract import LogprobColumn
@@ -36,7 +37,6 @@ from engines.train.self_test.on_weights import TOLERANCE, median_difference
 from engines.train.sharded_model import ShardedModel
 from engines.train.spec import ColumnsResult, UpdateResult
 from engines.train.updater import TrainRank, Updater
-from engines.vla.openvla import OpenVLA
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.micro_batch import MicroBatch
@@ -21,7 +22,6 @@ from engines.train.batching.packing import plan_logprobs, read_lengths
 from engines.train.batching.read_ahead import read_ahead
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy_update import Forward
-from engines.vla.openvla import OpenVLA
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from configs.lora import LoraConfig
 from configs.train import TrainConfig
-from engines.model_facts import ModelShape
+from engines.models.facts import ModelShape
+from engines.models.vla.shapes import TowerShape
 from engines.train.batching.packing import WHOLE
 from engines.train.resident_memory import LIBRARIES, PRIMITIVES, buffer_bytes, most_resident
-from engines.vla.shapes import TowerShape
 
 FUSED = 4  # as engines/train/logprobs.py has it
 RESULTS = 2  # copies of attention's result that its kernel on a GPU keeps (seen on an H200)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.packed_batch import PackedBatch
 from engines.train.logprobs import token_statistics, top_words
 from engines.train.model.attention import PACKED
 from engines.train.model.head import Head, head_form
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.vla.openvla import OpenVLA
 
 
 class Policy(nn.Module):

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engines.model_tokens import tokens_of_student
-from engines.models import prepared
+from engines.models.checkpoints import prepared
+from engines.models.tokens import tokens_of_student
 from engines.progress import report
 from engines.train.batching.mfu import cost_model
 from engines.train.building import build, materialize, whole_on

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
-from engines.model_tokens import ModelTokens
+from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
 from engines.train.contract import LogprobColumn, TrainEngine
 from engines.workers.gang import Gang

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from configs.lora import LoraConfig
 from configs.model import Model, PretrainedModel
-from engines.adapters import CONFIG_FILE, peft_config
 from engines.failures import WeightMismatch
-from engines.models import companion_files
+from engines.models.adapters import CONFIG_FILE, peft_config
+from engines.models.checkpoints import companion_files
 from engines.train.model.gathering import on_first
 from engines.train.model.lora import adapted_layers, base_weights, factors
 from engines.train.model.master_weights import MasterWeights

@@ -61,7 +61,7 @@ class TreeEngine(TreeGrower):
     """Has trees grow by the model's tokenizer."""
 
     def __init__(self, spec: TreeSpec) -> None:
-        from engines.models import load_tokenizer, materialize
+        from engines.models.checkpoints import load_tokenizer, materialize
 
         self._store = spec.open_store()
         self._tokenizer = load_tokenizer(materialize(spec.model, Path(spec.model_cache)))

@@ -114,7 +114,7 @@ def stream(
     tensors are checked, where several processes map the same local files at once and check them
     together; others' pages are touched only where the caller does.
 
-    Of an adapter they are its factors (engines/adapters.py merges them).
+    Of an adapter they are its factors (engines/models/adapters.py merges them).
     """
     version = _Version(store, ref, cache, share)
     for window in _read_ahead(version, _windows(version.manifest, names)):

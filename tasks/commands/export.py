@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs.overrides import ConfigError
-from engines.adapters import export_adapter, stream_whole
+from engines.models.adapters import export_adapter, stream_whole
 from storage.objects.store import Store
 from storage.runs.commit_log import head, version_weights
 from storage.runs.origins import numbered, start_of

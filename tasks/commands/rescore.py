@@ -24,7 +24,7 @@ from configs.rewards import (
 )
 from engines.data.chat_template import prompts_of
 from engines.data.data_engine import with_episodes
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
 from engines.rewards.comparison import RewardComparison, compare_rewards
 from engines.rewards.judge_answers import JudgeAnswers
 from engines.rewards.protocol import TrainerState

@@ -27,8 +27,8 @@ from configs.overrides import ConfigError
 from configs.process import close_to_others
 from configs.serve import ServeConfig
 from configs.terminal_text import print_text
-from engines.adapters import stream_whole
 from engines.failures import WeightMismatch
+from engines.models.adapters import stream_whole
 from engines.processes.key_guard import SERVED_KEY, ServedKey
 from engines.rollout.contract import worker_environment
 from engines.rollout.vllm_plugin import OWNER_VARIABLE

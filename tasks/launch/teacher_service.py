@@ -14,8 +14,8 @@ from configs.teachers import TeacherServiceConfig
 from configs.terminal_text import print_text
 from engines.clusters.opening import check_cluster, open_cluster
 from engines.failures import InfrastructureError
-from engines.model_facts import model_facts
-from engines.models import check_model
+from engines.models.checkpoints import check_model
+from engines.models.facts import model_facts
 from engines.teachers.service import Limits, TeacherService
 from engines.train.contract import TrainEngine
 from engines.train.spec import TrainSpec

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from configs.cluster.cluster import Role
 from configs.grpo import GRPOConfig
-from engines.model_facts import ModelShape, model_facts
+from engines.models.facts import ModelShape, model_facts
 from engines.workers.out_of_memory import size_of
 from tasks.memory.holders import (
     Vllm,

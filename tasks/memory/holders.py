@@ -18,7 +18,7 @@ from configs.rollout import RolloutConfig
 from configs.srpo import SRPOConfig
 from configs.teachers import TeacherConfig
 from engines.encoders.memory_plan import encoder_bytes
-from engines.model_facts import ModelShape, model_facts
+from engines.models.facts import ModelShape, model_facts
 from engines.rollout.memory_plan import BYTES, UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.memory_plan import (
     Batch,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from configs.grpo import GRPOConfig
-from engines.model_facts import ModelShape
+from engines.models.facts import ModelShape
 from engines.rollout.memory_plan import GIB
 from engines.train.resident_memory import LIBRARIES
 from tasks.memory.holders import (

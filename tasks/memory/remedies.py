@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
-from engines.model_facts import ModelShape
+from engines.models.facts import ModelShape
 from engines.workers.out_of_memory import size_of
 from tasks.memory.holders import episode_tokens
 from tasks.memory.places import Place, places

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from configs.grpo import GRPOConfig
-from engines.model_facts import ModelShape
+from engines.models.facts import ModelShape
 from engines.workers.out_of_memory import size_of
 from tasks.memory.holders import Vllm, vllms
 from tasks.memory.places import Place, gpu_limit, places

@@ -16,7 +16,7 @@ from engines.meanings import (
     changes,
     meanings_of,
 )
-from engines.model_facts import model_facts
+from engines.models.facts import model_facts
 from storage.runs.commit_log import Commit
 from storage.runs.run_store import RunStore
 from storage.tracking.plots import MEANING_CHANGED

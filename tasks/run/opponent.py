@@ -6,7 +6,7 @@ from configs.episodes import OpponentConfig
 from configs.grpo import GRPOConfig
 from configs.model import RandomModel
 from configs.overrides import ConfigError
-from engines.model_facts import ModelShape, model_facts
+from engines.models.facts import ModelShape, model_facts
 from storage.objects.errors import ObjectMissing, StoreError
 from storage.objects.store import Store
 from storage.runs.forks import NoSuchOrigin, begin_at

@@ -28,7 +28,7 @@ from tasks.run.findings import Finding, PreflightError
 from tasks.run.packages import check_packages, installed, teachers_in_vllm
 
 if TYPE_CHECKING:
-    from engines.model_facts import ModelFacts
+    from engines.models.facts import ModelFacts
 
 # vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -162,7 +162,7 @@ def _check_teachers(config: GRPOConfig) -> list[Finding]:
     """The checks of a distillation's teachers; nothing in other runs."""
     if not isinstance(config, DistillConfig):
         return []
-    from engines.model_facts import model_facts
+    from engines.models.facts import model_facts
     from storage.objects.store import Store
     from storage.prompts.datasets import open_source
     from tasks.run.teachers import check_teachers, resolved
@@ -264,8 +264,8 @@ def _check_rollout_device(
 
 def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
     """Whether the longest sample fits the model, the micro-batches and vLLM's cache."""
-    from engines.model_facts import model_facts
-    from engines.models import check_model, check_tokenizer
+    from engines.models.checkpoints import check_model, check_tokenizer
+    from engines.models.facts import model_facts
 
     check_model(config.model)
     if config.sees_frames:

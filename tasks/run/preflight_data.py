@@ -24,8 +24,8 @@ from engines.data.template_check import chat_template, rendered
 from engines.encoders.encoder import check_images
 from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
-from engines.model_facts import model_facts, token_ids
-from engines.models import present
+from engines.models.checkpoints import present
+from engines.models.facts import model_facts, token_ids
 from engines.rewards.checks import (
     check_rewards,
     check_tests,

@@ -10,8 +10,8 @@ from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.model import PretrainedModel
 from configs.teachers import VllmTeaching
-from engines.model_facts import model_facts
-from engines.models import present
+from engines.models.checkpoints import present
+from engines.models.facts import model_facts
 from engines.train.self_test.testing import self_test
 from engines.train.self_test.verdict import Verdict
 from tasks.run.findings import Finding, PreflightError

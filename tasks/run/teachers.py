@@ -13,9 +13,9 @@ from configs.overrides import ConfigError
 from configs.storage import TrackingConfig
 from configs.teachers import TeacherConfig
 from engines.data.given_answers import answers_of
-from engines.model_facts import ModelFacts, model_facts
-from engines.model_tokens import check_same_tokens, model_tokens
-from engines.models import check_model, present
+from engines.models.checkpoints import check_model, present
+from engines.models.facts import ModelFacts, model_facts
+from engines.models.tokens import check_same_tokens, model_tokens
 from engines.teachers.client import Address, check_digest, probed, tokens_of
 from storage.objects.errors import StoreError
 from storage.objects.json_values import Row

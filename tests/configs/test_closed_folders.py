@@ -87,7 +87,7 @@ def test_a_folder_of_a_colleague_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_kept_is_no_exception(tmp_path: Path) -> None:
-    from engines.models import _made_once
+    from engines.models.checkpoints import _made_once
 
     def make(folder: Path) -> None:
         (folder / "config.json").write_text("{}")

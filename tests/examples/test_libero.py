@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from configs.model import RandomModel, RandomVision
-from engines import models
 from engines.environments.action_tokens import ActionStatistics, tokens_of
+from engines.models import checkpoints
 from tests.flows.conftest import ROOT
 
 STATISTICS = """{"libero_spatial_no_noops": {"action": {
@@ -110,7 +110,7 @@ def test_an_episode_of_it(tasks: ModuleType) -> None:
 
 def test_its_check_passes(folder: Path) -> None:
     tiny = RandomModel(vision=RandomVision(actions=64), max_positions=512)
-    path = models.materialize(tiny, folder / "models")
+    path = checkpoints.materialize(tiny, folder / "models")
     pools = [f"cluster.pools.{name}.gpus=0" for name in ("train", "rollout", "encoder")]
     # The tiny model's tokens are characters, and its encoder's files are not here.
     words = [

@@ -24,7 +24,7 @@ from prefect.settings import (
 
 from configs.overrides import ConfigError
 from configs.storage import StoreConfig
-from engines.models import load_tokenizer
+from engines.models.checkpoints import load_tokenizer
 from engines.workers.inspection import NotReached, WorkerView
 from flows import audit, export, inspect, lineage, replay, rescore, samples
 from storage.objects import documents

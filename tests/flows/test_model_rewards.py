@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from configs.model import RandomModel
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from engines.sandboxes.processes import lacking
 from storage.audit.audit import audit
 from storage.batches.columns import SampleStatus

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.jagged import Rows
+from engines.models.vla.openvla import turn
 from engines.train.batching.packed_batch import Ints, PackedBatch, pack, put
-from engines.vla.openvla import turn
 from storage.batches.columns import Author
 
 # Of a rank without rows: it looks all the same, for the towers are gathered by all.

@@ -134,7 +134,7 @@ def _attention(config: Any) -> float | None:
 
 def seeing(model: Any) -> tuple[int, int]:
     """Tokens that an image becomes, and weights of the vision part; 0, 0: it looks at none."""
-    from engines.vla.openvla import OpenVLA
+    from engines.models.vla.openvla import OpenVLA
 
     if not isinstance(model, OpenVLA):
         return 0, 0

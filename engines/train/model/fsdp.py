@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engines.adapters import stream_whole, whole_entries
 from engines.failures import WeightMismatch
+from engines.models.adapters import stream_whole, whole_entries
+from engines.models.vla.openvla import VisionBackbone
 from engines.progress import report
-from engines.vla.openvla import VisionBackbone
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
 

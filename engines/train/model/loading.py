@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from engines.adapters import is_factor
-from engines.model_files import StoredTensor, part_equals, read_part, stored_tensors, unfit
-from engines.models import build_empty, load_for_training
+from engines.models.adapters import is_factor
+from engines.models.checkpoints import build_empty, load_for_training
+from engines.models.tensor_files import StoredTensor, part_equals, read_part, stored_tensors, unfit
 from engines.progress import report
 from engines.train.model.fsdp import own_part, spread
 from engines.train.model.master_weights import MasterWeights

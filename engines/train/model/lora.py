@@ -2,7 +2,7 @@
 
 The layers keep the names of their weights, so a checkpoint is loaded as without adapters; the two
 factors of each are parameters of their own beside it. Why merged weights and PEFT's names look as
-they do is in engines/adapters.py.
+they do is in engines/models/adapters.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from configs.lora import LoraConfig
-from engines.adapters import PARAMETERS, factor_names, is_factor
+from engines.models.adapters import PARAMETERS, factor_names, is_factor
 from engines.train.model.fsdp import own_part
 from engines.train.model.master_weights import MasterWeights
 

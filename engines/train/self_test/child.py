@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
-from engines.models import build_empty
+from engines.models.checkpoints import build_empty
 from engines.train.policy import Policy
 from engines.train.self_test.comparison import (
     TOLERANCE,

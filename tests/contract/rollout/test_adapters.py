@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engines import models
-from engines.adapters import factor_names, stream_whole
 from engines.failures import WeightMismatch
+from engines.models import checkpoints
+from engines.models.adapters import factor_names, stream_whole
 from engines.rollout.engine import RolloutEngine
 from storage.objects.errors import ObjectDamaged
 from storage.runs.weights import Adapter, Base, WeightsRef, open_manifest
@@ -65,7 +65,7 @@ def versions(world: World) -> Versions:
     for version, seed in enumerate((21, 22), 1):
         tensors = factors(world, seed)
         weights.append(publish_adapter(world, version, tensors, base))
-        policy = models.load_for_training(world.directory)
+        policy = checkpoints.load_for_training(world.directory)
         with torch.no_grad():
             for name, weight in policy.state_dict().items():
                 a, b = factor_names(name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from configs.model import RandomModel
-from engines import models
+from engines.models import checkpoints
 from engines.rollout.contract import RolloutRequest, Sampling
 from engines.rollout.engine import RolloutEngine
 from engines.rollout.hf_decoding import Decoding, Reader, Row
@@ -122,9 +122,9 @@ def test_an_error_in_a_step_ends_all_shards_and_the_next_are_sampled(
 @pytest.fixture(scope="module")
 def parts(world: World) -> tuple[Decoding, Reader]:
     model = RandomModel(seed=3, layers=2, hidden_size=64, heads=4)
-    directory = models.materialize(model, world.cache)
-    built = models.build_untied(directory, "float32", "cpu")
-    policy = models.load_for_training(directory)
+    directory = checkpoints.materialize(model, world.cache)
+    built = checkpoints.build_untied(directory, "float32", "cpu")
+    policy = checkpoints.load_for_training(directory)
     built.load_state_dict({**policy.state_dict()})
     reader = Reader(
         tokenizer=world.tokenizer,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from configs.imports import imported_class
 from configs.model import RandomModel
 from configs.rollout import RolloutConfig
-from engines import models
+from engines.models import checkpoints
 from engines.rollout.contract import (
     RolloutRequest,
     RolloutResult,
@@ -48,9 +48,9 @@ class World:
         self.folder = folder
         self.store = Store(f"file://{folder}/store")
         self.cache = folder / "models"
-        self.directory = models.materialize(MODEL, self.cache)
-        self.tokenizer = models.load_tokenizer(self.directory)
-        self.policies = [models.load_for_training(self.directory) for _ in range(2)]
+        self.directory = checkpoints.materialize(MODEL, self.cache)
+        self.tokenizer = checkpoints.load_tokenizer(self.directory)
+        self.policies = [checkpoints.load_for_training(self.directory) for _ in range(2)]
         disturb(self.policies[1])
         self.weights = [self.publish(v, policy) for v, policy in enumerate(self.policies)]
         self._keys = itertools.count()
@@ -61,7 +61,7 @@ class World:
             RUN,
             version,
             policy.state_dict().items(),
-            models.companion_files(self.directory),
+            checkpoints.companion_files(self.directory),
         )
 
     def spec(self, kind: str) -> RolloutSpec:

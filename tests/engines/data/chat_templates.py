@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from engines.made_models import _character_tokenizer
+from engines.models.making import _character_tokenizer
 
 SPECIAL = (
     "<|im_start|>",

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from configs.data import DataConfig, FileSource
 from configs.model import PretrainedModel
-from engines import models
 from engines.data.chat_template import Role, tokenize
 from engines.data.conversation import Conversation
+from engines.models import checkpoints
 from storage.batches.columns import Author
 from tests.engines.data.chat_templates import (
     DEFAULT_SYSTEM,
@@ -331,7 +331,7 @@ def test_tools_under_the_plain_template() -> None:
 @pytest.mark.slow  # the package's GGUF file is read: 10 s
 def test_smollm2() -> None:
     try:
-        file = models.gguf_file(PretrainedModel(path=SMOLLM))
+        file = checkpoints.gguf_file(PretrainedModel(path=SMOLLM))
     except ValueError as error:
         pytest.skip(str(error))
     assert file is not None

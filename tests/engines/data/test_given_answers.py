@@ -10,7 +10,7 @@ import pytest
 
 from configs.model import RandomModel
 from engines.data.given_answers import answers_of, write_answers
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
 from storage.batches.columns import SampleStatus
 from storage.batches.writing import write_batch
 from storage.objects.store import Store

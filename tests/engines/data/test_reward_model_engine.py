@@ -18,7 +18,7 @@ from configs.reward_model import Pairwise
 from engines.data.contract import Scorer
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.data.reward_model_engine import RewardModelEngine, RewardModelSpec
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
 from engines.rewards.runner import code_digest
 from engines.workers.engine import callable_methods
 from storage.batches.columns import SampleStatus

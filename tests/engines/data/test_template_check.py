@@ -15,7 +15,7 @@ from configs.model import RandomModel
 from configs.recipe import load_recipe
 from engines.data.chat_template import Prompt, first_chat
 from engines.data.template_check import chat_template, rendered
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
 from tasks.run.preflight_data import answers_not_begun
 
 PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"

@@ -19,7 +19,7 @@ from engines.data.reward_model_engine import RewardModelSpec
 from engines.data.sample_texts import SampleTexts
 from engines.judges import local_judge
 from engines.judges.local_judge import JudgingEngine, LocalJudge
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
 from engines.rewards.checks import check_rewards
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.judge import check_local_judge

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from configs.model import RandomModel
-from engines.models import load_tokenizer, materialize
+from engines.models.checkpoints import load_tokenizer, materialize
 
 
 def draw_reward_model(folder: Path, seed: int = 0, labels: int = 1, pad: bool = True) -> Path:

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from configs.model import RandomModel
 from configs.reward_model import RewardModelReward
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from engines.rewards.protocol import Unscored
 from engines.rewards.reward_model import RewardModel, batches, check_reward_model, paired
 from tests.engines.rewards.reward_models import draw_reward_model

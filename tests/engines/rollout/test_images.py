@@ -12,10 +12,10 @@ import torch
 
 from configs.model import RandomModel, RandomVision
 from configs.rollout import RolloutConfig
-from engines import models
+from engines.models import checkpoints
+from engines.models.vla.openvla import OpenVLA, turn
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine
-from engines.vla.openvla import OpenVLA, turn
 from storage.batches.columns import EPISODE, Author, SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def policy(tmp_path: Path) -> OpenVLA:
-    made = models.load_for_training(models.materialize(MODEL, tmp_path / "models"))
+    made = checkpoints.load_for_training(checkpoints.materialize(MODEL, tmp_path / "models"))
     disturb(made)
     assert isinstance(made, OpenVLA)
     return made
@@ -50,7 +50,7 @@ def engine(tmp_path: Path, store: Store, policy: OpenVLA) -> Iterator[HFEngine]:
         store_uri=store.uri,
         max_model_len=64,
     )
-    files = models.companion_files(models.materialize(MODEL, tmp_path / "models"))
+    files = checkpoints.companion_files(checkpoints.materialize(MODEL, tmp_path / "models"))
     made = HFEngine(spec)
     made.sync(publish(store, "run", 0, policy.state_dict().items(), files))
     yield made

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from engines.failures import GangLost, StaleCall
-from engines.model_tokens import ModelTokens
+from engines.models.tokens import ModelTokens
 from engines.teachers import api
 from engines.teachers.client import (
     Address,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.algorithm.algorithm import AlgorithmConfig
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import ColumnsResult, UpdateResult
 from storage.batches.refs import BatchRef

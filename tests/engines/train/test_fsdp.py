@@ -10,7 +10,7 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.train import TrainConfig
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.optimizer import learning_rate
 from engines.train.policy import Policy

@@ -11,7 +11,7 @@ import torch
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.rendezvous import RendezvousFailed, meet
 from engines.train.spec import ColumnsResult, UpdateResult

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.adapters import factor_names, merge
 from engines.failures import WeightMismatch
+from engines.models.adapters import factor_names, merge
 from engines.train.checkpoint import load_snapshot, save_snapshot
 from storage.objects import documents
 from storage.objects.errors import ObjectDamaged

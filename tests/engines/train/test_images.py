@@ -16,7 +16,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import RandomModel, RandomVision
 from configs.rollout import RolloutConfig
 from configs.train import TrainConfig
-from engines import models
+from engines.models import checkpoints
+from engines.models.vla.openvla import OpenVLA, turn
 from engines.rollout.contract import RolloutSpec
 from engines.rollout.hf_engine import HFEngine
 from engines.train.batching.image_turns import SeenRow, pack_turns
@@ -24,7 +25,6 @@ from engines.train.batching.micro_batch import read_micro_batch
 from engines.train.batching.packing import read_lengths
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
-from engines.vla.openvla import OpenVLA, turn
 from storage.batches.columns import Author
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -131,7 +131,7 @@ def spec(folder: Path, **train: object) -> TrainSpec:
 
 @pytest.fixture
 def policy(tmp_path: Path) -> OpenVLA:
-    made = models.load_for_training(models.materialize(MODEL, tmp_path / "models"))
+    made = checkpoints.load_for_training(checkpoints.materialize(MODEL, tmp_path / "models"))
     assert isinstance(made, OpenVLA) and made.config.action_tokens == ACTIONS
     return made
 

@@ -16,8 +16,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
 from configs.model import PretrainedModel
 from configs.train import TrainConfig
-from engines.model_facts import ModelShape, model_facts
-from engines.models import build_empty, materialize
+from engines.models.checkpoints import build_empty, materialize
+from engines.models.facts import ModelShape, model_facts
 from engines.train import logprobs, memory_plan, updater
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import (

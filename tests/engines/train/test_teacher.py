@@ -14,7 +14,7 @@ from torch import Tensor
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import DistillAlgorithm
 from configs.model import Model, PretrainedModel, RandomModel
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.spec import ColumnsResult
 from storage.batches.refs import BatchRef

@@ -14,8 +14,8 @@ from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
 from configs.srpo import SRPOConfig
 from engines.encoders.memory_plan import encoder_bytes
-from engines.model_facts import model_facts
-from engines.models import materialize
+from engines.models.checkpoints import materialize
+from engines.models.facts import model_facts
 from engines.rewards.reward_model import RewardModel
 from tasks.memory import check, places
 from tasks.memory.check import check_memory

@@ -11,7 +11,7 @@ import pytest
 from configs.distill import DistillConfig
 from configs.recipe import load_recipe
 from configs.rollout import RolloutConfig
-from engines.model_facts import ModelShape
+from engines.models.facts import ModelShape
 from engines.rollout.memory_plan import UNPLANNED, VllmShare, vllm_share
 from tasks.memory.check import check_memory
 from tests.tasks.memory.settings import GPU, SHAPES, settings, words

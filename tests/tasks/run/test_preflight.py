@@ -22,8 +22,8 @@ from configs.new_run import warnings_of
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.srpo import SRPOConfig
-from engines.model_facts import ModelShape, gguf_scalars, model_facts
-from engines.models import materialize
+from engines.models.checkpoints import materialize
+from engines.models.facts import ModelShape, gguf_scalars, model_facts
 from engines.workers import placement
 from tasks.run import packages, preflight, preflight_data
 from tasks.run.findings import PreflightError

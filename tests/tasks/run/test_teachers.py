@@ -11,7 +11,7 @@ import pytest
 from configs.distill import DistillConfig
 from configs.model import RandomModel
 from configs.recipe import load_recipe
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from storage.objects.store import Store
 from storage.prompts.datasets import open_source
 from tasks.memory.check import check_memory

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from configs.model import PretrainedModel, RandomModel
-from engines.models import load_for_training
+from engines.models.checkpoints import load_for_training
 from engines.train.batching.packed_batch import pack
 from engines.train.critic import Critic
 from engines.train.fsdp_engine import FSDPEngine

@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.lora import LoraConfig
-from engines.adapters import stream_whole
 from engines.failures import WeightMismatch
-from engines.models import materialize
+from engines.models.adapters import stream_whole
+from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.lora import adapted_layers, reset
 from engines.train.spec import ColumnsResult, TrainSpec

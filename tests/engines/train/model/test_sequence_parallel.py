@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.model import PretrainedModel, RandomModel
-from engines.models import materialize
+from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from configs.model import PretrainedModel, RandomModel, RandomVision
-from engines import models
-from engines.model_facts import model_facts
-from engines.vla.openvla import OpenVLA, OpenVLAConfig, pixels_of, turn
-from engines.vla.shapes import DINOV2, SIGLIP, TowerShape, VisionShape
-from engines.vla.vision_tower import VisionTower
+from engines.models import checkpoints
+from engines.models.facts import model_facts
+from engines.models.vla.openvla import OpenVLA, OpenVLAConfig, pixels_of, turn
+from engines.models.vla.shapes import DINOV2, SIGLIP, TowerShape, VisionShape
+from engines.models.vla.vision_tower import VisionTower
 
 ONE = TowerShape(width=32, depth=3, heads=2, hidden=64, patch=8, image=16, prefix=5, scaled=True)
 OTHER = TowerShape(width=16, depth=3, heads=2, hidden=40, patch=8, image=16, prefix=0, scaled=False)
@@ -154,14 +154,14 @@ def test_the_sizes_are_those_of_the_checkpoints() -> None:
 def test_a_checkpoint_gives_the_policy_back(
     policy: OpenVLA, tensors: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    loaded = models.load_for_training(save(policy, tensors, tmp_path))
+    loaded = checkpoints.load_for_training(save(policy, tensors, tmp_path))
     assert isinstance(loaded, OpenVLA) and loaded.config.action_tokens == (44, 300)
     ids, seen = asked(policy)
     for row in ids:
         torch.testing.assert_close(loaded(row[None], seen).logits, policy(row[None], seen).logits)
-    half = models.load_for_training(tmp_path, "bfloat16")
+    half = checkpoints.load_for_training(tmp_path, "bfloat16")
     assert {one.dtype for one in half.parameters()} == {torch.bfloat16}
-    assert models.tensor_shapes(tmp_path).keys() == policy.state_dict().keys()
+    assert checkpoints.tensor_shapes(tmp_path).keys() == policy.state_dict().keys()
 
 
 def test_tensors_that_are_missing_or_of_no_use_are_named(
@@ -169,10 +169,10 @@ def test_tensors_that_are_missing_or_of_no_use_are_named(
 ) -> None:
     lost = tensors.pop("projector.fc2.bias")
     with pytest.raises(ValueError, match=r"the tensor projector.fc2.bias is not in its files"):
-        models.load_for_training(save(policy, tensors, tmp_path))
+        checkpoints.load_for_training(save(policy, tensors, tmp_path))
     more = {**tensors, "projector.fc2.bias": lost, "projector.fc9": torch.ones(1)}
     with pytest.raises(ValueError, match=r"the tensor projector.fc9 is in its files, but not in"):
-        models.load_for_training(save(policy, more, tmp_path))
+        checkpoints.load_for_training(save(policy, more, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_another_form_is_refused(
     file = save(policy, tensors, tmp_path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
     with pytest.raises(ValueError, match=said):
-        models.build_empty(tmp_path)
+        checkpoints.build_empty(tmp_path)
 
 
 def test_what_its_files_say(policy: OpenVLA, tensors: dict[str, Tensor], tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_the_files_of_openvla_leave_out_is_llamas(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     facts = model_facts(PretrainedModel(path=str(tmp_path)))
     assert facts is not None and facts.shape is not None and facts.vision is not None
-    model = models.build_empty(tmp_path)
+    model = checkpoints.build_empty(tmp_path)
     assert facts.shape.parameters == sum(one.numel() for one in model.parameters())
     assert facts.positions == model.config.get_text_config().max_position_embeddings
     assert (round(facts.shape.parameters / 1e8), facts.vision.patches) == (75, 256)
@@ -213,20 +213,20 @@ def test_what_the_files_of_openvla_leave_out_is_llamas(tmp_path: Path) -> None:
 
 def test_one_is_drawn_at_random(tmp_path: Path) -> None:
     model = RandomModel(vision=RandomVision(actions=3))
-    directory = models.materialize(model, tmp_path)
-    drawn = models.load_for_training(directory)
+    directory = checkpoints.materialize(model, tmp_path)
+    drawn = checkpoints.load_for_training(directory)
     assert isinstance(drawn, OpenVLA)
     facts = model_facts(model)
     assert facts is not None and facts.shape is not None and facts.vision is not None
     assert facts.vision.patches == drawn.patches == 16
     assert facts.shape.parameters == sum(one.numel() for one in drawn.parameters())
-    tokenizer = models.load_tokenizer(directory)
+    tokenizer = checkpoints.load_tokenizer(directory)
     first, stop = drawn.config.action_tokens
     assert [tokenizer.decode([one]) for one in range(first, stop)] == ["<2>", "<1>", "<0>"]
     # Each image is another embedding, and not so small that a norm's epsilon hides it.
     seen = drawn.see(torch.randint(0, 256, (2, 32, 32, 3), dtype=torch.uint8)).unflatten(0, (2, -1))
     assert float((seen[0] - seen[1]).detach().square().mean().sqrt()) > 0.01
-    assert models.materialize(RandomModel(), tmp_path) != directory
+    assert checkpoints.materialize(RandomModel(), tmp_path) != directory
 
 
 def test_the_image_stands_after_the_first_token(policy: OpenVLA) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engines import model_files
-from engines.model_files import part_equals, read_part, stored_tensors
+from engines.models import tensor_files
+from engines.models.tensor_files import part_equals, read_part, stored_tensors
 
 VALUES = torch.arange(60, dtype=torch.float32).view(12, 5) / 8
 
@@ -18,7 +18,7 @@ VALUES = torch.arange(60, dtype=torch.float32).view(12, 5) / 8
 def test_a_part_is_read_in_windows_and_cast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(model_files, "WINDOW_BYTES", 24)
+    monkeypatch.setattr(tensor_files, "WINDOW_BYTES", 24)
     before = torch.ones(3, dtype=torch.int64)
     save_file({"a": before, "b": VALUES.to(dtype)}, tmp_path / "model.safetensors")
     found = stored_tensors(tmp_path)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.model import PretrainedModel, RandomModel
-from engines.models import DEFAULT_CACHE, gguf_file, present
-from engines.vla.shapes import VisionShape, tiny_towers, vision_of
+from engines.models.checkpoints import DEFAULT_CACHE, gguf_file, present
+from engines.models.vla.shapes import VisionShape, tiny_towers, vision_of
 
 _ARRAY, _STRING = 9, 8
 # GGUF's types of values: number -> struct's letter.

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from configs.model import PretrainedModel, RandomModel
-from engines import models
-from engines.models import check_model, load_for_training, load_tokenizer, materialize
+from engines.models import checkpoints
+from engines.models.checkpoints import check_model, load_for_training, load_tokenizer, materialize
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Hostile:
@@ -69,7 +69,7 @@ def test_modules_of_a_models_repository_do_not_run(checkpoint: Path, tmp_path: P
     ):
         told = json.loads((checkpoint / file).read_text())
         (checkpoint / file).write_text(json.dumps({**told, "auto_map": classes}))
-    models.build_empty(checkpoint)
+    checkpoints.build_empty(checkpoint)
     load_for_training(checkpoint)
     load_tokenizer(checkpoint)
     assert not mark.exists()

@@ -25,8 +25,8 @@ from transformers import (
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from engines.vla.shapes import TowerShape, tiny_towers, towers_of
-from engines.vla.vision_tower import Scale, VisionTower, unused_names
+from engines.models.vla.shapes import TowerShape, tiny_towers, towers_of
+from engines.models.vla.vision_tower import Scale, VisionTower, unused_names
 
 # Mean and deviation of each colour that the towers were trained with: ImageNet's, and halves.
 COLOURS = (((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3))

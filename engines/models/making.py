@@ -43,7 +43,7 @@ def draw(config: RandomModel, target: Path) -> None:
         if vision is None:
             model: PreTrainedModel = LlamaForCausalLM(llama)
         else:
-            from engines.vla.openvla import OpenVLA, tiny_config
+            from engines.models.vla.openvla import OpenVLA, tiny_config
 
             model = OpenVLA(tiny_config(text=llama, **vision.model_dump()))
     _save(model, target)

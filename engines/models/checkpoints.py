@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from configs.model import Model, PretrainedModel, RandomModel
-from engines.made_models import convert_gguf, draw, quiet
+from engines.models.making import convert_gguf, draw, quiet
 from engines.progress import reporting_growth
 from storage.runs.weights import MANIFEST
 
@@ -204,7 +204,7 @@ def load_vision_model(directory: Path, dtype: Dtype = "float32") -> PreTrainedMo
 
 def _loaded(auto_class: Any, directory: Path, dtype: Dtype, body: bool = False) -> PreTrainedModel:
     """body: without a head, so that neither a pooler is needed nor are tensors of heads refused."""
-    from engines.model_files import unfit
+    from engines.models.tensor_files import unfit
 
     with quiet():
         loaded: Any = auto_class.from_pretrained(
@@ -271,7 +271,7 @@ def _causal_models() -> Any:
     """transformers' class that builds them, which knows the forms of models that are here."""
     from transformers import AutoModelForCausalLM
 
-    import engines.vla.openvla  # noqa: F401
+    import engines.models.vla.openvla  # noqa: F401
 
     return AutoModelForCausalLM
 

