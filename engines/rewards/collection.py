@@ -57,7 +57,7 @@ class Collected:
     """One test of a text; all empty: its statements."""
 
     function: str = ""  # or method
-    group: str = ""  # class of the method
+    group: str = ""  # class of the method; OUTER.INNER where it stands in another
     case: int | None = None  # of a function with parametrize; None: all that there are
     takes_candidate: bool = False  # whether it is called with the function that it tests
 
@@ -130,7 +130,8 @@ class _Collection:
             self._refuse_the_unknown()
         return found
 
-    def _of_class(self, group: ast.ClassDef) -> list[Collected]:
+    def _of_class(self, group: ast.ClassDef, outer: str = "") -> list[Collected]:
+        """Of a class, and as pytest has it of those within it; `outer`: those around it, dotted."""
         methods = self._methods(group)
         case = self._is_test_case(group)
         if not case and (not group.name.startswith("Test") or "__init__" in methods):
@@ -140,14 +141,17 @@ class _Collection:
         tests = [m for m in methods.values() if m.name.startswith("test")]
         if case and not tests:
             tests = [m for m in methods.values() if m.name == "runTest"]
-        return [
+        name = f"{outer}{group.name}"
+        found = [
             one
             for method in tests
             if self._is_test(method)
             for one in self._cases(
-                group.name, method, [*method.decorator_list, *group.decorator_list], case
+                name, method, [*method.decorator_list, *group.decorator_list], case
             )
         ]
+        inner = [] if case else [node for node in group.body if isinstance(node, ast.ClassDef)]
+        return [*found, *(one for node in inner for one in self._of_class(node, f"{name}."))]
 
     def _methods(
         self, group: ast.ClassDef, below: frozenset[str] = frozenset()

@@ -7,6 +7,7 @@ this stands in its place all the same.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -203,7 +204,10 @@ def run(names: dict[str, Any], test: Mapping[str, Any], candidate: Callable[[], 
         test: its function, or method and class, the number of its case; None: all of them.
         candidate: gives the function that a test is called with.
     """
-    group = names[test["group"]] if test["group"] else None
+    group = None
+    if test["group"]:
+        outer, *inner = test["group"].split(".")
+        group = functools.reduce(getattr, inner, names[outer])
     # Importing it takes as long as a program does; so does asyncio.
     if group is not None and "unittest" in sys.modules:
         import unittest

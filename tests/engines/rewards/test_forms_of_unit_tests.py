@@ -50,6 +50,7 @@ FORMS: dict[str, Any] = {
     "coroutine in a plain TestCase": "import unittest\nclass T(unittest.TestCase):\n    async def test_a(self): assert add(1, 2) == 3\n",
     "runTest": "import unittest\nclass T(unittest.TestCase):\n    def runTest(self): self.assertTrue(add(1, 2) == 3)\n",
     "class of pytest": "class TestAdd:\n    def setup_method(self): self.two = 2\n    def test_a(self):\n        assert add(1, self.two) == 3\n",
+    "class within a class of pytest": "class TestAdd:\n    class TestTwo:\n        def setup_method(self): self.two = 2\n        def test_a(self):\n            assert add(1, self.two) == 3\n",
     "inherited class of pytest": "class Cases:\n    def test_a(self):\n        assert add(1, 2) == 3\nclass TestAdd(Cases):\n    pass\n",
     "async test": "async def test_a():\n    assert add(1, 2) == 3\n",
     "async check": ("async def check(candidate):\n    assert candidate(1, 2) == 3\n", "add"),
