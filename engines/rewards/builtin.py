@@ -55,6 +55,8 @@ _IS = (
     r"|\s*[*_`\"']*\s*[:=]|\s+-(?=\s))"
 )
 _OPTION = r"(?:(?:the\s+)?(?:option|choice|letter)\b\s*)?"
+# What the answer is not, before what it is: not (A) but
+_NOT = rf"(?:(?i:not)\s+(?i:{_OPTION}){_OPENING}[A-Z]\b{_CLOSING},?\s*(?i:but(?:\s+(?:rather|instead))?)\s+)?"
 # A capital is a letter, though not I of "I think"; a small one in brackets or at the end of a line.
 _STATED = (
     rf"{_OPENING}(?:([A-HJ-Z])\b|(I)\b(?!['\u2019]|\s+[a-z])|(?<=[(*{{])([a-z])(?=[)*}}])"
@@ -64,7 +66,7 @@ _STATED = (
 _LETTERS = (
     re.compile(
         r"(?i:\b(?:answer|(?:correct|right|best)\s+(?:option|choice|one))(?:\s+to\s+(?:this|the)\s+\w+)?)"
-        rf"(?i:{_IS})\s*(?i:{_OPTION}){_STATED}"
+        rf"(?i:{_IS})\s*{_NOT}(?i:{_OPTION}){_STATED}"
     ),
     re.compile(
         r"\b([A-Z])\b[*)\]]*\s+is\s+(?:the\s+)?(?:correct|right|best|(?<=the )(?:final )?answer)\b"
