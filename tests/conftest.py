@@ -34,9 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """From here on a collection looks at what tests make only."""
-    gc.freeze()
+    """Look for reference cycles again."""
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test's collections look at what it makes, and not at the libraries imported before it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,7 @@ def check(disturbed: Disturbed, whole: list[Commit]) -> None:
     assert [key for key in (*found.orphans, *found.unfinished) if "gradients" in key] == []
 
 
+@pytest.mark.slow  # tests/engines/elastic/test_trainer.py kills them without a flow
 def test_worker_and_aggregator_die_and_the_weights_are_fsdps(disturb, undisturbed) -> None:
     """With one unit to a step, which is then the shared undisturbed run's only micro-batch."""
     faults = [

@@ -139,7 +139,11 @@ def gone(run: Launched, seconds: float) -> bool:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_left_after_an_interrupt(launch: Launch, number: signal.Signals) -> None:
     run = launch("tiny", "steps=1000", embedded=number is signal.SIGKILL)

@@ -23,6 +23,7 @@ def level(completions, level, info, log_extra, **columns):
 """
 
 
+@pytest.mark.slow  # three runs
 def test_it_ends_and_goes_on(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REWARD)
     rows = [

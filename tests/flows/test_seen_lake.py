@@ -93,7 +93,7 @@ IN_ROUNDS = (
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("flows.grpo", ()),
+        pytest.param("flows.grpo", (), marks=pytest.mark.slow),  # as test_srpo.py in each suite
         pytest.param("flows.srpo", (), marks=pytest.mark.slow),
         pytest.param("flows.dapo", IN_ROUNDS, marks=pytest.mark.slow),
     ],

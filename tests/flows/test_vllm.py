@@ -14,7 +14,7 @@ import pytest
 
 from tests.flows.conftest import Launch
 
-UPDATES = 10
+UPDATES = 4
 PLAIN_VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams

@@ -140,16 +140,13 @@ def test_a_greedy_completion_takes_the_lowest_id_of_the_likeliest(
         torch.testing.assert_close(chosen, logits.max(1).values, atol=1e-3, rtol=0)
 
 
-SAMPLINGS = pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(n=3, max_new_tokens=24, seed=5),
-        Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.6),
-        Sampling(n=3, max_new_tokens=24, seed=5, temperature=1.5, top_k=20),
-        Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.8, top_p=0.7),
-    ],
-    ids=["plain", "cold", "top-k", "top-p"],
-)
+SAMPLED = {
+    "plain": Sampling(n=3, max_new_tokens=24, seed=5),
+    "cold": Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.6),
+    "top-k": Sampling(n=3, max_new_tokens=24, seed=5, temperature=1.5, top_k=20),
+    "top-p": Sampling(n=3, max_new_tokens=24, seed=5, temperature=0.8, top_p=0.7),
+}
+SAMPLINGS = pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
 
 
 @SAMPLINGS
@@ -167,8 +164,19 @@ def test_logprobs_are_those_of_the_sampling_distribution(
         np.testing.assert_allclose(logprobs, expected, atol=2e-4)
 
 
-@SAMPLINGS
-@pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "unseeded"])
+@pytest.mark.parametrize(
+    ("sampling", "seeded"),
+    [
+        pytest.param(
+            sampling,
+            seeded,
+            id=f"{'' if seeded else 'un'}seeded-{name}",
+            marks=[] if seeded == (name in ("plain", "top-p")) else pytest.mark.slow,
+        )
+        for name, sampling in SAMPLED.items()
+        for seeded in (True, False)
+    ],
+)
 def test_tokens_are_drawn_from_that_distribution(
     engine: RolloutEngine, world: World, sampling: Sampling, seeded: bool
 ) -> None:
