@@ -93,7 +93,9 @@ IN_ROUNDS = (
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        pytest.param("flows.grpo", (), marks=pytest.mark.slow),  # as test_srpo.py in each suite
+        pytest.param(
+            "flows.grpo", (), marks=pytest.mark.slow
+        ),  # tests/engines/train/test_images.py
         pytest.param("flows.srpo", (), marks=pytest.mark.slow),
         pytest.param("flows.dapo", IN_ROUNDS, marks=pytest.mark.slow),
     ],
