@@ -14,15 +14,17 @@ def module_folders(path: list[str], ours: str, working: str) -> list[str]:
     """Where modules are looked for: `path` with our packages first and the working folder last.
 
     A user's `tasks.py` or `configs/`, in the working folder or in one of PYTHONPATH, hides none of
-    ours, and a user's other modules in the working folder are found.
+    ours, and a user's other modules in the working folder are found. It stays there as often as it was:
+    Prefect puts it in while it imports a flow, and takes one away then.
 
     ours: the folder of our packages, which the path of an editable installation need not name.
     """
     folders = [one for one in path if ours == working or os.path.abspath(one) != working]
     first = next((i for i, one in enumerate(folders) if _holds_ours(one)), len(folders))
+    again = max(1, len(path) - len(folders))
     if [ours] != [os.path.abspath(one) for one in folders[first : first + 1]]:
         folders.insert(first, ours)
-    return folders if ours == working else [*folders, working]
+    return folders if ours == working else [*folders, *[working] * again]
 
 
 def _holds_ours(folder: str) -> bool:

@@ -28,6 +28,7 @@ from storage.objects.store import Store
 from storage.prompts.cursor import Cursor
 from storage.runs.run_store import RunStore
 from tasks import reward
+from tasks.run import stage
 from tasks.run.roles.reward_models import REWARD_MODEL
 from tasks.run.roles.scoring import SCORER
 from tests.engines.rewards.reward_models import draw_reward_model
@@ -71,7 +72,7 @@ def run(config: GRPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         REWARD_MODEL: SimpleNamespace(call=Mock(side_effect=calls_of(models))),
     }
     attempt = SimpleNamespace(assignment=None)
-    monkeypatch.setattr(reward, "attempted", lambda *_: contextlib.nullcontext(attempt))
+    monkeypatch.setattr(stage, "attempted", lambda *_: contextlib.nullcontext(attempt))
     monkeypatch.setattr(reward, "get_run_logger", Mock())
     yield found
     scorer.close()
