@@ -14,7 +14,7 @@ def module_folders(path: list[str], ours: str, working: str) -> list[str]:
     """Where modules are looked for: `path` with our packages first and the working folder last.
 
     A user's `tasks.py` or `configs/`, in the working folder or in one of PYTHONPATH, hides none of
-    ours, and a user's other modules in the working folder are found. It stays there as often as it was:
+    ours, and a user's other modules in the working folder are found. It is named as often as before:
     Prefect puts it in while it imports a flow, and takes one away then.
 
     ours: the folder of our packages, which the path of an editable installation need not name.

@@ -56,7 +56,10 @@ _IS = (
 )
 _OPTION = r"(?:(?:the\s+)?(?:option|choice|letter)\b\s*)?"
 # What the answer is not, before what it is: not (A) but
-_NOT = rf"(?:(?i:not)\s+(?i:{_OPTION}){_OPENING}[A-Z]\b{_CLOSING},?\s*(?i:but(?:\s+(?:rather|instead))?)\s+)?"
+_NOT = (
+    rf"(?:(?i:not)\s+(?i:{_OPTION}){_OPENING}[A-Z]\b{_CLOSING},?"
+    r"\s*(?i:but(?:\s+(?:rather|instead))?)\s+)?"
+)
 # A capital is a letter, though not I of "I think"; a small one in brackets or at the end of a line.
 _STATED = (
     rf"{_OPENING}(?:([A-HJ-Z])\b|(I)\b(?!['\u2019]|\s+[a-z])|(?<=[(*{{])([a-z])(?=[)*}}])"
