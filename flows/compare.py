@@ -7,33 +7,23 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands import command as commands
+from tasks.commands.command import command, option
 
-
-def main() -> int:
-    """Compare two runs; returns the exit code."""
-    words = commands.parser(
-        "compare",
-        "What changed between two runs of a store: settings, code, digests of the data, curves, "
-        "evaluations on the same rows, and the first step that differs, in its prompts, samples, "
-        "rewards, batch or weights. Steps that a fork has from its parent are compared too.",
-        after_run=("other", "RUN2", "name of the other run", str),
-    )
-    words.add_argument(
+main = command(
+    "compare",
+    "What changed between two runs of a store: settings, code, digests of the data, curves, "
+    "evaluations on the same rows, and the first step that differs, in its prompts, samples, "
+    "rewards, batch or weights. Steps that a fork has from its parent are compared too.",
+    "tasks.commands.compare:answer",
+    option(
         "--of",
         action="append",
         default=[],
         metavar="METRIC",
         help="show this metric step by step, such as reward/mean; may be given several times",
-    )
-
-    def work(request: commands.Request) -> commands.Answer:
-        from tasks.commands.compare import answer
-
-        return answer(request)
-
-    return commands.run(words, work)
-
+    ),
+    after_run=("other", "RUN2", "name of the other run", str),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,33 +7,21 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands import command as commands
+from tasks.commands.command import command, option
 
-
-def main() -> int:
-    """Write a dossier; returns the exit code."""
-    words = commands.parser(
-        "dossier",
-        "Settings, lineage, digests of data and reward code, curves, evaluations, software versions, "
-        "and verify.py, which checks every file of the folder and every object of the run in the "
-        "store and needs nothing but Python. The run is audited first.",
-    )
-    words.add_argument(
-        "--to", required=True, metavar="FOLDER", help="a folder that is not there yet"
-    )
-    words.add_argument(
+main = command(
+    "dossier",
+    "Settings, lineage, digests of data and reward code, curves, evaluations, software versions, "
+    "and verify.py, which checks every file of the folder and every object of the run in the "
+    "store and needs nothing but Python. The run is audited first.",
+    "tasks.commands.dossier:answer",
+    option("--to", required=True, metavar="FOLDER", help="a folder that is not there yet"),
+    option(
         "--push",
         metavar="OWNER/NAME",
         help="upload the folder to this model repository of the Hugging Face hub too",
-    )
-
-    def work(request: commands.Request) -> commands.Answer:
-        from tasks.commands.dossier import answer
-
-        return answer(request)
-
-    return commands.run(words, work)
-
+    ),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

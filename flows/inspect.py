@@ -7,25 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands import command as commands
+from tasks.commands.command import command, option
 
-
-def main() -> int:
-    """Inspect a run; returns the exit code."""
-    words = commands.parser(
-        "inspect",
-        "Look at a run. While it goes: workers, their engines and policy versions, what runs now, "
-        "the queue, retries and bytes moved. Always: its newest committed steps.",
-    )
-    words.add_argument("--steps", type=int, default=10, metavar="N", help="steps shown [10]")
-
-    def work(request: commands.Request) -> commands.Answer:
-        from tasks.commands.inspect import answer
-
-        return answer(request)
-
-    return commands.run(words, work)
-
+main = command(
+    "inspect",
+    "Look at a run. While it goes: workers, their engines and policy versions, what runs now, "
+    "the queue, retries and bytes moved. Always: its newest committed steps.",
+    "tasks.commands.inspect:answer",
+    option("--steps", type=int, default=10, metavar="N", help="steps shown [10]"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

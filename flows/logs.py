@@ -7,31 +7,20 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands import command as commands
+from tasks.commands.command import command, one_of, option
 
-
-def main() -> int:
-    """Show logs; returns the exit code."""
-    words = commands.parser(
-        "logs",
-        "The end of what a run said, on the machine where its flow is or was: the logs of its tasks, "
-        "with the tracebacks of reward functions and of what ended it, or what its workers printed.",
-    )
-    which = words.add_mutually_exclusive_group()
-    which.add_argument("--workers", action="store_true", help="what workers printed")
-    which.add_argument("--worker", metavar="NAME", help="what one worker printed, of Slurm's")
-    words.add_argument(
-        "--lines", type=int, default=200, metavar="N", help="lines shown [200]; 0: all"
-    )
-    words.add_argument("--follow", action="store_true", help="go on showing what is added")
-
-    def work(request: commands.Request) -> commands.Answer:
-        from tasks.commands.logs import answer
-
-        return answer(request)
-
-    return commands.run(words, work)
-
+main = command(
+    "logs",
+    "The end of what a run said, on the machine where its flow is or was: the logs of its tasks, "
+    "with the tracebacks of reward functions and of what ended it, or what its workers printed.",
+    "tasks.commands.logs:answer",
+    one_of(
+        option("--workers", action="store_true", help="what workers printed"),
+        option("--worker", metavar="NAME", help="what one worker printed, of Slurm's"),
+    ),
+    option("--lines", type=int, default=200, metavar="N", help="lines shown [200]; 0: all"),
+    option("--follow", action="store_true", help="go on showing what is added"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,33 +7,23 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands import command as commands
+from tasks.commands.command import command, option
 
-
-def main() -> int:
-    """Rescore a run; returns the exit code."""
-    words = commands.parser(
-        "rescore",
-        "Score stored samples with another reward function, keep the scores as new columns beside "
-        "the old ones, and show what would change: mean, spread, correlation, ranks within groups, "
-        "and the share of samples whose advantage changes sign.",
-    )
-    words.add_argument(
+main = command(
+    "rescore",
+    "Score stored samples with another reward function, keep the scores as new columns beside "
+    "the old ones, and show what would change: mean, spread, correlation, ranks within groups, "
+    "and the share of samples whose advantage changes sign.",
+    "tasks.commands.rescore:answer",
+    option(
         "--reward",
         required=True,
         metavar="package.module:function",
         help="a function as rewards.functions takes it; math, reasoning_gym; or the name of one of "
         "the run's rewards, such as a judge, whose stored answers are used again",
-    )
-    words.add_argument("--steps", metavar="A-B", help="committed steps [all]")
-
-    def work(request: commands.Request) -> commands.Answer:
-        from tasks.commands.rescore import answer
-
-        return answer(request)
-
-    return commands.run(words, work)
-
+    ),
+    option("--steps", metavar="A-B", help="committed steps [all]"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

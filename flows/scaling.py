@@ -7,37 +7,25 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands import command as commands
+from tasks.commands.command import command, option
 
-
-def main() -> int:
-    """Fit the law; returns the exit code."""
-    words = commands.parser(
-        "scaling",
-        "ScaleRL's sigmoid (arXiv:2510.13786) R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B) of reward "
-        "over device-hours, with intervals that hold for all four parameters together at 95 %, and "
-        "a forecast. Where the points do not say which curve it is, one sentence says why, and the "
-        "exit code is 1.",
-        several=True,
-    )
-    words.add_argument(
+main = command(
+    "scaling",
+    "ScaleRL's sigmoid (arXiv:2510.13786) R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B) of reward "
+    "over device-hours, with intervals that hold for all four parameters together at 95 %, and "
+    "a forecast. Where the points do not say which curve it is, one sentence says why, and the "
+    "exit code is 1.",
+    "tasks.commands.scaling:answer",
+    option(
         "--of",
         default="reward",
         metavar="METRIC",
         help="reward, the mean of each step [default]; a metric of the commits; eval/SUITE/METRIC",
-    )
-    words.add_argument(
-        "--skip", type=int, default=0, metavar="N", help="leave out the first N steps [0]"
-    )
-    words.add_argument("--picture", metavar="FILE", help="write a PNG too")
-
-    def work(request: commands.Request) -> commands.Answer:
-        from tasks.commands.scaling import answer
-
-        return answer(request)
-
-    return commands.run(words, work)
-
+    ),
+    option("--skip", type=int, default=0, metavar="N", help="leave out the first N steps [0]"),
+    option("--picture", metavar="FILE", help="write a PNG too"),
+    several=True,
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,8 @@ imports happen once the words are understood, so that --help answers at once.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,72 @@ def parser(
     )
     found.set_defaults(starts_workers=cluster, at_step=at_step, step=None, several=several)
     found.add_argument("--json", action="store_true", help="print one JSON object")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A word of a command's own, as argparse takes it."""
+
+    names: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    def add_to(self, words: argparse._ActionsContainer) -> None:
+        """Have it understood."""
+        words.add_argument(*self.names, **self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Words of which one may be given."""
+
+    options: tuple[Option, ...]
+    required: bool
+
+    def add_to(self, words: argparse._ActionsContainer) -> None:
+        """Have them understood."""
+        group = words.add_mutually_exclusive_group(required=self.required)
+        for one in self.options:
+            one.add_to(group)
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """A command's own word; arguments as of argparse's add_argument."""
+    return Option(names, settings)
+
+
+def one_of(*options: Option, required: bool = False) -> OneOf:
+    """A choice among words; `required`: one has to be given."""
+    return OneOf(options, required)
+
+
+def command(
+    name: str, description: str, answer: str, *options: Option | OneOf, **frame: Any
+) -> Callable[[], int]:
+    """The main function of a command that looks at a stored run.
+
+    Args:
+        name: of the command.
+        description: for --help.
+        answer: module:function that answers a Request; imported once the words are understood.
+        options: the command's own words.
+        frame: what else it takes, as `parser` has it.
+    """
+
+    def main() -> int:
+        words = parser(name, description, **frame)
+        for one in options:
+            one.add_to(words)
+        return run(words, lambda request: answering(answer)(request))
+
+    main.answer = answer  # type: ignore[attr-defined]
+    return main
+
+
+def answering(path: str) -> Callable[[Request], Answer]:
+    """The function that a command's path names."""
+    module, _, name = path.partition(":")
+    found: Callable[[Request], Answer] = getattr(importlib.import_module(module), name)
     return found
 
 

@@ -26,6 +26,7 @@ from storage.runs.origins import committer, numbered, start_of
 from storage.runs.run_store import RunStore
 from tasks.commands.command import Answer, Request, heading, table, text
 from tasks.commands.replay_demand import TOLERANCE, Demand, demand_of, share_of_way
+from tasks.commands.replay_episodes import replayed_episodes
 from tasks.run.engines import ENGINE_MODULES
 from tasks.run.recorded_flow import settings_of
 from tasks.run.roles.training import train_spec
@@ -57,8 +58,10 @@ class Replayed:
 
 
 def answer(request: Request) -> Answer:
-    """Replay the update of the step that was named."""
+    """Replay the update of the step that was named, or its episodes."""
     files, step = named_step(request)
+    if request.arguments.episodes:
+        return replayed_episodes(files, step)
     commit = read_commit(files, step)
     try:
         check_state(files, step - 1)

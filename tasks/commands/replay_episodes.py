@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from storage.objects.errors import ObjectMissing
 from storage.runs.commit_log import read_commit
-from tasks.commands.command import Answer, Request, heading, text
-from tasks.commands.replay import named_step
+from storage.runs.run_store import RunStore
+from tasks.commands.command import Answer, heading, text
 from tasks.run.recorded_flow import settings_of
 from tasks.run.roles.environments import environment_spec
 
 
-def answer(request: Request) -> Answer:
-    """Replay the episodes of the step that was named: seed, row and the policy's turns as stored."""
+def replayed_episodes(files: RunStore, step: int) -> Answer:
+    """Replay the episodes of a step: seed, row and the policy's turns as stored."""
     from engines.data.environment_engine import EnvironmentEngine
 
-    files, step = named_step(request)
     config, commit = settings_of(files), read_commit(files, step)
     if config.episodes is None:
         raise ValueError(f"Run {files.run} plays no episodes: its answers have one turn.")
