@@ -22,9 +22,10 @@ from storage.objects.digests import key_of
 from tasks.parts import Part, discard, slices, spread
 from tasks.results import LeftOver, Scored, TrainBatch
 from tasks.reward import samples_of
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 from tasks.scoring_causes import causes_of
 
 PART_TOKENS = 4_000_000  # response tokens of a part: some hundred MB in its worker
@@ -69,17 +70,16 @@ def advantage(
         run.algorithm.model_dump(mode="json"),
         *([] if kept is None else [kept.to_json()]),
     )
-    out_key = run.files.stage_key(step, "advantage", 1, key)
+    stage = Stage(run=run, step=step, name="advantage", key=key)
     with repetitions(run, step, samples, key) as repetition:
-        with telling_causes(run, samples, scored), attempted(run, step, "advantage") as attempt:
-            result = run.engines[SCORER].call(
+        with telling_causes(run, samples, scored):
+            result = stage.call(
+                run.engines[SCORER],
                 Scorer.advantages,
-                run.call_id(step, f"advantages-{key}"),
-                attempt.assignment,
                 samples=samples,
                 baselines=baselines,
                 algorithm=run.algorithm,
-                out_key=out_key,
+                out_key=stage.out_key,
                 version=step - 1,
                 left_out=left_out(run, step),
                 repetition=repetition,
@@ -88,7 +88,7 @@ def advantage(
                 kept=kept,
             )
         if isinstance(result, AdvantageParts):
-            result = in_parts(run, step, result, key, out_key)
+            result = in_parts(run, step, result, key, stage.out_key)
     return TrainBatch(
         ref=result.ref,
         trained=result.trained,

@@ -19,9 +19,10 @@ from storage.prompts.cursor import draw as draw_rows
 from storage.runs.commit_log import CarriedGroup
 from tasks.parts import Part, slices, spread
 from tasks.results import Carried, Prompts
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.roles.table import prompters
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 
 PART_ROWS = 256  # of the data set, whose prompts one call makes
 MOST_PARTS = 64
@@ -123,15 +124,14 @@ def tokenized(
     """The prompts of rows; many are made in parts, and numbered once it is known which stay."""
     cuts = slices(len(rows), PART_ROWS, MOST_PARTS)
     if len(cuts) == 1:
-        with attempted(run, step, "prompts") as attempt:
-            return prompters(run.engines).call(
-                PromptMaker.prompts,
-                run.call_id(step, f"prompts-{key}"),
-                attempt.assignment,
-                rows=rows,
-                first_group=first_group,
-                out_key=run.files.stage_key(step, "prompts", number, key),
-            )
+        stage = Stage(run=run, step=step, name="prompts", key=key, part=number)
+        return stage.call(
+            prompters(run.engines),
+            PromptMaker.prompts,
+            rows=rows,
+            first_group=first_group,
+            out_key=stage.out_key,
+        )
     parts = [
         Part.of(
             prompters(run.engines),

@@ -34,9 +34,10 @@ from tasks.draw import check_enough, draw_groups
 from tasks.results import Carried, Prompts, Scored
 from tasks.reward import samples_of
 from tasks.run.flow_options import result_of
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,12 +136,10 @@ def choose_groups(
     with (
         repetitions(run, step, samples, key) as repetition,
         telling_causes(run, samples, every),
-        attempted(run, step, "selection") as attempt,
     ):
-        found = run.engines[SCORER].call(
+        found = Stage(run=run, step=step, name="selection", key=key).call(
+            run.engines[SCORER],
             Scorer.informative,
-            run.call_id(step, f"informative-{key}"),
-            attempt.assignment,
             samples=samples,
             algorithm=algorithm,
             most_groups=wanted,

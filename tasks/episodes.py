@@ -27,9 +27,9 @@ from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import Sampled, Unsampled
 from tasks.reward import by_cause
-from tasks.run.retries import attempted
 from tasks.run.roles.environments import ENVIRONMENT
 from tasks.run.roles.sampling import OPPONENT
+from tasks.run.stage import Stage
 from tasks.run.stage_view import StageView
 from tasks.sampling import (
     SamplingStage,
@@ -106,21 +106,17 @@ def dealt(
         opponent = OpponentSeats(digest=digest, policy_plays=settings.policy_plays)
     given = [] if opponent is None else [asdict(opponent)]
     key = key_of("deal", prompts.to_json(), n, players, *given)
-    out_key = run.files.stage_key(step, "deal", shard, key)
-    record = run.files.finished(out_key)
-    if record is None:
-        with attempted(run, step, "deal", shard) as attempt:
-            asked, begun = run.engines[ENVIRONMENT].call(
-                EnvironmentHost.deal,
-                run.call_id(step, f"deal-{shard}-{key}"),
-                attempt.assignment,
-                prompts=prompts,
-                n=n,
-                out_key=out_key,
-                opponent=opponent,
-            )
-        made = {"prompts": asked.to_json(), "samples": begun.to_json()}
-        record = run.files.finish(out_key, made)
+    piece = Stage(run=run, step=step, name="deal", key=key, shard=shard)
+    if (record := piece.finished()) is None:
+        asked, begun = piece.call(
+            run.engines[ENVIRONMENT],
+            EnvironmentHost.deal,
+            prompts=prompts,
+            n=n,
+            out_key=piece.out_key,
+            opponent=opponent,
+        )
+        record = piece.finish({"prompts": asked.to_json(), "samples": begun.to_json()})
     return BatchRef.from_json(record["prompts"]), BatchRef.from_json(record["samples"])
 
 
@@ -188,17 +184,17 @@ def answer(
     last: the worker that answered the turn before, which has the environments.
     """
     key = key_of("answer", turn.to_json(), played(run).model_dump(mode="json"))
-    out_key = run.files.stage_key(step, "environment", shard, key)
-    if (done := run.files.finished(out_key)) is not None:
-        return of_record(done), out_key, last
-    with attempted(run, step, "environment", shard) as attempt:
+    piece = Stage(run=run, step=step, name="environment", key=key, shard=shard)
+    if (done := piece.finished()) is not None:
+        return of_record(done), piece.out_key, last
+    with piece.attempted() as attempt:
         attempt.assignment.worker = last
-        result = run.engines[ENVIRONMENT].call(
+        result = piece.ask(
+            attempt,
+            run.engines[ENVIRONMENT],
             EnvironmentHost.answer,
-            run.call_id(step, f"answer-{shard}-{key}"),
-            attempt.assignment,
             samples=turn,
-            out_key=out_key,
+            out_key=piece.out_key,
             stage=stage.name,
             source=stage.source,
             frames=run.config.keeps_frames and (stage.trains or run.config.sees_frames),
@@ -208,7 +204,7 @@ def answer(
         get_run_logger().error("The environment of episode %s failed: %s", numbers, error)
     record = {**asdict(result), "ref": result.ref.to_json()}
     record["frames"] = None if result.frames is None else result.frames.to_json()
-    return of_record(run.files.finish(out_key, record)), out_key, attempt.assignment.worker
+    return of_record(piece.finish(record)), piece.out_key, attempt.assignment.worker
 
 
 def of_record(record: dict[str, Any]) -> AnswerResult:

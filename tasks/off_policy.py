@@ -11,9 +11,9 @@ from engines.rollout.contract import RolloutResult, ShardStats
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import Sampled
-from tasks.run.retries import attempted
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 from tasks.sampling import SamplingStage, sampled
 
 
@@ -35,18 +35,18 @@ def given_shard(
     """The samples that the rows of a shard's prompts have, or find them in the store."""
     n, weights = stage.sampling.n, run.usable_weights(step)[0]
     key = key_of("given", prompts.to_json(), column, n, run.config.rollout.max_new_tokens)
-    out_key = run.files.stage_key(step, "given", shard, key)
-    if (done := run.files.finished(out_key)) is not None:
-        return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
-    with attempted(run, step, "given", shard) as attempt:
-        found = run.engines[SCORER].call(
+    piece = Stage(run=run, step=step, name="given", key=key, shard=shard)
+    if (done := piece.finished()) is not None:
+        return sampled(prompts, weights, RolloutResult.of_record(done), piece.out_key)
+    with piece.attempted() as attempt:
+        found = piece.ask(
+            attempt,
+            run.engines[SCORER],
             Scorer.given,
-            run.call_id(step, f"given-{shard}-{key}"),
-            attempt.assignment,
             prompts=prompts,
             column=column,
             n=n,
-            out_key=out_key,
+            out_key=piece.out_key,
             attempt=attempt.number,
         )
     stats = ShardStats(
@@ -60,5 +60,5 @@ def given_shard(
         version=weights.version,
         digest=weights.digest,
     )
-    done = run.files.finish(out_key, RolloutResult(ref=found.ref, stats=stats).record())
-    return sampled(prompts, weights, RolloutResult.of_record(done), out_key)
+    done = piece.finish(RolloutResult(ref=found.ref, stats=stats).record())
+    return sampled(prompts, weights, RolloutResult.of_record(done), piece.out_key)

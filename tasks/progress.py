@@ -21,9 +21,10 @@ from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import Scored, WholeShards, frames_of, samples_of_shards
 from tasks.reward import by_cause, samples_of
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.roles.progress import ENCODER, PROGRESS
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 
 
 @task(name="embedding", task_run_name="embedding {number}/{count}", **OPTIONS)
@@ -36,18 +37,16 @@ def embedding(run: Run, step: int, sampled: WholeShards, number: int, count: int
     frames = frames_of(sampled)
     given = [samples.to_json(), None if frames is None else frames.to_json()]
     key = key_of("embedding", settings(run).encoder.model_dump(mode="json"), *given)
-    out_key = run.files.stage_key(step, "embedding", number, key)
-    if (done := run.files.finished(out_key)) is None:
-        with attempted(run, step, "embedding", number) as attempt:
-            made = run.engines[ENCODER].call(
-                EpisodeEncoder.embed,
-                run.call_id(step, f"embed-{out_key}"),
-                attempt.assignment,
-                samples=samples,
-                frames=frames,
-                out_key=out_key,
-            )
-        done = run.files.finish(out_key, {"ref": made.to_json()})
+    stage = Stage(run=run, step=step, name="embedding", key=key, shard=number)
+    if (done := stage.finished()) is None:
+        made = stage.call(
+            run.engines[ENCODER],
+            EpisodeEncoder.embed,
+            samples=samples,
+            frames=frames,
+            out_key=stage.out_key,
+        )
+        done = stage.finish({"ref": made.to_json()})
     return BatchRef.from_json(done["ref"])
 
 
@@ -71,16 +70,15 @@ def progress(run: Run, step: int, scored: list[Scored], embedded: list[BatchRef]
     prompts = BatchRef.concat([shard.prompts for one in scored for shard in one.sampled])
     wanted = settings(run).progress
     key = key_of("progress", samples.to_json(), wanted.model_dump(mode="json"))
-    with attempted(run, step, "progress") as attempt:
-        result = run.engines[PROGRESS].call(
-            ProgressScorer.progress,
-            run.call_id(step, f"progress-{key}"),
-            attempt.assignment,
-            prompts=prompts[["group_id", "row"]],
-            samples=samples,
-            settings=wanted,
-            out_key=run.files.stage_key(step, "progress", 1, key),
-        )
+    stage = Stage(run=run, step=step, name="progress", key=key)
+    result = stage.call(
+        run.engines[PROGRESS],
+        ProgressScorer.progress,
+        prompts=prompts[["group_id", "row"]],
+        samples=samples,
+        settings=wanted,
+        out_key=stage.out_key,
+    )
     for (_, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
         get_run_logger().error("No embedding of episode %s: %s", numbers, error)

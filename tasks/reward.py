@@ -19,10 +19,11 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from storage.prompts.cursor import Cursor
 from tasks.results import FailureCause, Scored, WholeShards, samples_of_shards
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.roles.reward_models import REWARD_MODEL
 from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 from tasks.run.stage_view import StageView
 
 
@@ -100,20 +101,18 @@ def score(
         state: where the run stands, as the functions are told.
         source: of the prompts' rows, where that is not data.source.
     """
-    models_key = run.files.stage_key(step, "reward_model", number, key)
-    models = model_scores(run, step, number, prompts, samples, models_key)
-    with attempted(run, step, stage, number) as attempt:
-        result = run.engines[SCORER].call(
-            Scorer.score,
-            run.call_id(step, f"{stage}-{number}-{key}"),
-            attempt.assignment,
-            prompts=prompts,
-            samples=samples,
-            out_key=run.files.stage_key(step, stage, number, key),
-            trainer_state=state,
-            models=models,
-            source=source,
-        )
+    models = model_scores(run, step, number, prompts, samples, key)
+    piece = Stage(run=run, step=step, name=stage, key=key, shard=number)
+    result = piece.call(
+        run.engines[SCORER],
+        Scorer.score,
+        prompts=prompts,
+        samples=samples,
+        out_key=piece.out_key,
+        trainer_state=state,
+        models=models,
+        source=source,
+    )
     for (function, error), failed in by_cause(result.failures).items():
         numbers = ", ".join(map(str, failed))
         trace = result.tracebacks.get(error, "")
@@ -123,7 +122,7 @@ def score(
 
 
 def model_scores(
-    run: StageView, step: int, number: int, prompts: BatchRef, samples: BatchRef, out_key: str
+    run: StageView, step: int, number: int, prompts: BatchRef, samples: BatchRef, key: str
 ) -> ModelScores | None:
     """The reward models' scores of some samples; None where the recipe has no reward models.
 
@@ -133,19 +132,18 @@ def model_scores(
         number: of the shard, for people.
         prompts: of the samples.
         samples: [N].
-        out_key: where the scores go; made of samples and settings, so it names the call too.
+        key: digest of what is scored, and by what.
     """
     if not run.config.rewards.on_engines:
         return None
-    with attempted(run, step, "reward_model", number) as attempt:
-        return run.engines[REWARD_MODEL].call(
-            RewardModels.score,
-            run.call_id(step, f"score-{out_key}"),
-            attempt.assignment,
-            prompts=prompts,
-            samples=samples,
-            out_key=out_key,
-        )
+    piece = Stage(run=run, step=step, name="reward_model", key=key, shard=number)
+    return piece.call(
+        run.engines[REWARD_MODEL],
+        RewardModels.score,
+        prompts=prompts,
+        samples=samples,
+        out_key=piece.out_key,
+    )
 
 
 def with_scores(samples: BatchRef, models: ModelScores | None, scores: BatchRef) -> BatchRef:

@@ -26,10 +26,11 @@ from storage.runs.weights import WeightsRef
 from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards
 from tasks.rollout import shards_of
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.roles.trees import TREES
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
+from tasks.run.stage import Stage
 from tasks.sampling import SamplingStage, sample_or_leave
 from tasks.sampling import sampled as sampled_of
 
@@ -118,26 +119,23 @@ def plan(
     given = [] if level is None else [level.ref.to_json()]
     nodes = None if before is None or before.nodes is None else before.nodes.to_json()
     key = key_of("grow", prompts.to_json(), nodes, growing(config), *given)
-    out_key = run.files.stage_key(step, "grow", shard, key)
-    if (done := run.files.finished(out_key)) is not None:
-        return trees_of(done), out_key
-    with attempted(run, step, "grow", shard) as attempt:
-        found = run.engines[TREES].call(
-            TreeGrower.grow,
-            run.call_id(step, f"grow-{shard}-{key}"),
-            attempt.assignment,
-            prompts=prompts,
-            growth=Growth(
-                tree=config.tree, n=config.group_size, seed=config.rollout.seed, step=step
-            ),
-            out_key=out_key,
-            nodes=None if before is None else before.nodes,
-            asked=None if before is None else before.asked,
-            level=None if level is None else level.ref,
-        )
+    piece = Stage(run=run, step=step, name="grow", key=key, shard=shard)
+    if (done := piece.finished()) is not None:
+        return trees_of(done), piece.out_key
+    found = piece.call(
+        run.engines[TREES],
+        TreeGrower.grow,
+        prompts=prompts,
+        growth=Growth(tree=config.tree, n=config.group_size, seed=config.rollout.seed, step=step),
+        out_key=piece.out_key,
+        nodes=None if before is None else before.nodes,
+        asked=None if before is None else before.asked,
+        level=None if level is None else level.ref,
+    )
     refs = {"nodes": found.nodes, "asked": found.asked, "samples": found.samples}
     record = {name: None if ref is None else ref.to_json() for name, ref in refs.items()}
-    return trees_of(run.files.finish(out_key, {**record, "truncated": found.truncated})), out_key
+    done = piece.finish({**record, "truncated": found.truncated})
+    return trees_of(done), piece.out_key
 
 
 def trees_of(record: Mapping[str, Any]) -> GrownTrees:

@@ -7,9 +7,10 @@ from prefect import task
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
-from tasks.run.retries import OPTIONS, attempted
+from tasks.run.retries import OPTIONS
 from tasks.run.roles.training import CRITIC
 from tasks.run.run import Run
+from tasks.run.stage import Stage
 
 
 @task(name="values", task_run_name="values", **OPTIONS)
@@ -21,9 +22,7 @@ def values(run: Run, step: int, sampled: list[WholeShards]) -> BatchRef:
     run.gate.check_turn(step)
     samples = samples_of_shards(sampled).of_policy(run.store)
     key = key_of("values", samples.to_json(), step - 1)
-    out_key = run.files.stage_key(step, "values", 1, key)
-    with (
-        attempted(run, step, "values") as attempt,
-        run.engines.holding(attempt.assignment, "critic"),
-    ):
-        return samples.with_columns(run.engines[CRITIC].values(step - 1, samples, out_key))
+    stage = Stage(run=run, step=step, name="values", key=key)
+    with stage.attempted() as attempt, run.engines.holding(attempt.assignment, "critic"):
+        made = run.engines[CRITIC].values(step - 1, samples, stage.out_key)
+    return samples.with_columns(made)
