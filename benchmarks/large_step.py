@@ -39,7 +39,7 @@ from tasks.results import Sampled
 from tasks.reward import reward
 from tasks.run.life_cycle import close
 from tasks.run.opening import begin, open_run, take_over
-from tasks.run.roles.scoring import PLANNER, SCORER
+from tasks.run.roles.scoring import SCORER
 from tasks.run.run import Run
 from tasks.update import plan_of
 
@@ -228,7 +228,7 @@ def main() -> None:
         lease, position = take_over(opened)
         begin(opened, position)
         run = Run(opened, lease, position, Terminal())
-        run.engines.keep(SCORER, PLANNER)  # no engine that holds a model
+        run.engines.starting = [SCORER.name]  # no engine that holds a model
         try:
             run.engines.launch()
             with prefect_server(Path(folder) / "prefect"):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "audit",
     "Check a run: prompts drawn = trained + filtered + dropped + in flight at every commit, "
     "recounted from the batches; every ref resolves and every digest matches, by reading the "

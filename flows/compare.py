@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "compare",
     "What changed between two runs of a store: settings, code, digests of the data, curves, "
     "evaluations on the same rows, and the first step that differs, in its prompts, samples, "

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "curves",
     "Every metric of every step, from the commits of a run that goes on or has ended, and its "
     "evaluations. Doing it again brings the other side up to date.",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "dossier",
     "Settings, lineage, digests of data and reward code, curves, evaluations, software versions, "
     "and verify.py, which checks every file of the folder and every object of the run in the "

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "export",
     "Write a policy version as a folder of its own: safetensors, config and tokenizer. Versions "
     "in the store are such folders too, save those that are stored as the difference from "

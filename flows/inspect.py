@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "inspect",
     "Look at a run. While it goes: workers, their engines and policy versions, what runs now, "
     "the queue, retries and bytes moved. Always: its newest committed steps.",

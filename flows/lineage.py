@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, one_of, option
+from tasks.commands.command import Command, one_of, option
 
-main = command(
+main = Command(
     "lineage",
     "From weights to the samples, token spans, prompt rows, rewards and reward code that made "
     "them, and back. Each sample shows the digest of the weights that its engine held, the "

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, one_of, option
+from tasks.commands.command import Command, one_of, option
 
-main = command(
+main = Command(
     "logs",
     "The end of what a run said, on the machine where its flow is or was: the logs of its tasks, "
     "with the tracebacks of reward functions and of what ended it, or what its workers printed.",

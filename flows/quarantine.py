@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "quarantine",
     "Rows of the data that leave the draw by data.quarantine: why, since which step, how often "
     "each was drawn and what it got. --readmit lets rows in again, with counts that begin anew: "

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "replay",
     "Make the update of a committed step again: the trainer's state before it is rebuilt from "
     "a snapshot and the stored batches, the step's batch is applied, and the digest of the "

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "rescore",
     "Score stored samples with another reward function, keep the scores as new columns beside "
     "the old ones, and show what would change: mean, spread, correlation, ranks within groups, "

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, one_of, option
+from tasks.commands.command import Command, one_of, option
 
-main = command(
+main = Command(
     "samples",
     "Prompts and answers of a step as text, special tokens included, each with its reward, the "
     "policy versions that wrote it, worker and attempt. Without a choice: the best, the middle "

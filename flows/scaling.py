@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tasks.commands.command import command, option
+from tasks.commands.command import Command, option
 
-main = command(
+main = Command(
     "scaling",
     "ScaleRL's sigmoid (arXiv:2510.13786) R(C) = R0 + (A - R0) / (1 + (Cmid / C)^B) of reward "
     "over device-hours, with intervals that hold for all four parameters together at 95 %, and "

@@ -130,16 +130,12 @@ class ShardedModel(TrainEngine):
             torch.cuda.empty_cache()
 
     def offload(self) -> Moved:
-        """Put weights, gradients and optimizer state into the host's memory, until `onload`.
-
-        The device's memory is free then; every other call is an error.
-        """
+        """Put weights, gradients and optimizer state into the host's memory, until `onload`."""
         self._joined()
         held = on_device(self._loaded(), self._optimizer, self._device)
         return self._storages.put_away(held, keep=True)
 
     def onload(self) -> Moved:
-        """Bring back what `offload` put away, the same to the bit."""
         return self._storages.bring_back()
 
     def memory_held(self, memory: Memory) -> dict[str, int]:

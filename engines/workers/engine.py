@@ -89,13 +89,16 @@ class Ranked(Engine):
         names the phase that is stuck.
         """
 
+    @abstractmethod
     def offload(self) -> Moved:
-        """Put what is on the device into the host's memory, until `onload`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
+        """Put what is on the device into the host's memory, until `onload`.
 
+        The device's memory is free then; every other call is an error.
+        """
+
+    @abstractmethod
     def onload(self) -> Moved:
         """Bring back what `offload` put away, the same to the bit."""
-        raise NotImplementedError(f"{type(self).__name__} cannot leave its device")
 
 
 def joined_by(join: Callable[[Sequence[R]], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -133,7 +136,7 @@ def callable_methods(contract: type[Engine]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call(Generic[Result]):
-    """A call of an engine's method, as it is sent: of it the names alone travel."""
+    """A call of an engine's method, as it is sent; the method goes by its name."""
 
     role: str  # of the engine on its worker
     method: str
@@ -185,3 +188,12 @@ class EngineSpec(Generic[E]):
         text = json.dumps([path, plain], sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return cls(cls=path, payload=payload, digest=digest, contract=contract)
+
+    def check_offers(self, method: str) -> None:
+        """Raise ValueError unless the contract has a method of this name."""
+        offered = callable_methods(self.contract)
+        if method not in offered:
+            raise ValueError(
+                f"{self.cls} offers no {method!r}. Its contract {self.contract.__name__} has "
+                f"{sorted(offered)}."
+            )

@@ -159,6 +159,7 @@ class Gang(Generic[E]):
         is the rank's exception) or OutOfMemory, all with the gang's workers killed; CallCancelled,
         likewise.
         """
+        self.spec.check_offers(method.__name__)  # on the ranks it would end the gang
         with self._turn(cancel):
             call = Call.of(self.role, method, call_id, *nothing, **arguments)
             return join_of(method)(self._on_every_rank(call, cancel))

@@ -32,7 +32,7 @@ from engines.failures import (
 from engines.processes.parent_death import die_with_parent
 from engines.processes.process_tree import kill_tree
 from engines.progress import Progress, heard_by
-from engines.workers.engine import Call, Engine, EngineSpec, Ranked, callable_methods
+from engines.workers.engine import Call, Engine, EngineSpec, Ranked
 from engines.workers.messages import (
     BuildReport,
     CallId,
@@ -59,7 +59,6 @@ class HostedEngine:
 
     engine: Engine
     spec: EngineSpec
-    methods: tuple[str, ...]  # that can be called
 
 
 class Running(NamedTuple):
@@ -135,7 +134,7 @@ class EngineHost(WorkerPlugin):
                 return cls(spec.payload)  # type: ignore[call-arg]
 
         engine = self._in_its_thread(cls, make)
-        hosted = HostedEngine(engine=engine, spec=spec, methods=callable_methods(spec.contract))
+        hosted = HostedEngine(engine=engine, spec=spec)
         with self.lock:
             self.engines[role] = hosted
         return hosted
@@ -249,11 +248,7 @@ class EngineHost(WorkerPlugin):
                     f"worker {self.worker} has been restarted since its {role!r} engine was built"
                 )
         hosted = self._hosted(role)
-        if method not in hosted.methods:
-            raise ValueError(
-                f"{hosted.spec.cls} offers no {method!r}. Its contract "
-                f"{hosted.spec.contract.__name__} has {sorted(hosted.methods)}."
-            )
+        hosted.spec.check_offers(method)
         return hosted
 
     @contextlib.contextmanager

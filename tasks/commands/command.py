@@ -121,27 +121,29 @@ def one_of(*options: Option, required: bool = False) -> OneOf:
     return OneOf(options, required)
 
 
-def command(
-    name: str, description: str, answer: str, *options: Option | OneOf, **frame: Any
-) -> Callable[[], int]:
-    """The main function of a command that looks at a stored run.
+class Command:
+    """The main function of a command that looks at a stored run."""
 
-    Args:
-        name: of the command.
-        description: for --help.
-        answer: module:function that answers a Request; imported once the words are understood.
-        options: the command's own words.
-        frame: what else it takes, as `parser` has it.
-    """
+    def __init__(
+        self, name: str, description: str, answer: str, *options: Option | OneOf, **frame: Any
+    ) -> None:
+        """
+        Args:
+            name: of the command.
+            description: for --help.
+            answer: module:function that answers a Request; imported once the words are understood.
+            options: the command's own words.
+            frame: what else it takes, as `parser` has it.
+        """
+        self.name, self.description, self.answer = name, description, answer
+        self._options, self._frame = options, frame
 
-    def main() -> int:
-        words = parser(name, description, **frame)
-        for one in options:
+    def __call__(self) -> int:
+        """Carry it out by the words of the command line; returns the exit code."""
+        words = parser(self.name, self.description, **self._frame)
+        for one in self._options:
             one.add_to(words)
-        return run(words, lambda request: answering(answer)(request))
-
-    main.answer = answer  # type: ignore[attr-defined]
-    return main
+        return run(words, lambda request: answering(self.answer)(request))
 
 
 def answering(path: str) -> Callable[[Request], Answer]:

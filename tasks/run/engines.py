@@ -83,15 +83,8 @@ class Engines:
         self.launched = 0.0  # when workers were asked for, in seconds since 1970
         self.ended: float | None = None  # when they were told to end
         self._roles = {role.name: role for role in roles_of(run.config)}
-
-    @property
-    def starting(self) -> list[str]:
-        """Names of the roles that are started, and not by their first call."""
-        return [name for name, role in self._roles.items() if role.start is not None]
-
-    def keep(self, *roles: EngineRole[Any]) -> None:
-        """Have these roles alone; before the launch."""
-        self._roles = {role.name: role for role in roles}
+        # Names of the roles that are started, and not by their first call.
+        self.starting = [name for name, role in self._roles.items() if role.start is not None]
 
     def launch(self, cluster: Cluster | None = None) -> None:
         """Begin to start engines, on the workers of a cluster or on new ones; returns at once.

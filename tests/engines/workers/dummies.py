@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from engines.failures import InfrastructureError
 from engines.progress import report
 from engines.workers.engine import Call, Engine, EngineSpec, Memory, Ranked, joined_by
-from engines.workers.messages import CallId
+from engines.workers.messages import CallId, Moved
 
 T = TypeVar("T")
 
@@ -101,7 +101,17 @@ def flat(parts: Sequence[list[T]]) -> list[T]:
     return [one for part in parts for one in part]
 
 
-class Summing(Ranked):
+class Deviceless(Ranked):
+    """Has nothing to put away."""
+
+    def offload(self) -> Moved:
+        return Moved()
+
+    def onload(self) -> Moved:
+        return Moved()
+
+
+class Summing(Deviceless):
     """Ranks that really meet, by Gloo."""
 
     def __init__(self, payload: Payload) -> None:
@@ -153,7 +163,7 @@ class Summing(Ranked):
         return [os.getpid()]
 
 
-class Lone(Ranked):
+class Lone(Deviceless):
     """Ranks that only pretend to meet; quick, since they need no torch."""
 
     def __init__(self, payload: Payload) -> None:

@@ -129,6 +129,7 @@ def test_a_contract_says_how_the_ranks_results_become_one():
 
 def test_ranks_can_also_be_joined_and_leave_their_devices():
     assert callable_methods(Rows) == ("join", "offload", "onload", "rows", "lead")
+    assert not {"join", "offload", "onload"} & set(callable_methods(Counter))
 
 
 def test_of_a_call_the_names_travel():

@@ -140,7 +140,8 @@ def test_colocated_gangs_take_turns_and_do_not_end_each_others_new_workers(clust
     assert time.monotonic() - began >= 0.8
 
 
-def test_a_method_of_another_contract_is_refused(gang):
-    with pytest.raises(GangFailed, match="offers no 'count'. Its contract Lone has"):
+def test_wrong_use_is_an_error_before_anything_runs(gang):
+    with pytest.raises(ValueError, match="offers no 'count'. Its contract Lone has"):
         gang.call(Dummy.count)
+    assert gang.formed
     assert isinstance(gang.cluster.config, ClusterConfig)

@@ -69,7 +69,6 @@ class Cache:
         self.told: list[str] = []
 
 
-# As on the page on roles in docs/extending.md.
 CACHE: EngineRole[Cache] = EngineRole(
     name="cache",
     needed=lambda config: config.episodes is None,

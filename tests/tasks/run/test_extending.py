@@ -1,0 +1,112 @@
+"""The role and the task of docs/extending.md, run as they stand there."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.grpo import GRPOConfig
+from configs.recipe import load_recipe
+from engines.workers.device_time import DeviceTime
+from engines.workers.engine import Engine, EngineSpec
+from engines.workers.messages import CallId
+from engines.workers.pool import EnginePool
+from engines.workers.store_spec import StoreSpec
+from storage.batches.refs import BatchRef
+from storage.batches.writing import write_batch
+from storage.objects.digests import key_of
+from storage.objects.store import Store
+from storage.runs.run_store import RunStore
+from tasks.reporting.attempt_log import AttemptLog
+from tasks.reporting.attempts import Attempt
+from tasks.run.engines import Engines
+from tasks.run.retries import OPTIONS
+from tasks.run.roles import table
+from tasks.run.roles.role import EngineRole, pool_of, start_pool
+from tasks.run.run import Run
+from tasks.run.stage import Stage
+
+PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
+
+
+class Cache(Engine):
+    """The contract of the page's engine."""
+
+    @abstractmethod
+    def look_up(self, samples: BatchRef, out_key: str) -> BatchRef:
+        """Write the lengths of samples."""
+
+
+def engine_of(run: Any) -> EngineSpec[Cache]:
+    return EngineSpec.of("nobodys:Cache", StoreSpec(store_uri=run.store.uri, store_options={}), Cache)
+
+
+def page(begins: str) -> str:
+    """The page's piece of Python with this beginning."""
+    pieces = [part.partition("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+    (found,) = (piece for piece in pieces if begins in piece)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(Attempt, "log", lambda attempt: None)
+    store = Store(str(tmp_path / "store"))
+    return SimpleNamespace(
+        name="r",
+        config=load_recipe(GRPOConfig, "tiny"),
+        store=store,
+        files=RunStore(store, "r"),
+        cancelled=threading.Event(),
+        terminal=SimpleNamespace(doing=lambda text: None),
+        attempts=AttemptLog(),
+        progress=SimpleNamespace(attempt=lambda *words: None),
+        device_time=DeviceTime(),
+        call_id=lambda step, call: CallId(run="r", epoch=1, step=step, call=call),
+    )
+
+
+def test_the_role_is_opened_and_the_task_asks_it_once(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, Any] = {
+        "EngineRole": EngineRole, "EnginePool": EnginePool, "pool_of": pool_of,
+        "start_pool": start_pool, "Cache": Cache, "engine_of": engine_of,
+    }  # fmt: skip
+    exec(page("CACHE: "), names)
+    started: list[str] = []
+    monkeypatch.setattr(table, "ROLES", (names["CACHE"],))
+    monkeypatch.setattr(EnginePool, "start", lambda pool: started.append(pool.role))
+    cluster: Any = SimpleNamespace(config=run.config.cluster, close=lambda: None)
+    run.engines = Engines(run)
+    run.engines.launch(cluster)
+    run.engines.wait("cache")
+    assert started == ["cache"]
+    assert run.engines[names["CACHE"]].pool == run.config.cluster.roles.reward
+
+    asked: list[str] = []
+
+    def call(pool: Any, method: Any, *who: Any, samples: BatchRef, out_key: str) -> BatchRef:
+        asked.append(method.__name__)
+        lengths = samples.lengths(run.store, "response_ids")
+        return write_batch(run.store, out_key, {"length": np.asarray(lengths)})
+
+    monkeypatch.setattr(EnginePool, "call", call)
+    names |= {
+        "task": lambda **options: lambda function: function, "OPTIONS": OPTIONS, "Run": Run,
+        "Stage": Stage, "BatchRef": BatchRef, "key_of": key_of,
+    }  # fmt: skip
+    exec(page("def length("), names)
+    texts = [np.arange(3), np.arange(5)]
+    samples = write_batch(run.store, "r/samples.safetensors", {"response_ids": texts})
+    for _ in range(2):  # the second time it is found in the store
+        made = names["length"](run, 1, samples)
+        assert made.fetch_numpy(run.store, "length")[0].tolist() == [3, 5]
+    assert asked == ["look_up"]
+    run.engines.close()
