@@ -17,13 +17,17 @@ TEST_PROCESSES ?= 3
 # environments of their own. python3.12-torch2.11.0 is one with the oldest torch.
 PYTHONS ?= python3.12 python3.13
 
-.PHONY: demo test lint check check-pythons pythons deploy lock clean
+.PHONY: demo test without lint check check-pythons pythons deploy lock clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m flows.grpo $(RECIPE) $(SET)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# What is left of the checkout without a feature, or several: make without FEATURE="trees teachers"
+without: $(VENV)/.dev
+	$(BIN)/python -m tests.without_feature $(FEATURE)
 
 check: pythons lint check-pythons
 

@@ -31,9 +31,9 @@ from configs.imports import imported_class
 from configs.recipe import load_recipe
 from configs.tree import TreeConfig
 from engines.data.data_engine import DataEngine
-from engines.data.results import Growth
 from engines.rollout.contract import RolloutRequest, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
+from engines.trees.contract import Growth
 from engines.trees.growing import TreeEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -43,8 +43,8 @@ from storage.runs.run_store import RunStore
 from tasks.run.roles.sampling import rollout_spec
 from tasks.run.roles.scoring import data_spec
 from tasks.run.roles.training import train_spec
-from tasks.run.roles.trees import tree_spec
-from tasks.tree import sampling_of
+from tasks.trees.roles import tree_spec
+from tasks.trees.tree import sampling_of
 
 RUN = "benchmark"
 

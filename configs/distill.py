@@ -68,6 +68,11 @@ class DistillConfig(GRPOConfig):
         return self.algorithm.distillation.task_weight > 0
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Those of GRPO, and teachers."""
+        return (*super().features, "teachers")
+
+    @property
     def sharded_stages(self) -> int:
         """Those of GRPO, and the teachers' scores."""
         return super().sharded_stages + 1

@@ -7,6 +7,9 @@ from pydantic import Field
 from configs.base import ModelPath, Settings
 from configs.model import PretrainedModel
 
+# The kind that takes images alone, and one that takes anything.
+NEEDS_IMAGES = ("encoder.kind = transformers", "encoder.kind = projection")
+
 
 class FramesSettings(Settings):
     """Which frames of an episode are looked at; its embedding is the mean over them."""

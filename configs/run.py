@@ -206,6 +206,16 @@ class RunConfig(Settings):
         return self.episodes is not None and self.episodes.sees == "frames"
 
     @property
+    def needs_images(self) -> tuple[str, str] | None:
+        """The setting for which what episodes see has to be an image, and one without; None: none."""
+        return ("episodes.sees = frames", "episodes.sees = text") if self.sees_frames else None
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the features that a run uses; tasks/run/features.py has their records."""
+        return ()
+
+    @property
     def needs_rewards(self) -> bool:
         """Whether a run has to have reward functions."""
         return True

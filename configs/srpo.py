@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from configs.base import Settings
-from configs.encoder import EncoderConfig, ProjectionEncoder
+from configs.encoder import NEEDS_IMAGES, EncoderConfig, ProjectionEncoder
 from configs.engine_rules import KINDS
 from configs.grpo import GRPOConfig
 
@@ -56,6 +56,18 @@ class SRPOConfig(GRPOConfig):
     def keeps_frames(self) -> bool:
         """Always: progress is seen in them."""
         return True
+
+    @property
+    def needs_images(self) -> tuple[str, str] | None:
+        """The setting for which what episodes see has to be an image, and one without; None: none."""
+        if self.sees_frames or self.encoder.kind != "transformers":
+            return super().needs_images
+        return NEEDS_IMAGES
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Those of GRPO, and progress rewards."""
+        return (*super().features, "progress")
 
     @property
     def sharded_stages(self) -> int:

@@ -139,6 +139,11 @@ class TreeConfig(GRPOConfig):
         return {**given, "algorithm": {**algorithm, "advantage": advantage}}
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Those of GRPO, and trees."""
+        return (*super().features, "trees")
+
+    @property
     def segment_tokens(self) -> int:
         """Tokens of a segment."""
         return self.tree.segment_tokens or max(1, self.rollout.max_new_tokens // self.tree.depth)

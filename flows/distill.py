@@ -29,7 +29,7 @@ from tasks.reward import reward_shards
 from tasks.rollout import rollout_shards
 from tasks.run.flow_options import RUN, STEP
 from tasks.run.run import Run, StartedRun
-from tasks.teacher import teacher_shards
+from tasks.teachers.teacher import teacher_shards
 from tasks.train import train
 from tasks.update import update
 

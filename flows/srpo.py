@@ -23,7 +23,7 @@ from tasks.advantage import advantage
 from tasks.commit import sync_and_commit
 from tasks.draw import draw
 from tasks.logprob import logprob
-from tasks.progress import embedding_shards, progress
+from tasks.progress_rewards.progress import embedding_shards, progress
 from tasks.results import RunSummary, StepSummary
 from tasks.reward import reward_shards
 from tasks.rollout import rollout_shards

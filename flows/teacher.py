@@ -49,13 +49,13 @@ def main(words: Sequence[str] = ()) -> int:
 
 def _serve(asked: argparse.Namespace) -> int:
     config = change(TeacherServiceConfig, {}, asked.words)
-    from tasks.launch.teacher_service import serve  # late: a wrong setting is said at once
+    from tasks.teachers.service import serve  # late: a wrong setting is said at once
 
     return serve(config)
 
 
 def _status(asked: argparse.Namespace) -> int:
-    from tasks.commands.teacher import show
+    from tasks.teachers.status import show
 
     return show(asked.url, asked.key_variable, asked.json)
 

@@ -28,7 +28,7 @@ from tasks.reward import reward_shards
 from tasks.run.flow_options import RUN, STEP
 from tasks.run.run import Run, StartedRun
 from tasks.train import train
-from tasks.tree import tree_shards
+from tasks.trees.tree import tree_shards
 from tasks.update import update
 
 

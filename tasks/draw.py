@@ -20,7 +20,7 @@ from storage.runs.commit_log import CarriedGroup
 from tasks.parts import Part, slices, spread
 from tasks.results import Carried, Prompts
 from tasks.run.retries import OPTIONS
-from tasks.run.roles.table import prompters
+from tasks.run.role_table import prompters
 from tasks.run.run import Run
 from tasks.run.stage import Stage
 

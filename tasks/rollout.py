@@ -9,9 +9,9 @@ from prefect import task
 from prefect.futures import PrefectFuture
 
 from tasks.episodes import complete
-from tasks.off_policy import given_shard, off_policy
 from tasks.over_sampling import finished_groups
 from tasks.results import Prompts, Sampled, SampledShards, Unsampled, WholeShards
+from tasks.run.features import PromptShard, features_of
 from tasks.run.retries import OPTIONS
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
@@ -25,22 +25,22 @@ def rollout(run: Run, step: int, prompts: Prompts, shards: ShardRange) -> Sample
     A shard that was finished before, under the same prompts, weights and sampling parameters, is
     read from the store. An attempt goes to the rollout worker that is free first; the worker's
     engine is brought to the current weights first if it lags (a restarted worker). With `episodes`
-    a completion has several turns, between which environments answer. With `off_policy` some shards
-    are answers of the data.
+    a completion has several turns, between which environments answer. A feature may have the samples
+    of a shard without that, such as answers of the data.
     """
-
+    features = features_of(run.config)
     stage = SamplingStage(name="rollout", sampling=run.sampling)
 
     def one(shard: int) -> Sampled | Unsampled:
         begun = prompts.carried.begun_of(shard - 1) if shard <= len(prompts.carried) else None
         before = prompts.shards_before
         rows = prompts.ref.part(shard - 1 - before, shards.of - before)
-        given = off_policy(run.config, step, shard) if begun is None else None
-        found: Sampled | Unsampled
-        if given is None:
+        found: Sampled | Unsampled | None = None
+        if begun is None:
+            own = PromptShard(step=step, number=shard, prompts=rows, n=stage.sampling.n)
+            found = next(filter(None, (one.complete(run, own) for one in features)), None)
+        if found is None:
             found = complete(run, step, rows, stage, shard, begun)
-        else:
-            found = given_shard(run, step, rows, stage, shard, given.column)
         run.progress.shard_done(found.stats.tokens if isinstance(found, Sampled) else 0)
         run.shards.ended(step, shard)
         return found

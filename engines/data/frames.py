@@ -33,6 +33,18 @@ FIRST = "opening_frame"  # column of prompts and samples, [N, *shape]
 FRAME = "frame"
 
 
+def check_images(dtype: str, shape: Sequence[int], asks: str, instead: str) -> None:
+    """ValueError, one sentence, unless frames of this form are images.
+
+    asks: the setting that takes images; instead: one that takes anything.
+    """
+    if dtype != "uint8" or len(shape) != 3 or shape[2] != 3:
+        raise ValueError(
+            f"{asks} takes images, arrays [H, W, 3] of uint8, and the environment's frames are "
+            f"{dtype} {list(shape)}. Make it with params.render_mode = rgb_array, or set {instead}."
+        )
+
+
 def array_of(frame: Frame) -> NDArray[np.generic]:
     """A frame as an array."""
     return np.frombuffer(frame["data"], np.dtype(frame["dtype"])).reshape(frame["shape"])

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from configs.data import DataConfig
 from configs.model import Model
-from configs.tree import TreeSettings
 from engines.rewards.failing_samples import LoggedMetric
 from engines.rewards.runner import RewardCode
 from engines.workers.store_spec import StoreSpec
@@ -46,26 +45,6 @@ class AnswersGiven:
     ref: BatchRef  # the columns of samples; row i belongs to row i // n of the prompts
     prompt_tokens: int
     truncated: int  # samples that were cut
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Growth:
-    """What says how the trees of a shard grow."""
-
-    tree: TreeSettings
-    n: int  # leaves of each
-    seed: int | None  # rollout.seed
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GrownTrees:
-    """The trees of a shard's prompts, and what is sampled next."""
-
-    nodes: BatchRef | None  # a row for each segment so far; None before the first
-    asked: BatchRef | None = None  # rows to go on with; None: the trees have all of their leaves
-    samples: BatchRef | None = None  # then: group_size samples of each prompt
-    truncated: int = 0  # of the samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

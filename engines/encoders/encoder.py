@@ -42,23 +42,6 @@ def looked_at(settings: FramesSettings, frames: Sequence[Seen]) -> Sequence[Seen
     return [frames[i] for i in np.linspace(0, len(frames) - 1, settings.frames, dtype=int)]
 
 
-def check_images(
-    dtype: str,
-    shape: Sequence[int],
-    asks: str = "encoder.kind = transformers",
-    instead: str = "encoder.kind = projection",
-) -> None:
-    """ValueError, one sentence, unless frames of this form are images.
-
-    asks: the setting that takes images; instead: one that takes anything.
-    """
-    if dtype != "uint8" or len(shape) != 3 or shape[2] != 3:
-        raise ValueError(
-            f"{asks} takes images, arrays [H, W, 3] of uint8, and the environment's frames are "
-            f"{dtype} {list(shape)}. Make it with params.render_mode = rgb_array, or set {instead}."
-        )
-
-
 class Projection:
     """y = mean over frames of W x, with W [D, P] of normal numbers with variance 1 / D.
 

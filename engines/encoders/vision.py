@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.encoder import VisionEncoder
-from engines.encoders.encoder import Frames, check_images
+from configs.encoder import NEEDS_IMAGES, VisionEncoder
+from engines.data.frames import check_images
+from engines.encoders.encoder import Frames
 from engines.models import checkpoints
 from engines.processes.user_code import installed
 from engines.progress import report
@@ -68,7 +69,7 @@ class Vision:
         """[D] of one episode's frames, [H, W, 3] of 8 bits each."""
         import torch
 
-        check_images(str(frames[0].dtype), frames[0].shape)
+        check_images(str(frames[0].dtype), frames[0].shape, *NEEDS_IMAGES)
         if self._video:
             return self._embed_video(frames)
         total = torch.zeros(self.dim, dtype=torch.float64)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from pydantic import Field
 
 from configs.model import Model
+from configs.tree import TreeSettings
 from engines.workers.engine import Engine
 from engines.workers.store_spec import StoreSpec
-
-if TYPE_CHECKING:
-    from engines.data.results import GrownTrees, Growth
-    from storage.batches.refs import BatchRef
+from storage.batches.refs import BatchRef
 
 
 class TreeSpec(StoreSpec):
@@ -21,6 +19,26 @@ class TreeSpec(StoreSpec):
 
     model: Model = Field(description="The model, for its tokenizer.")
     model_cache: str = Field(description="Directory for models that are converted or drawn.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """What says how the trees of a shard grow."""
+
+    tree: TreeSettings
+    n: int  # leaves of each
+    seed: int | None  # rollout.seed
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrownTrees:
+    """The trees of a shard's prompts, and what is sampled next."""
+
+    nodes: BatchRef | None  # a row for each segment so far; None before the first
+    asked: BatchRef | None = None  # rows to go on with; None: the trees have all of their leaves
+    samples: BatchRef | None = None  # then: group_size samples of each prompt
+    truncated: int = 0  # of the samples
 
 
 class TreeGrower(Engine):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from configs.tree import TreeSettings
-from engines.data.results import GrownTrees, Growth
 from engines.rollout.samples import (
     NOTHING,
     PROMPT_COLUMNS,
@@ -25,7 +24,7 @@ from engines.rollout.samples import (
     read_begun,
     token_columns,
 )
-from engines.trees.contract import TreeGrower, TreeSpec
+from engines.trees.contract import GrownTrees, Growth, TreeGrower, TreeSpec
 from engines.trees.plan import Branch, Node, Noise, branches, leaves, path_of, settled
 from storage.batches.columns import SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef

@@ -44,8 +44,8 @@ from tasks.run.packages import check_packages
 from tasks.run.preflight import check_lengths
 from tasks.run.preflight_data import check_suites, odd_suites
 from tasks.run.recorded_flow import settings_of
+from tasks.run.role_table import variables_of
 from tasks.run.roles.sampling import rollouts_of
-from tasks.run.roles.table import variables_of
 from tasks.run.suite import Suite
 
 

@@ -39,10 +39,10 @@ from tasks.reward import score
 from tasks.run.flow_options import TaskThreads, result_of
 from tasks.run.metrics import pools_of
 from tasks.run.retries import OPTIONS, attempted
+from tasks.run.role_table import prompters
 from tasks.run.roles.role import ByRole
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER
-from tasks.run.roles.table import prompters
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage

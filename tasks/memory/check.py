@@ -7,71 +7,59 @@ what there is (places.py). A run that cannot fit is refused with the setting tha
 
 from __future__ import annotations
 
-from configs.cluster.cluster import Role
+from collections.abc import Mapping
+
 from configs.grpo import GRPOConfig
-from engines.models.facts import ModelShape, model_facts
+from engines.models.facts import model_facts
 from engines.workers.out_of_memory import size_of
-from tasks.memory.holders import (
-    Vllm,
-    judge_bytes,
-    plan_of,
-    reward_model_bytes,
-    rollout_bytes,
-    seeing_bytes,
-    teacher_bytes,
-    train_roles,
-    vllms,
-)
+from tasks.memory.holders import Demand, HoldersOf, Ranks, Vllm, plan_of
 from tasks.memory.places import gpu_limit, places
 from tasks.memory.remedies import too_large
 from tasks.memory.vllm_shares import no_room
 
 
-def check_memory(config: GRPOConfig) -> list[str]:
-    """What the plan says, line by line; ValueError, in one sentence, where it cannot fit."""
+def check_memory(config: GRPOConfig, of_features: tuple[HoldersOf, ...] = ()) -> list[str]:
+    """What the plan says, line by line; ValueError, in one sentence, where it cannot fit.
+
+    of_features: what those of the run add to it.
+    """
     facts = model_facts(config.model)
     shape = None if facts is None else facts.shape
     if shape is None:
         return ["no plan: the model's files do not say its sizes, or not as Llama's do"]
-    found = list(places(config, shape))
+    demand = Demand(config=config, shape=shape, of_features=of_features)
+    found = list(places(demand))
     for place in found:
         if not place.fits:
-            raise ValueError(too_large(config, shape, place))
-    if said := no_room(config, shape):
+            raise ValueError(too_large(demand, place))
+    if said := no_room(demand):
         raise ValueError(said)
-    lines = [_of_role(config, of, role, name) for role, name, of in train_roles(config, shape)]
-    on_gpus = list(vllms(config, shape))
-    apart = {one.whose for one in on_gpus}
-    lines += [
-        f"{role}, each engine: {_listed(rollout_bytes(config, shape, role))}"
-        for role in config.sampling_roles
-        if role not in apart
-    ]
-    lines += [_of_vllm(config, one) for one in on_gpus]
-    lines += [
-        f"{name}, each engine: {_listed(each)}" for name, each in teacher_bytes(config, shape)
-    ]
-    if taken := {**reward_model_bytes(config), **judge_bytes(config)}:
-        lines.append(f"reward_model, each worker: {_listed(taken)}")
-    if seeing := seeing_bytes(config):
-        lines.append(f"encoder, each worker: {_listed(seeing)}")
+    lines = [_of_ranks(config, ranks) for ranks in demand.ranks()]
+    of_workers: list[str] = []
+    for engine in demand.worker_engines():
+        if engine.line is None:
+            of_workers[-1] += f", {_listed(engine.sizes)}"
+        else:
+            of_workers.append(f"{engine.line}: {_listed(engine.sizes)}")
+    lines += of_workers
+    lines += [_of_vllm(config, one) for one in demand.vllms()]
     for place in found:
         bound = "" if place.limit is None else f" of {size_of(place.limit)} ({place.limited_by})"
         lines.append(f"{place.what}: {size_of(place.planned)}{bound}")
     return lines
 
 
-def _of_role(config: GRPOConfig, shape: ModelShape, role: Role, name: str) -> str:
-    pool = config.cluster.pools[config.cluster.roles.pool_of(role)]
-    plan = plan_of(config, shape, role)
-    several = pool.workers > 1 and role != "aggregator"
+def _of_ranks(config: GRPOConfig, of: Ranks) -> str:
+    pool = config.cluster.pools[config.cluster.roles.pool_of(of.role)]
+    plan = plan_of(config, of.shape, of.role)
+    several = pool.workers > 1 and of.role != "aggregator"
     ranks = f"each of {pool.workers} ranks" if several else "its rank"
-    if role == "actor" and config.train.engine == "elastic":
+    if of.role == "actor" and config.train.engine == "elastic":
         ranks = "each worker"
     stages = ", ".join(f"{stage} {size_of(size)}" for stage, size in plan.stages.items())
     host = f"; on the host {_listed(plan.host)}" if plan.host else ""
     return (
-        f"{name}, {ranks}: holds {_listed(plan.held)}; in an update {_listed(plan.passing)}; at "
+        f"{of.name}, {ranks}: holds {_listed(plan.held)}; in an update {_listed(plan.passing)}; at "
         f"most in {stages}{host}"
     )
 
@@ -91,5 +79,5 @@ def _of_vllm(config: GRPOConfig, vllm: Vllm) -> str:
     )
 
 
-def _listed(sizes: dict[str, int]) -> str:
+def _listed(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{what} {size_of(size)}" for what, size in sizes.items() if size)

@@ -1,23 +1,21 @@
-"""What each role of a run holds in memory, by its settings and its model's shape.
+"""What engines hold in memory: a record for each, and those that any run may have.
 
-The plan of a train rank is engines/train/memory_plan.py's, that of an engine that samples
-engines/rollout/memory_plan.py's; here they are asked with what the run's settings say.
+A feature adds those of its own roles (tasks/run/features.py). The plan of a train rank is
+engines/train/memory_plan.py's, that of an engine that samples engines/rollout/memory_plan.py's; here
+they are asked with what the run's settings say.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from configs.cluster.cluster import Role
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.model import Model
 from configs.rollout import RolloutConfig
-from configs.srpo import SRPOConfig
-from configs.teachers import TeacherConfig
-from engines.encoders.memory_plan import encoder_bytes
 from engines.models.facts import ModelShape, model_facts
 from engines.rollout.memory_plan import BYTES, UNPLANNED, VllmShare, engine_bytes, vllm_share
 from engines.train.memory_plan import (
@@ -32,15 +30,46 @@ from engines.train.memory_plan import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """A model of the train engine, on every rank of a role's pool."""
+
+    role: Role
+    name: str  # actor, teacher NAME
+    shape: ModelShape
+    remedy: str | None = None  # where a pool that is not the actor's cannot hold it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerEngine:
+    """What is on each worker of a role's pool and is neither a rank nor a vLLM on GPUs."""
+
+    role: Role
+    whose: str  # rollout, teacher NAME, or a judge's label
+    sizes: Mapping[str, int]  # bytes, by what they are for
+    line: str | None  # how its line in the plan begins; None: it stands in the line before
+    by_name: bool = True  # whether a place lists the sizes as `whose`'s
+    libraries: bool = False  # whether torch and its heap are counted beside it on a CPU
+    remedy: Callable[[str], str]  # of what is largest, what to set
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes, by what a place calls them."""
+        begin = f"{self.whose}'s " if self.by_name else ""
+        return {f"{begin}{what}": size for what, size in self.sizes.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Vllm:
     """A vLLM on each worker of a pool with GPUs."""
 
+    role: Role
     whose: str  # rollout, opponent, evaluation, teacher NAME, or a judge's label
     pool: str
     settings: RolloutConfig
     named: str  # where these settings are: rollout, teachers.NAME.engine, rewards.functions[]
     shape: ModelShape | None  # of its model; None: not known here
     longest: int  # tokens of a sample, or of a judge's question and answer
+    remedy: str | None = None  # None: its share is that of the engines that sample
 
     @property
     def holder(self) -> str:
@@ -55,21 +84,122 @@ class Vllm:
         return vllm_share(self.settings, self.shape, self.longest, gpu)
 
 
-def train_roles(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[Role, str, ModelShape]]:
-    """Roles of the train engine, what their models are called, and the sizes of these.
+Holder: TypeAlias = Ranks | WorkerEngine | Vllm
+# Those that a feature adds, by the settings and the policy's sizes.
+HoldersOf: TypeAlias = Callable[[GRPOConfig, ModelShape], Iterable[Holder]]
 
-    Of several teachers each. One whose sizes are not known here is not counted; one that is a policy
-    version has the model's.
-    """
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """All that the engines of a run hold."""
+
+    config: GRPOConfig
+    shape: ModelShape  # of the policy
+    of_features: tuple[HoldersOf, ...] = ()
+
+    def under(self, config: GRPOConfig) -> Demand:
+        """The same under other settings."""
+        return replace(self, config=config)
+
+    def holders(self) -> Iterator[Holder]:
+        """Each, in the order in which the plan tells of them."""
+        yield from _policy_holders(self.config, self.shape)
+        for holders in self.of_features:
+            yield from holders(self.config, self.shape)
+        yield from _reward_holders(self.config)
+
+    def ranks(self) -> list[Ranks]:
+        """Of the train engine."""
+        return [one for one in self.holders() if isinstance(one, Ranks)]
+
+    def worker_engines(self) -> list[WorkerEngine]:
+        """Of all others but vLLM on GPUs."""
+        return [one for one in self.holders() if isinstance(one, WorkerEngine)]
+
+    def vllms(self) -> list[Vllm]:
+        """On GPUs."""
+        return [one for one in self.holders() if isinstance(one, Vllm)]
+
+
+def _policy_holders(config: GRPOConfig, shape: ModelShape) -> Iterator[Holder]:
+    """Of the roles that have the policy's sizes: what trains, the reference, and what samples."""
     for role in (*config.trained_roles, *config.frozen_roles):
         if role != "teacher":
-            yield role, role, shape
+            yield Ranks(role=role, name=role, shape=shape)
     if config.train.engine == "elastic":  # any worker of its pool may be it
-        yield "aggregator", "aggregator", shape
-    if isinstance(config, DistillConfig) and not config.vllm_teachers:
-        for name in config.own_teachers:
-            if (own := _shape_of_teacher(config.teachers[name], shape)) is not None:
-                yield "teacher", f"teacher {name}", own
+        yield Ranks(role="aggregator", name="aggregator", shape=shape)
+    for role in config.sampling_roles:
+        pool = config.cluster.roles.pool_of(role)
+        if config.rollout.engine == "vllm" and config.cluster.pools[pool].gpus:
+            yield Vllm(
+                role=role,
+                whose=role,
+                pool=pool,
+                settings=config.rollout,
+                named="rollout",
+                shape=shape,
+                longest=config.longest_sequence,
+            )
+        else:
+            yield WorkerEngine(
+                role=role,
+                whose=role,
+                sizes=rollout_bytes(config, shape, role),
+                line=f"{role}, each engine",
+                remedy=lambda what: "Set rollout.kv_cache_gib lower.",
+            )
+
+
+def _reward_holders(config: GRPOConfig) -> Iterator[Holder]:
+    """Of reward models, and of judges that the run starts itself."""
+    pool = config.cluster.roles.pool_of("reward_model")
+    on_gpu = config.cluster.pools[pool].gpus > 0 if pool in config.cluster.pools else False
+    line: str | None = "reward_model, each worker"
+    if sizes := reward_model_bytes(config):
+        yield WorkerEngine(
+            role="reward_model",
+            whose="reward models",
+            sizes=sizes,
+            line=line,
+            by_name=False,
+            libraries=True,
+            remedy=_smaller_reward_models,
+        )
+        line = None
+    for judge in config.rewards.judges:
+        remedy = (
+            "Set kv_cache_gib of the judge (rewards.functions[]), on a GPU "
+            "gpu_memory_utilization, lower."
+        )
+        shape = shape_of(judge.checkpoint)
+        if on_gpu and judge.engine == "vllm":
+            yield Vllm(
+                role="reward_model",
+                whose=judge.label,
+                pool=pool,
+                settings=judge.rollout,
+                named="rewards.functions[]",
+                shape=shape,
+                longest=judge.max_length,
+                remedy=remedy,
+            )
+        elif shape is not None:
+            taken = engine_bytes(judge.rollout, shape, judge.max_sequences, judge.max_length)
+            yield WorkerEngine(
+                role="reward_model",
+                whose=judge.label,
+                sizes={f"{judge.label}'s {what}": size for what, size in taken.items()},
+                line=line,
+                by_name=False,
+                remedy=lambda what, said=remedy: said,  # type: ignore[misc]
+            )
+            line = None
+
+
+def _smaller_reward_models(what: str) -> str:
+    if what == "reward models' batch":
+        return "Set batch_tokens of the reward model (rewards.functions[]) lower."
+    return "Set cluster.roles.reward_model to a larger pool, or take a smaller model."
 
 
 def plan_of(config: GRPOConfig, shape: ModelShape, role: Role) -> MemoryPlan:
@@ -135,69 +265,6 @@ def rollout_bytes(config: GRPOConfig, shape: ModelShape, role: Role = "rollout")
     return engine_bytes(config.rollout, shape, most, longest)
 
 
-def vllms(config: GRPOConfig, shape: ModelShape) -> Iterator[Vllm]:
-    """Every vLLM on GPUs: of what samples, of teachers, and of judges."""
-    pool_of, pools = config.cluster.roles.pool_of, config.cluster.pools
-    for role in config.sampling_roles if config.rollout.engine == "vllm" else ():
-        if pools[pool_of(role)].gpus:
-            yield Vllm(
-                whose=role,
-                pool=pool_of(role),
-                settings=config.rollout,
-                named="rollout",
-                shape=shape,
-                longest=config.longest_sequence,
-            )
-    teaching = config.vllm_teachers if isinstance(config, DistillConfig) else {}
-    for name, engine in teaching.items() if teaching and pools[pool_of("teacher")].gpus else ():
-        assert isinstance(config, DistillConfig)
-        yield Vllm(
-            whose=f"teacher {name}",
-            pool=pool_of("teacher"),
-            settings=engine.engine_of(config.rollout, 0),
-            named=f"teachers.{name}.engine",
-            shape=_shape_of_teacher(config.teachers[name], shape),
-            longest=config.longest_sequence,
-        )
-    pool = pool_of("reward_model")
-    for judge in config.rewards.judges if pools[pool].gpus else ():
-        if judge.engine == "vllm":
-            yield Vllm(
-                whose=judge.label,
-                pool=pool,
-                settings=judge.rollout,
-                named="rewards.functions[]",
-                shape=_shape_of(judge.checkpoint),
-                longest=judge.max_length,
-            )
-
-
-def judge_bytes(config: GRPOConfig) -> dict[str, int]:
-    """What the judges on a worker hold, but for those in a vLLM on GPUs."""
-    on_gpu = config.cluster.pools[config.cluster.roles.pool_of("reward_model")].gpus > 0
-    found: dict[str, int] = {}
-    for judge in config.rewards.judges:
-        shape = _shape_of(judge.checkpoint)
-        if shape is None or (on_gpu and judge.engine == "vllm"):
-            continue
-        taken = engine_bytes(judge.rollout, shape, judge.max_sequences, judge.max_length)
-        found.update({f"{judge.label}'s {what}": size for what, size in taken.items()})
-    return found
-
-
-def teacher_bytes(config: GRPOConfig, shape: ModelShape) -> Iterator[tuple[str, dict[str, int]]]:
-    """What each teacher in vLLM holds, by its name, but on GPUs; those whose sizes are known here."""
-    if not isinstance(config, DistillConfig) or not config.vllm_teachers:
-        return
-    if config.cluster.pools[config.cluster.roles.pool_of("teacher")].gpus:
-        return
-    for name, engine in config.vllm_teachers.items():
-        own = _shape_of_teacher(config.teachers[name], shape)
-        if own is not None:
-            settings, most = engine.engine_of(config.rollout, 0), engine.max_sequences
-            yield f"teacher {name}", engine_bytes(settings, own, most, config.longest_sequence)
-
-
 def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     """What the reward models hold, and a batch of the largest needs; {} where no files are here.
 
@@ -206,7 +273,7 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     """
     weights, batches = 0, [0]
     for reward in config.rewards.models:
-        shape, size = _shape_of(reward.checkpoint), BYTES[reward.dtype]
+        shape, size = shape_of(reward.checkpoint), BYTES[reward.dtype]
         if shape is None:
             continue
         inside = shape.layers * shape.layer_parameters + (shape.vocabulary + 2) * shape.hidden
@@ -218,16 +285,7 @@ def reward_model_bytes(config: GRPOConfig) -> dict[str, int]:
     return {"reward models' weights": weights, "reward models' batch": max(batches)}
 
 
-def seeing_bytes(config: GRPOConfig) -> dict[str, int]:
-    """What the encoder of episodes takes; {} where there is none, or its files are not here."""
-    return encoder_bytes(config.encoder) if isinstance(config, SRPOConfig) else {}
-
-
-def _shape_of_teacher(teacher: TeacherConfig, shape: ModelShape) -> ModelShape | None:
-    return shape if teacher.model is None else _shape_of(teacher.model)
-
-
-def _shape_of(model: Model) -> ModelShape | None:
+def shape_of(model: Model) -> ModelShape | None:
     """The sizes of a model beside the policy; None where its files are not here, or are wrong."""
     with contextlib.suppress(ValueError):  # which is said where rewards are checked
         facts = model_facts(model)

@@ -6,19 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from configs.grpo import GRPOConfig
-from engines.models.facts import ModelShape
 from engines.rollout.memory_plan import GIB
 from engines.train.resident_memory import LIBRARIES
-from tasks.memory.holders import (
-    judge_bytes,
-    plan_of,
-    reward_model_bytes,
-    rollout_bytes,
-    seeing_bytes,
-    teacher_bytes,
-    train_roles,
-    vllms,
-)
+from tasks.memory.holders import Demand, plan_of
 from tasks.memory.machine_memory import gpu_memory, host_memory
 
 
@@ -47,16 +37,17 @@ class Place:
         return self.limit is None or self.planned <= self.limit
 
 
-def places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
+def places(demand: Demand) -> Iterator[Place]:
     """Every GPU of another pool, and the machine or the workers' jobs."""
+    config = demand.config
     machine: dict[str, int] = {}  # of this machine, by holder
     for name in sorted(config.used_pools):
         pool = config.cluster.pools[name]
-        of_gpu, of_host = _of_worker(config, shape, name)
+        of_gpu, of_host = _of_worker(demand, name)
         if pool.gpus:
             total, source = gpu_limit(config, name)
             if total is not None:
-                for vllm in vllms(config, shape):
+                for vllm in demand.vllms():
                     if vllm.pool == name:
                         share = vllm.settings.gpu_memory_utilization
                         of_gpu[vllm.holder] = int(share * total)
@@ -79,48 +70,37 @@ def places(config: GRPOConfig, shape: ModelShape) -> Iterator[Place]:
         yield Place(what="this machine", limit=limit, limited_by=source, taken=machine)
 
 
-def _of_worker(
-    config: GRPOConfig, shape: ModelShape, name: str
-) -> tuple[dict[str, int], dict[str, int]]:
+def _of_worker(demand: Demand, name: str) -> tuple[dict[str, int], dict[str, int]]:
     """What a worker of a pool takes of its GPU, but for vLLM's share, and of the host, by holder.
 
     Roles that share a process take turns: of what they need in passing the largest counts.
     """
-    roles = config.cluster.roles
-    pool = config.cluster.pools[name]
+    config = demand.config
+    pool, pool_of = config.cluster.pools[name], config.cluster.roles.pool_of
     held: dict[str, int] = {}
     host: dict[str, int] = {}
     passing: dict[str, int] = {}
     holes = 0
-    for role, whose, own in train_roles(config, shape):
-        if roles.pool_of(role) != name:
+    for ranks in demand.ranks():
+        if pool_of(ranks.role) != name:
             continue
-        plan = plan_of(config, own, role)
+        plan, whose = plan_of(config, ranks.shape, ranks.role), ranks.name
         held.update({f"{whose}'s {what}": size for what, size in plan.held.items() if size})
         host.update({f"{whose}'s {what}": size for what, size in plan.host.items()})
         holes = max(holes, plan.holes)
         if plan.passing_peak >= sum(passing.values()):
             largest = max(plan.passing, key=lambda what: plan.passing[what])
             passing = {f"{whose}'s {largest} and what else an update needs": plan.passing_peak}
-    sampling: dict[str, int] = {}
-    for role in config.sampling_roles:
-        if name == roles.pool_of(role) and not (pool.gpus and config.rollout.engine == "vllm"):
-            taken = rollout_bytes(config, shape, role)
-            sampling |= {f"{role}'s {what}": size for what, size in taken.items()}
-    if name == roles.pool_of("teacher"):
-        for teacher, taken in teacher_bytes(config, shape):
-            sampling |= {f"{teacher}'s {what}": size for what, size in taken.items()}
     device = {**held, **passing}
-    if config.rewards.on_engines and name == roles.pool_of("reward_model"):
-        device.update(reward_model_bytes(config))
-        sampling.update(judge_bytes(config))
-    if name == roles.pool_of("encoder"):
-        device.update(seeing_bytes(config))
+    beside: dict[str, int] = {}
+    for engine in demand.worker_engines():
+        if pool_of(engine.role) == name:
+            (device if engine.libraries else beside).update(engine.held)
     if pool.gpus:
-        return {**device, **sampling}, host
+        return {**device, **beside}, host
     if device:
         device["holes in the heap and libraries"] = holes + LIBRARIES
-    return {}, {**device, **sampling}
+    return {}, {**device, **beside}
 
 
 def _in_turn(taken: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:

@@ -11,12 +11,11 @@ from typing import TypeAlias
 
 from pydantic import ValidationError
 
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.lora import LoraConfig
 from engines.models.facts import ModelShape
 from engines.workers.out_of_memory import size_of
-from tasks.memory.holders import episode_tokens
+from tasks.memory.holders import Demand, Vllm, WorkerEngine, episode_tokens
 from tasks.memory.places import Place, places
 from tasks.memory.vllm_shares import smaller_share
 
@@ -25,48 +24,35 @@ FEW_LOGITS = 256  # tokens, for train.logit_chunk_tokens
 Settings: TypeAlias = Mapping[str, object]  # of the train engine, by name
 
 
-def too_large(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
+def too_large(demand: Demand, place: Place) -> str:
     """What such a place has to hold, has, and what to set."""
     assert place.limit is not None
     said = (
         f"By the memory plan {place.what} has to hold {size_of(place.planned)}, and has "
         f"{size_of(place.limit)} ({place.limited_by}); most of it for {place.largest}."
     )
-    if place.largest in ("vLLM", "opponent's vLLM", "evaluation's vLLM"):
-        return f"{said} {smaller_share(config, shape, place)}"
-    if place.largest.startswith(("rollout", "opponent", "evaluation")):
-        return f"{said} Set rollout.kv_cache_gib lower."
-    if place.largest == "reward models' batch":
-        return f"{said} Set batch_tokens of the reward model (rewards.functions[]) lower."
-    if any(place.largest.startswith(f"{judge.label}'s ") for judge in config.rewards.judges):
-        return (
-            f"{said} Set kv_cache_gib of the judge (rewards.functions[]), on a GPU "
-            "gpu_memory_utilization, lower."
-        )
-    for teacher in config.vllm_teachers if isinstance(config, DistillConfig) else ():
-        if place.largest.startswith(f"teacher {teacher}'s "):
-            where = f"teachers.{teacher}.engine"
-            return f"{said} Set {where}.kv_cache_gib, on a GPU gpu_memory_utilization, lower."
-    if place.largest == "encoder's frames":
-        return f"{said} Set encoder.frames lower."
-    if place.largest == "encoder's weights":
-        return f"{said} Set cluster.roles.encoder to a larger pool, or take a smaller encoder."
-    if place.largest == "reward models' weights":
-        return f"{said} Set cluster.roles.reward_model to a larger pool, or take a smaller model."
-    pool_of = config.cluster.roles.pool_of
-    own = "teacher" in config.frozen_roles and pool_of("teacher") != pool_of("actor")
-    if own and place.what.endswith(f" of pool {pool_of('teacher')}"):
-        return f"{said} Set cluster.roles.teacher to a pool with more workers."
-    return f"{said} {_of_train_engine(config, shape, place)}"
+    for holder in demand.holders():
+        if isinstance(holder, Vllm) and place.largest == holder.holder:
+            return f"{said} {holder.remedy or smaller_share(demand, place)}"
+        if isinstance(holder, WorkerEngine) and place.largest in holder.held:
+            return f"{said} {holder.remedy(place.largest)}"
+    pool_of = demand.config.cluster.roles.pool_of
+    for ranks in demand.ranks():
+        pool = pool_of(ranks.role)
+        own = pool != pool_of("actor") and place.what.endswith(f" of pool {pool}")
+        if ranks.remedy is not None and own:
+            return f"{said} {ranks.remedy}"
+    return f"{said} {_of_train_engine(demand, place)}"
 
 
-def _of_train_engine(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
+def _of_train_engine(demand: Demand, place: Place) -> str:
     """The settings of the train engine that are enough, and where those are ranks an adapter too."""
-    fitting = {one.what for one in places(config, shape) if one.fits} | {place.what}
+    config, shape = demand.config, demand.shape
+    fitting = {one.what for one in places(demand) if one.fits} | {place.what}
 
     def size_with(changed: GRPOConfig) -> str | None:
         """What the place has to hold then; None where it, or another that could, cannot."""
-        found = {one.what: one for one in places(changed, shape)}
+        found = {one.what: one for one in places(demand.under(changed))}
         enough = all(found[what].fits for what in fitting if what in found)
         return size_of(found[place.what].planned) if enough and _valid(changed) else None
 

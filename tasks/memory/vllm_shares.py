@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from configs.grpo import GRPOConfig
-from engines.models.facts import ModelShape
 from engines.workers.out_of_memory import size_of
-from tasks.memory.holders import Vllm, vllms
+from tasks.memory.holders import Demand, Vllm
 from tasks.memory.places import Place, gpu_limit, places
 
 MOST = 0.95  # of a GPU: no share above it is named
 PARTS = (2, 4, 8, 16)  # GPUs of an engine
 
 
-def no_room(config: GRPOConfig, shape: ModelShape) -> str | None:
+def no_room(demand: Demand) -> str | None:
     """Of a vLLM whose share leaves no room for one longest sample, which could not start."""
-    for vllm in vllms(config, shape):
-        gpu, _ = gpu_limit(config, vllm.pool)
+    for vllm in demand.vllms():
+        gpu, _ = gpu_limit(demand.config, vllm.pool)
         share = vllm.share(gpu)
         if gpu is None or share is None or share.samples:
             continue
@@ -27,7 +25,7 @@ def no_room(config: GRPOConfig, shape: ModelShape) -> str | None:
             f"{vllm.pool} ({_utilization(vllm)} = {vllm.settings.gpu_memory_utilization:g}), of "
             f"which weights take {size_of(share.weights)}, and has to hold the keys and values of at "
             f"least one sample of {share.longest} tokens, {size_of(share.longest * share.token)}. "
-            f"{_larger_share(config, shape, vllm, gpu)}"
+            f"{_larger_share(demand, vllm, gpu)}"
         )
     return None
 
@@ -38,18 +36,17 @@ def _utilization(vllm: Vllm) -> str:
     return f"{vllm.named}.gpu_memory_utilization{of}"
 
 
-def _larger_share(config: GRPOConfig, shape: ModelShape, vllm: Vllm, gpu: int) -> str:
+def _larger_share(demand: Demand, vllm: Vllm, gpu: int) -> str:
     """The smallest share with which a longest sample fits, of as few GPUs as there must be."""
-    beside = 0
-    for place in () if config.cluster.share_devices else places(config, shape):
+    config, beside = demand.config, 0
+    for place in () if config.cluster.share_devices else places(demand):
         if place.what == f"a GPU of pool {vllm.pool}":
             beside = place.planned - place.taken[vllm.holder]
     most = min(MOST, (gpu - beside) / gpu)
     if (least := _least(vllm, gpu)) <= most:
         return f"Set {_utilization(vllm)} to {least:g} or more."
     if vllm.named != "rollout":
-        role = "teacher" if vllm.named.startswith("teachers.") else "reward_model"
-        return f"Set cluster.roles.{role} to a pool of larger GPUs, or take a smaller model."
+        return f"Set cluster.roles.{vllm.role} to a pool of larger GPUs, or take a smaller model."
     of = config.cluster.roles.pool_of
     if any(of(role) == vllm.pool for role in (*config.trained_roles, *config.frozen_roles)):
         return (
@@ -57,7 +54,7 @@ def _larger_share(config: GRPOConfig, shape: ModelShape, vllm: Vllm, gpu: int) -
             "GPUs."
         )
     for parts in PARTS:
-        if parts <= vllm.settings.tensor_parallel_size or shape.heads % parts:
+        if parts <= vllm.settings.tensor_parallel_size or demand.shape.heads % parts:
             continue
         split = vllm.settings.model_copy(update={"tensor_parallel_size": parts})
         least = _least(replace(vllm, settings=split), gpu)
@@ -75,13 +72,11 @@ def _least(vllm: Vllm, gpu: int) -> float:
     return math.ceil(100 * share.least / gpu) / 100
 
 
-def smaller_share(config: GRPOConfig, shape: ModelShape, place: Place) -> str:
+def smaller_share(demand: Demand, place: Place) -> str:
     """What to set where vLLMs that sample take most of a GPU that cannot hold all."""
-    gpu = place.limit
+    config, gpu = demand.config, place.limit
     assert gpu is not None
-    mine = [
-        one for one in vllms(config, shape) if one.holder in place.taken and one.named == "rollout"
-    ]
+    mine = [one for one in demand.vllms() if one.holder in place.taken and one.named == "rollout"]
     others = place.planned - sum(place.taken[one.holder] for one in mine)
     most = math.floor(100 * (gpu - others) / gpu / len(mine)) / 100
     apart = f"cluster.roles.{mine[-1].whose} to a pool of its own"

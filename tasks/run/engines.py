@@ -19,10 +19,10 @@ from engines.workers.spent import SpentOfPool, SpentSince
 from storage.objects.usage import COUNTER, Usage
 from tasks.reporting.run_log import WORKERS, folder_of
 from tasks.results import Metrics
+from tasks.run.features import features_of
+from tasks.run.role_table import roles_of, variables_of
 from tasks.run.roles.role import C, Clients, EngineRole
 from tasks.run.roles.sampling import ROLLOUT
-from tasks.run.roles.table import roles_of, variables_of
-from tasks.run.roles.teachers import SERVICES
 from tasks.run.roles.training import ACTOR, CRITIC
 
 if TYPE_CHECKING:
@@ -159,12 +159,11 @@ class Engines:
             yield
 
     def asked(self) -> Metrics:
-        """What services have done for the run since the last look; of a teacher each."""
-        return {
-            f"teacher_service/{name}/{what}": number
-            for name, service in (self.get(SERVICES) or {}).items()
-            for what, number in service.used().items()
-        }
+        """What the features' engines have done for the run since the last look."""
+        metrics: Metrics = {}
+        for feature in features_of(self.run.config):
+            metrics |= feature.metrics(self.clients)
+        return metrics
 
     def turns(self) -> Metrics:
         """Seconds and bytes of the turns on shared devices since the last look, by role."""

@@ -37,12 +37,12 @@ from tasks.results import Carried
 from tasks.run.code_changes import FIELD as CODE_FILES
 from tasks.run.code_changes import code_files
 from tasks.run.continue_from import NothingNew, beginning, first_cursor
+from tasks.run.features import features_of
 from tasks.run.forking import origin_of_fork
 from tasks.run.meaning_changes import FIELD as MEANINGS
 from tasks.run.opponent import frozen_version
 from tasks.run.packages import installed
 from tasks.run.resuming import check_resumable, going_on_as
-from tasks.run.teachers import keep_versions, pinned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,8 @@ def open_run(
     elif config.continue_from is not None:
         origin, seen = beginning(config)
     if resume is None:
-        config = pinned(store, config)
+        for feature in features_of(config):
+            config = feature.pin(store, config)
     opened = OpenedRun(
         name=files.run,
         flow=flow,
@@ -234,7 +235,8 @@ def begin(opened: OpenedRun, position: Position) -> None:
     if opened.opponent is not None:
         record[OPPONENT] = opened.opponent.model_dump(mode="json")
     files.write_run(record)
-    keep_versions(files, opened.config)
+    for feature in features_of(opened.config):
+        feature.begin(files, opened.config)
     if origin is not None:
         pin(files, origin)
     if opened.opponent is not None:

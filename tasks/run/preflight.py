@@ -11,27 +11,23 @@ from typing import TYPE_CHECKING
 
 from configs.cluster.cluster import Role
 from configs.credentials import credential_sentence
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.guards import check_rollbacks
 from configs.model import RandomModel
 from configs.new_run import check_finite, check_new_run, warnings_of
 from configs.optional_packages import pip_install
 from configs.rollout import RolloutConfig
-from configs.srpo import SRPOConfig
 from configs.storage import TrackingConfig
 from engines.processes.other_users import other_people
-from engines.rollout.memory_plan import BYTES
 from engines.train.model.compiled import check_compiling
 from tasks.memory.check import check_memory
+from tasks.run.features import features_of
 from tasks.run.findings import Finding, PreflightError
-from tasks.run.packages import check_packages, installed, teachers_in_vllm
+from tasks.run.packages import check_packages, installed
+from tasks.run.vllm_checks import check_vllm_on_cpu
 
 if TYPE_CHECKING:
     from engines.models.facts import ModelFacts
-
-# vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def check(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
@@ -52,7 +48,7 @@ def check_settings(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     try:
         packages, devices = check_packages(config), check_devices(config)
         model = check_lengths(config, resumed)
-        memory = check_memory(config)
+        memory = check_memory(config, tuple(one.holders for one in features_of(config)))
         check_rollbacks(config, config.guards)
         check_finite(config)
         if not resumed:
@@ -86,7 +82,6 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
     from tasks.run.preflight_data import (
         answers_not_begun,
         check_data,
-        check_progress,
         odd_references,
     )
 
@@ -95,9 +90,7 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         data, rewards = check_data(config, resumed)
         odd = odd_references(config)
         begun = answers_not_begun(config)
-        taught = _check_teachers(config)
-        if isinstance(config, SRPOConfig):
-            taught = [*taught, Finding(check="encoder", found=check_progress(config))]
+        of_features = [one for feature in features_of(config) for one in feature.check(config)]
         from engines.clusters.opening import check_cluster  # Dask, of no use if the data are bad
 
         cluster = check_cluster(config.cluster.model_copy(update={"pools": pools}))
@@ -112,7 +105,7 @@ def check_world(config: GRPOConfig, resumed: bool = False) -> list[Finding]:
         Finding(check="rewards", found=rewards),
         *(Finding(check="references", found=sentence, warning=True) for sentence in odd),
         *([] if begun is None else [Finding(check="template", found=begun, warning=True)]),
-        *taught,
+        *of_features,
         Finding(check="placement", found=cluster),
         *_check_neighbours(config),
         Finding(check="store", found=f"{store.uri}: an object was written, read and removed"),
@@ -158,26 +151,6 @@ def _check_port(config: TrackingConfig) -> None:
         ) from error
 
 
-def _check_teachers(config: GRPOConfig) -> list[Finding]:
-    """The checks of a distillation's teachers; nothing in other runs."""
-    if not isinstance(config, DistillConfig):
-        return []
-    from engines.models.facts import model_facts
-    from storage.objects.store import Store
-    from storage.prompts.datasets import open_source
-    from tasks.run.teachers import check_teachers, resolved
-
-    store = Store(config.store.uri, config.store.options)
-    found = check_teachers(config, store, open_source(config.data.source))
-    if not _gpus_of(config, "teacher"):
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
-        for name, where, engine in teachers_in_vllm(config):
-            facts = model_facts(resolved(store, config, name).model)
-            if facts is not None:
-                _check_vllm_on_cpu(engine, facts, longest, where)
-    return [Finding(check="teachers", found=found)]
-
-
 def check_devices(config: GRPOConfig) -> str:
     """Whether the engines can use their pools' GPUs as the settings say."""
     roles: list[Role] = [*config.trained_roles, *config.frozen_roles]
@@ -186,9 +159,9 @@ def check_devices(config: GRPOConfig) -> str:
     for role in config.sampling_roles:
         _check_rollout_device(config, role, config.rollout, "rollout")
     described = []
-    for name, where, engine in teachers_in_vllm(config):
-        _check_rollout_device(config, "teacher", engine, where)
-        described.append(f"teacher {name} in vLLM in {engine.dtype}")
+    for one in (one for feature in features_of(config) for one in feature.vllms(config)):
+        _check_rollout_device(config, one.role, one.settings, one.setting)
+        described.append(f"{one.name} in vLLM in {one.settings.dtype}")
     for role in (*roles, *config.sampling_roles):
         gpus = _gpus_of(config, role)
         device = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "CPU"
@@ -328,7 +301,7 @@ def check_lengths(config: GRPOConfig, resumed: bool = False) -> str:
                 f"{where}.prompt.max_prompt_tokens or {where}.max_new_tokens lower."
             )
     if not _gpus_of(config, "rollout"):
-        _check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
+        check_vllm_on_cpu(config.rollout, facts, config.longest_sequence, "rollout")
     if not resumed:
         check_tokenizer(config.model)
     _check_template(config, facts)
@@ -378,29 +351,6 @@ def _check_turns(config: GRPOConfig, facts: ModelFacts | None, resumed: bool) ->
         )
     _check_template(config, facts)
     return f"{name}: looks at {patches} patches before each turn; turns of up to {longest} tokens"
-
-
-def _check_vllm_on_cpu(rollout: RolloutConfig, facts: ModelFacts, longest: int, where: str) -> None:
-    """Whether an engine on a CPU, whose settings are to be found at `where`, can run a model."""
-    if rollout.engine != "vllm":
-        return
-    other = "rollout.engine = transformers" if where == "rollout" else f"{where}.kind = fsdp"
-    size, heads, layers = facts.head_size, facts.kv_heads, facts.layers
-    if size is not None and size not in CPU_HEAD_SIZES:
-        raise PreflightError(
-            f"The model's heads have {size} numbers, and vLLM on CPU takes heads of "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))} only. Choose another model, or set "
-            f"{other}."
-        )
-    if facts.window is not None or size is None or heads is None or layers is None:
-        return
-    needed = 2 * layers * heads * size * BYTES[rollout.dtype] * longest / 2**30
-    if needed > rollout.kv_cache_gib:
-        raise PreflightError(
-            f"{where}.kv_cache_gib = {rollout.kv_cache_gib:g}, but the keys and values of "
-            f"one sample of {longest} tokens take {needed:.3g} GiB. "
-            f"Set {where}.kv_cache_gib higher."
-        )
 
 
 def _check_template(config: GRPOConfig, facts: ModelFacts) -> None:

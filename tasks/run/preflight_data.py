@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from shutil import which
 
 from configs.data import DataConfig, ReasoningGymSource
-from configs.encoder import VisionEncoder
 from configs.episodes import EpisodesConfig
 from configs.grpo import GRPOConfig
 from configs.judge import Judging
 from configs.model import Model
-from configs.optional_packages import pip_install
 from configs.rewards import ChoiceReward, MathReward, ReasoningGymReward, UnitTestsReward
-from configs.srpo import SRPOConfig
 from engines.data.chat_template import Prompt, fits_template, prompt_of
 from engines.data.data_engine import PLAYER, PROBE_TOKENS
 from engines.data.episode_rows import seed_of
-from engines.data.frames import alike
+from engines.data.frames import alike, check_images
 from engines.data.template_check import chat_template, rendered
-from engines.encoders.encoder import check_images
-from engines.encoders.vision import check_encoder
 from engines.environments.sessions import Environments
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts, token_ids
@@ -54,15 +48,9 @@ def check_data(config: GRPOConfig, resumed: bool = False) -> tuple[str, str]:
     source = open_source(config.data.source)
     data = check_rows(config.model, config.data, source, resumed)
     if config.episodes is not None:
-        images = None
-        if config.sees_frames:
-            images = ("episodes.sees = frames", "episodes.sees = text")
-        elif isinstance(config, SRPOConfig) and config.encoder.kind == "transformers":
-            images = ("encoder.kind = transformers", "encoder.kind = projection")
-        found = check_environment(config.episodes, source, config.keeps_frames, images)
+        frames, images = config.keeps_frames, config.needs_images
+        found = check_environment(config.episodes, source, frames, images)
         data += f"; environment: {found}"
-    if isinstance(config, SRPOConfig) and config.progress.task_column is not None:
-        source.check_columns([config.progress.task_column])
     given: tuple[str, ...] = () if config.episodes is None else EPISODE_COLUMNS
     if config.episodes is not None and config.episodes.players > 1:
         given = (*given, PLAYER)
@@ -223,18 +211,6 @@ def check_environment(
         shape = " x ".join(map(str, first.frame["shape"]))
         seen = f"; frames of {shape}, {first.frame['dtype']}"
     return f"loads; {f'tools {names}' if names else takes}{seen}"
-
-
-def check_progress(config: SRPOConfig) -> str:
-    """Whether what measures progress is here; what the encoder is. ValueError."""
-    if find_spec("sklearn") is None:
-        raise ValueError(
-            "Progress is measured by clusters of scikit-learn, which is not installed. Install it: "
-            f"{pip_install('scikit-learn')}."
-        )
-    if isinstance(config.encoder, VisionEncoder):
-        return check_encoder(config.encoder)
-    return "a fixed projection"
 
 
 def _text(prompt: Prompt) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
-from configs.model import PretrainedModel
-from configs.teachers import VllmTeaching
+from configs.model import Model, PretrainedModel
 from engines.models.checkpoints import present
 from engines.models.facts import model_facts
 from engines.train.self_test.testing import self_test
 from engines.train.self_test.verdict import Verdict
+from tasks.run.features import features_of
 from tasks.run.findings import Finding, PreflightError
 
 
@@ -44,12 +43,9 @@ def _trained_models(config: GRPOConfig) -> dict[str, PretrainedModel]:
 
     Random ones are not tested here: each is the same plain Llama, or OpenVLA's form of it.
     """
-    models = {"model": config.model}
-    if isinstance(config, DistillConfig):
-        for name, teacher in config.teachers.items():
-            own = teacher.service is None and not isinstance(teacher.engine, VllmTeaching)
-            if own and teacher.model is not None:
-                models[f"teachers.{name}.model"] = teacher.model
+    models: dict[str, Model] = {"model": config.model}
+    for feature in features_of(config):
+        models |= feature.models(config)
     return {
         where: model
         for where, model in models.items()

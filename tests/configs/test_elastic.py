@@ -8,10 +8,10 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
-from tasks.memory.check import check_memory
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check_lengths
 from tasks.run.resuming import may_change
+from tests.tasks.memory.settings import plan
 
 ELASTIC = "train.engine=elastic"
 
@@ -82,7 +82,7 @@ def test_only_the_lease_may_change_on_resuming() -> None:
 
 
 def test_the_memory_plan_counts_a_worker_without_and_the_aggregator_with_an_optimizer() -> None:
-    lines = check_memory(settings("cluster.pools.train.workers=3"))
+    lines = plan(settings("cluster.pools.train.workers=3"))
     worker, aggregator = lines[:2]
     assert worker.startswith("actor, each worker: holds weights")
     assert "optimizer" not in worker

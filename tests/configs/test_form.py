@@ -12,17 +12,13 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools.validation import ValidationError, validate
 
 from configs.algorithm.advantages import ADVANTAGE_KINDS
-from configs.dapo import DAPOConfig
-from configs.distill import DistillConfig
 from configs.form import title_of
 from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
-from configs.ppo import PPOConfig
 from configs.recipe import load_recipe, recipe_names
-from configs.srpo import SRPOConfig
-from configs.tree import TreeConfig
 from flows.grpo import grpo
 from tasks.run.run import Run
+from tests.configs.flow_settings import of_flows
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +44,23 @@ def test_every_setting_has_a_title_and_a_meaning(schema: dict[str, Any]) -> None
         assert field.get("description") or target.get("description"), name
 
 
-FLOWS: dict[type[GRPOConfig], tuple[str, ...]] = {
-    GRPOConfig: (),
-    PPOConfig: (),
-    DAPOConfig: (),
-    TreeConfig: (),
-    DistillConfig: ("teachers.t.model.kind=random", "rollout.max_new_tokens=16"),
-    SRPOConfig: (
+WORDS: dict[str, tuple[str, ...]] = {  # without which a flow's settings are none
+    "DistillConfig": ("teachers.t.model.kind=random", "rollout.max_new_tokens=16"),
+    "SRPOConfig": (
         "episodes.environment.kind=class",
         "episodes.environment.path=engines.environments.builtin:Corridor",
     ),
 }
 
 
-@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize("flow", of_flows().values())
 def test_a_form_offers_the_estimators_that_its_flow_takes(flow: type[GRPOConfig]) -> None:
     taken = set()
     for kind in ADVANTAGE_KINDS:
         chosen = f"algorithm.advantage.kind={kind}"
         function = ("algorithm.advantage.path=os:getcwd",) if kind == "function" else ()
         with contextlib.suppress(ConfigError):
-            load_recipe(flow, "tiny", [*FLOWS[flow], chosen, *function])
+            load_recipe(flow, "tiny", [*WORDS.get(flow.__name__, ()), chosen, *function])
             taken.add(kind)
     schema = flow.model_json_schema()
     (algorithm,) = (

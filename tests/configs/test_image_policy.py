@@ -10,7 +10,6 @@ from configs.grpo import GRPOConfig
 from configs.overrides import ConfigError
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
-from configs.srpo import SRPOConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "examples" / "seen_lake.yaml")
@@ -26,7 +25,6 @@ def test_it_keeps_frames() -> None:
     config = loaded()
     assert config.sees_frames and config.keeps_frames
     assert not loaded("episodes.sees=text").keeps_frames
-    assert loaded("episodes.sees=text", kind=SRPOConfig).keeps_frames
 
 
 @pytest.mark.parametrize(

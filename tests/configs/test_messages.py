@@ -7,20 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.dapo import DAPOConfig
-from configs.distill import DistillConfig
-from configs.grpo import GRPOConfig
-from configs.ppo import PPOConfig
-from configs.serve import ServeConfig
 from configs.settings_help import fields
-from configs.srpo import SRPOConfig
-from configs.teachers import TeacherServiceConfig
-from configs.tree import TreeConfig
+from tests.configs.flow_settings import of_commands
 
 ROOT = Path(__file__).parents[2]
-MODELS = (
-    GRPOConfig, PPOConfig, DAPOConfig, DistillConfig, TreeConfig, SRPOConfig, TeacherServiceConfig, ServeConfig,
-)  # fmt: skip
 NAME = re.compile(r"(?<![\w./:*`])([a-z_]+(?:\.(?:[a-z_]+|\d+|\*|NAME))+)(?![\w(/*]|\.[\w*])")
 # Short forms of evaluation, and what an example calls its suite and pool.
 OTHER = ("evaluation.source", "evaluation.rows", "evaluation.samples", "evaluation.greedy")
@@ -29,7 +19,7 @@ OTHER = ("evaluation.source", "evaluation.rows", "evaluation.samples", "evaluati
 def known() -> set[str]:
     """Every setting and group of every flow, with * for a number or a name."""
     found: set[str] = set()
-    for model in MODELS:
+    for model in of_commands():
         for name, kind, *_ in fields(model):
             if kind.startswith("dict"):
                 name += ".0"

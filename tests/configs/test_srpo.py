@@ -18,6 +18,7 @@ def test_what_is_not_said() -> None:
     assert rule.model_dump() == {"kind": "success_rate", "low": 0.1, "high": 0.9, "success": 1.0}
     assert config.sharded_stages == load_recipe(GRPOConfig, "tiny-srpo").sharded_stages + 1
     assert config.keeps_frames and not load_recipe(GRPOConfig, "tiny-srpo").keeps_frames
+    assert load_recipe(SRPOConfig, "tiny-srpo", ["episodes.sees=text"]).keeps_frames
     assert (
         load_recipe(SRPOConfig, "tiny-srpo", ["algorithm.selection=[]"]).algorithm.selection == ()
     )

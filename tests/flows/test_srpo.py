@@ -111,7 +111,11 @@ def test_a_run_killed_on_the_way_asks_no_encoder_twice(launch: Launch, tmp_path:
         id="encoder", target="engines.encoders.embedding:EncoderEngine.embed", action="kill", nth=2
     )
     flow = Fault(
-        id="flow", target="tasks.progress:shards_with", action="kill", nth=2, when="before"
+        id="flow",
+        target="tasks.progress_rewards.progress:shards_with",
+        action="kill",
+        nth=2,
+        when="before",
     )
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [encoder, flow])
     broken = launch(*WORDS, module="flows.srpo", environment=faults.environment)

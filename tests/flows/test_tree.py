@@ -80,7 +80,7 @@ def test_a_run_on_trees_killed_on_the_way_ends_with_the_same_weights(
         id="engine", target="engines.rollout.hf_decoding:Decoding.step", action="kill", nth=30
     )
     # The 13th plan is inside a tree of the second step: each step has two shards of five plans.
-    flow = Fault(id="flow", target="tasks.tree:plan", action="kill", nth=13, when="after")
+    flow = Fault(id="flow", target="tasks.trees.tree:plan", action="kill", nth=13, when="after")
     faults = Faults(tmp_path.parent / f"{tmp_path.name}-faults", [engine, flow])
     broken = launch(*WORDS, "steps=3", module="flows.tree", environment=faults.environment)
     code, out = broken.end()

@@ -1,6 +1,6 @@
 """A kind of engines that a run may have, as one record: who needs it, its client, and its start.
 
-The table of all is tasks/run/roles/table.py. Opening, start, shutdown and calls go by these records:
+The table of all is tasks/run/role_table.py. Opening, start, shutdown and calls go by these records:
 `run.engines[SCORER].call(Scorer.score, …)`, which a type checker follows.
 """
 
@@ -60,8 +60,8 @@ class EngineRole(Generic[C]):
     """See the module's docstring. It is a key, as it stands."""
 
     name: str  # of the task that starts it, and for people
-    needed: Callable[[GRPOConfig], bool]
     client: Callable[[RunView, Cluster], C]  # making it builds nothing
+    needed: Callable[[GRPOConfig], bool] = lambda config: True  # by a run that uses its feature
     # Builds the engines, and brings them where the run stands; None: their first call builds them.
     start: Callable[[Started, C], object] | None = None
     # Of workers that will hold them, which have to stand before these import an engine's libraries.

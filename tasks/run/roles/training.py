@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from configs.grpo import GRPOConfig
+from configs.model import Model
 from engines.elastic.opening import trainer_on
 from engines.train.spec import TrainSpec
 from engines.train.trainer import Trainer
@@ -14,11 +15,11 @@ from storage.runs import snapshots
 from storage.runs.adapters import trained_base
 from storage.runs.origins import parent_of
 from storage.runs.run_store import RunStore
+from storage.runs.weights import WeightsRef
 from tasks.run.decay import decay_steps
 from tasks.run.forking import parent_config
 from tasks.run.roles.role import EngineRole, Started
 from tasks.run.roles.specs import MODELS
-from tasks.run.teachers import Teacher
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
@@ -26,15 +27,24 @@ if TYPE_CHECKING:
 TrainRole = Literal["actor", "ref", "critic", "teacher"]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenModel:
+    """A model that is not the policy's and that a train engine holds as it is."""
+
+    name: str
+    model: Model
+    weights: WeightsRef | None = None  # a policy version in place of the model's own weights
+
+
 def train_spec(
     config: GRPOConfig,
     files: RunStore,
     role: TrainRole,
     cache_bytes: int = 0,
-    teacher: Teacher | None = None,
+    frozen: FrozenModel | None = None,
     decay_steps: int | None = None,
 ) -> TrainSpec:
-    """From what a run's train engine of a role is built; `teacher`: which one, of that role.
+    """From what a run's train engine of a role is built; `frozen`: not of the policy's model.
 
     decay_steps: RL step at which a decaying learning rate ends; None: at `steps`.
     """
@@ -42,13 +52,13 @@ def train_spec(
     lora = config.lora if role == "actor" else None
     base = None if lora is None else trained_base(files)
     return TrainSpec(
-        model=config.model if teacher is None else teacher.model,
+        model=config.model if frozen is None else frozen.model,
         model_cache=str(MODELS.absolute()),
         train=train,
         lora=lora,
-        base=base if teacher is None else teacher.weights,
-        name="" if teacher is None else teacher.name,
-        student=None if teacher is None else config.model,
+        base=base if frozen is None else frozen.weights,
+        name="" if frozen is None else frozen.name,
+        student=None if frozen is None else config.model,
         role=role,
         store_uri=files.store.uri,
         store_options=config.store.options,
@@ -68,20 +78,20 @@ def trainer_of(
     role: TrainRole,
     files: RunStore,
     config: GRPOConfig,
-    teacher: Teacher | None = None,
+    frozen: FrozenModel | None = None,
 ) -> Trainer:
     """A trainer of a role for a run: this one, or its parent under the parent's settings.
 
-    teacher: which one, of that role.
+    frozen: which model, if not the policy's.
     """
     ends = decay_steps(config, files)
-    spec = train_spec(config, files, role, run.store.cache_bytes, teacher, ends)
+    spec = train_spec(config, files, role, run.store.cache_bytes, frozen, ends)
     return trainer_on(
         cluster,
         config,
         replace(files, role=role),
         spec,
-        role if teacher is None else f"{role}-{teacher.name}",
+        role if frozen is None else f"{role}-{frozen.name}",
         epoch=run.epoch,
         cancel=run.cancelled,
         on_replay=run.progress.replaying,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs.tree import TreeSettings
-from engines.data.results import GrownTrees, Growth
+from engines.trees.contract import GrownTrees, Growth
 from engines.trees.growing import grow, repeats
 from storage.batches.columns import SEGMENT, SampleStatus
 from storage.batches.refs import BatchRef

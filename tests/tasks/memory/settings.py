@@ -7,6 +7,8 @@ from pathlib import Path
 
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
+from tasks.memory.check import check_memory
+from tasks.run.features import features_of
 
 SHAPES = {  # of Qwen2.5-7B and Llama-3.1-70B: width, layers, MLP width, heads, key heads, words
     "7b": (3584, 28, 18944, 28, 4, 152_064),
@@ -43,3 +45,8 @@ def words(folder: Path, size: str, *more: str) -> list[str]:
 def settings(*given: str) -> GRPOConfig:
     """Of a run of `tiny` but for these words."""
     return load_recipe(GRPOConfig, "tiny", list(given))
+
+
+def plan(config: GRPOConfig) -> list[str]:
+    """The lines of a run's memory plan, with what its features add."""
+    return check_memory(config, tuple(one.holders for one in features_of(config)))

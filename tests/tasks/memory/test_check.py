@@ -12,17 +12,13 @@ from configs.model import RandomModel
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
 from configs.reward_model import RewardModelReward
-from configs.srpo import SRPOConfig
-from engines.encoders.memory_plan import encoder_bytes
 from engines.models.checkpoints import materialize
-from engines.models.facts import model_facts
 from engines.rewards.reward_model import RewardModel
 from tasks.memory import check, places
-from tasks.memory.check import check_memory
 from tasks.memory.holders import reward_model_bytes
 from tasks.memory.machine_memory import gpu_memory, host_memory
-from tests.engines.encoders.test_encoders import drawn
 from tests.engines.rewards.reward_models import draw_reward_model
+from tests.tasks.memory.settings import plan
 
 MIB = 2**20
 LARGE = (  # a model that needs GPUs, of which nothing is loaded
@@ -46,13 +42,13 @@ def settings(*words: str, model: type[GRPOConfig] = GRPOConfig) -> GRPOConfig:
 
 def refused(*words: str) -> str:
     with pytest.raises(ValueError, match="By the memory plan") as caught:
-        check_memory(settings(*words))
+        plan(settings(*words))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_the_plan_names_what_each_role_takes_and_what_there_is() -> None:
-    actor, reference, rollout, machine = check_memory(
+    actor, reference, rollout, machine = plan(
         settings("algorithm.kl.coefficient=0.1", "cluster.pools.train.workers=2")
     )
     assert re.match(r"actor, each of 2 ranks: holds weights .* MiB, optimizer .*; in an", actor)
@@ -65,7 +61,7 @@ def test_the_plan_names_what_each_role_takes_and_what_there_is() -> None:
 
 
 def test_a_critic_is_in_the_plan() -> None:
-    lines = check_memory(settings(model=PPOConfig))
+    lines = plan(settings(model=PPOConfig))
     assert any(line.startswith("critic, ") for line in lines)
 
 
@@ -77,7 +73,7 @@ def test_what_cannot_fit_is_refused_with_a_setting_that_makes_it_fit() -> None:
     assert found is not None
     words = found.group(1).split()
     assert words
-    check_memory(settings(*LARGE, "cluster.pools.train.gpu_memory_gib=40", *words))
+    plan(settings(*LARGE, "cluster.pools.train.gpu_memory_gib=40", *words))
 
 
 def test_a_model_too_large_for_its_ranks_gets_more_of_them() -> None:
@@ -87,8 +83,8 @@ def test_a_model_too_large_for_its_ranks_gets_more_of_them() -> None:
 
 def test_two_roles_on_a_gpu_share_it() -> None:
     pool = "cluster.pools.train.gpu_memory_gib=200"
-    alone = check_memory(settings(*LARGE, pool))
-    both = check_memory(settings(*LARGE, pool, "algorithm.kl.coefficient=0.1"))
+    alone = plan(settings(*LARGE, pool))
+    both = plan(settings(*LARGE, pool, "algorithm.kl.coefficient=0.1"))
 
     def planned(lines: list[str]) -> float:
         (line,) = (line for line in lines if line.startswith("a GPU of pool train"))
@@ -118,7 +114,7 @@ def test_a_model_whose_sizes_are_not_known_is_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(check, "model_facts", lambda config: None)
-    (line,) = check_memory(settings())
+    (line,) = plan(settings())
     assert line.startswith("no plan")
 
 
@@ -139,7 +135,7 @@ def test_roles_that_share_a_gpu_are_counted_one_at_a_time() -> None:
         "algorithm.kl.coefficient=0.1",
     )
     assert "to hold" in refused(*shared)
-    lines = check_memory(settings(*shared, "cluster.share_devices=true"))
+    lines = plan(settings(*shared, "cluster.share_devices=true"))
     (gpu,) = (line for line in lines if line.startswith("a GPU of pool train"))
     assert "of 141.0 GiB" in gpu
 
@@ -158,16 +154,16 @@ def test_judges_of_the_runs_own_are_in_the_plan(tmp_path: Path) -> None:
             f"cluster.pools.models={{{pool}, threads: 1}}",
         ]
 
-    *_, line, _ = check_memory(settings(*words("engine: transformers, dtype: float32")))
+    *_, line, _ = plan(settings(*words("engine: transformers, dtype: float32")))
     # 64 answers of 2,048 tokens at once, of two layers with two heads of 32 numbers, twice.
     assert line.endswith(f"judge's keys and values {64 * 2048 * 2 * 2 * 2 * 32 * 4 // MIB} MiB")
-    *_, line, machine = check_memory(settings(*words("kv_cache_gib: 1.5")))
+    *_, line, machine = plan(settings(*words("kv_cache_gib: 1.5")))
     assert line.endswith("judge's keys and values 1.5 GiB")
     assert machine.startswith("this machine: 1.5 GiB")  # all others are a few MiB
 
     on_gpu = "workers: 1, gpus: 1, gpu_memory_gib: 80"
     far = ("cluster.kind=address", "cluster.address=tcp://s:8786", "store.uri=file:///shared")
-    *_, line, gpu = check_memory(settings(*words("votes: 1", pool=on_gpu), *far))
+    *_, line, gpu = plan(settings(*words("votes: 1", pool=on_gpu), *far))
     assert line.startswith(
         "judge, each engine: 0.85 of the GPU, of it weights 0 MiB, keys and values"
     )
@@ -184,7 +180,7 @@ def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
         "cluster.roles.reward_model=models",
         "cluster.pools.models={workers: 1, threads: 1}",
     )
-    *_, line, _ = check_memory(settings(*words))
+    *_, line, _ = plan(settings(*words))
     assert line.startswith("reward_model, each worker: reward models' weights ")
     config = settings(*words)
     planned = reward_model_bytes(config)["reward models' weights"]
@@ -194,51 +190,21 @@ def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
     far = ("cluster.kind=address", "cluster.address=tcp://s:8786", "store.uri=file:///shared")
     small = "cluster.pools.models={workers: 1, threads: 1, memory_gib: 0.5}"
     many = "rewards.functions.1.batch_tokens=4000000"
-    check_memory(settings(*words, small, *far))
+    plan(settings(*words, small, *far))
     said = refused(*words, many, "prompts_per_step=4096", small, *far)
     assert "a worker of pool models" in said
     assert "Set batch_tokens of the reward model (rewards.functions[]) lower" in said
 
 
-def test_the_encoder_of_what_episodes_see_is_in_the_plan(tmp_path: Path) -> None:
-    def found(*words: str) -> SRPOConfig:
-        own = ("cluster.roles.encoder=eyes", "cluster.pools.eyes={workers: 2, threads: 1}")
-        return load_recipe(SRPOConfig, "tiny-srpo", [*own, *words])
-
-    assert not [line for line in check_memory(found()) if line.startswith("encoder")]
-    eyes = f"encoder={{kind: transformers, model: '{drawn('vit', tmp_path)}'}}"
-    planned = encoder_bytes(found(eyes).encoder)
-    assert min(planned.values()) > 0
-    lines = check_memory(found(eyes))
-    assert [line for line in lines if line.startswith("encoder, each worker: encoder's weights")]
-    config = found(eyes)
-    shape = model_facts(config.model).shape
-    (machine,) = places.places(config, shape)
-    assert {what: machine.taken[what] for what in planned} == {
-        what: 2 * size for what, size in planned.items()
-    }
-
-    far = ("cluster.kind=address", "cluster.address=tcp://s:8786", "store.uri=file:///shared")
-    gpu = "cluster.pools.eyes={workers: 1, threads: 1, gpus: 1, gpu_memory_gib: 0.00001}"
-    for more, says in (
-        ("", "Set cluster.roles.encoder to a larger pool, or take a smaller encoder."),
-        (", frames: 64", "Set encoder.frames lower."),
-    ):
-        small = eyes.removesuffix("}") + f"{more}}}"
-        with pytest.raises(ValueError, match="a GPU of pool eyes has to hold") as caught:
-            check_memory(found(gpu, small, *far))
-        assert says in str(caught.value)
-
-
 def test_an_opponents_engines_are_counted_where_they_are() -> None:
     game = "{environment: {kind: class, path: 'games.py:Game'}, players: 2, opponent: {}}"
     played = (f"episodes={game}", "rewards.functions=[{kind: environment}]")
-    lines = check_memory(settings(*played))
+    lines = plan(settings(*played))
     assert [line for line in lines if line.startswith("opponent, each engine: weights")]
     gpu = (*LARGE, "cluster.pools.rollout.gpus=1", "rollout.engine=vllm", "rollout.dtype=bfloat16")
     gpu = (*gpu, "rollout.gpu_memory_utilization=0.6", "cluster.pools.rollout.gpu_memory_gib=80")
     gpu = (*gpu, "cluster.pools.train.gpu_memory_gib=800")
-    assert check_memory(settings(*gpu))
+    assert plan(settings(*gpu))
     said = refused(*gpu, *played)
     assert "a GPU of pool rollout has to hold 96.0 GiB" in said
     assert (

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.memory.check import check_memory
-from tests.tasks.memory.settings import settings, words
+from tests.tasks.memory.settings import plan, settings, words
 
 SAME = (
     *("reshard_after_forward", "gradient_checkpointing", "optimizer_device"),
@@ -36,7 +35,7 @@ SIXTEEN_DEVICES = (
 def refused(*given: str) -> tuple[str, list[str]]:
     """What is said of a run that does not fit, and the settings that it proposes."""
     with pytest.raises(ValueError, match="^By the memory plan [^\n]*$") as caught:
-        check_memory(settings(*given))
+        plan(settings(*given))
     found = re.search(r"Set ([^:]*): then it is", str(caught.value))
     return str(caught.value), [] if found is None else found.group(1).split()
 
@@ -49,26 +48,26 @@ def of_gpu(lines: list[str]) -> tuple[float, float]:
 
 
 def test_a_7b_model_fits_one_device_of_80_gb(tmp_path: Path) -> None:
-    planned, has = of_gpu(check_memory(settings(*words(tmp_path, "7b", *ONE_DEVICE))))
+    planned, has = of_gpu(plan(settings(*words(tmp_path, "7b", *ONE_DEVICE))))
     assert planned == pytest.approx(67.7, abs=0.5)  # as docs/memory.md says
     assert planned < 0.9 * has  # with room for what the plan does not count
 
 
 def test_rounded_weights_leave_room_on_the_device(tmp_path: Path) -> None:
     given = words(tmp_path, "7b", *ONE_DEVICE, "train.weights_dtype=bfloat16")
-    (line,) = (line for line in check_memory(settings(*given)) if line.startswith("actor, "))
+    (line,) = (line for line in plan(settings(*given)) if line.startswith("actor, "))
     assert "holds weights 14.2 GiB;" in line
     assert "backward 49.5 GiB" in line  # as docs/memory.md says
     assert line.endswith("on the host optimizer 56.7 GiB, master weights 28.4 GiB")
 
 
 def test_a_70b_model_fits_sixteen_devices_of_80_gb(tmp_path: Path) -> None:
-    lines = check_memory(settings(*words(tmp_path, "70b", *SIXTEEN_DEVICES)))
+    lines = plan(settings(*words(tmp_path, "70b", *SIXTEEN_DEVICES)))
     planned, has = of_gpu(lines)
     assert planned == pytest.approx(59.3, abs=0.5)  # as docs/memory.md says
     assert planned < 0.9 * has
     (engine,) = (line for line in lines if line.startswith("rollout, each engine: 0.85 of each"))
-    rounded = check_memory(
+    rounded = plan(
         settings(*words(tmp_path, "70b", *SIXTEEN_DEVICES, "train.weights_dtype=bfloat16"))
     )
     assert of_gpu(rounded)[0] == pytest.approx(48.4, abs=0.5)
@@ -81,7 +80,7 @@ def test_settings_that_keep_the_bits_are_proposed_first(tmp_path: Path, size: st
     _, proposed = refused(*given)
     assert proposed
     assert {word.partition("=")[0] for word in proposed} <= {f"train.{name}" for name in SAME}
-    check_memory(settings(*given, *proposed))
+    plan(settings(*given, *proposed))
 
 
 def test_one_setting_is_proposed_where_it_is_enough(tmp_path: Path) -> None:
@@ -110,17 +109,17 @@ def test_ranks_can_share_sequences_that_are_too_long_for_one(tmp_path: Path) -> 
     given = words(tmp_path, "7b", *ONE_DEVICE[2:4], *long, *ranks, "train.activation_offload=true")
     _, proposed = refused(*given)
     assert proposed == ["train.sequence_parallel=2", "train.micro_batch_tokens=33024"]
-    check_memory(settings(*given, *proposed))
+    plan(settings(*given, *proposed))
 
 
 def test_what_needs_more_ranks_could_be_an_adapter(tmp_path: Path) -> None:
     given = words(tmp_path, "7b", "cluster.pools.train.gpu_memory_gib=40")
     said, proposed = refused(*given)
     assert "cluster.pools.train.workers=2" in proposed
-    check_memory(settings(*given, *proposed))
+    plan(settings(*given, *proposed))
     found = re.search(r"Or train an adapter, (lora.rank=32[^:]*): then it is", said)
     assert found is not None
-    check_memory(settings(*given, *found.group(1).split()))
+    plan(settings(*given, *found.group(1).split()))
 
 
 def test_nothing_is_proposed_that_fills_the_host_instead(tmp_path: Path) -> None:
@@ -129,4 +128,4 @@ def test_nothing_is_proposed_that_fills_the_host_instead(tmp_path: Path) -> None
     given = words(tmp_path, "7b", "cluster.pools.train.memory_gib=40")
     _, others = refused(*given)
     assert others != proposed
-    check_memory(settings(*given, *others))
+    plan(settings(*given, *others))

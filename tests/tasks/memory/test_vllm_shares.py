@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.distill import DistillConfig
-from configs.recipe import load_recipe
 from configs.rollout import RolloutConfig
 from engines.models.facts import ModelShape
 from engines.rollout.memory_plan import UNPLANNED, VllmShare, vllm_share
-from tasks.memory.check import check_memory
-from tests.tasks.memory.settings import GPU, SHAPES, settings, words
+from tests.tasks.memory.settings import GPU, SHAPES, plan, settings, words
 
 TRAINS = (
     "train.optimizer_device=host",
@@ -27,7 +24,7 @@ SHARE = "rollout.gpu_memory_utilization"
 
 def refused(*given: str) -> str:
     with pytest.raises(ValueError, match="^By the memory plan [^\n]*$") as caught:
-        check_memory(settings(*given))
+        plan(settings(*given))
     return str(caught.value)
 
 
@@ -69,7 +66,7 @@ def test_the_least_share_holds_one_longest_sample_and_a_byte_less_none() -> None
 
 
 def test_the_plan_says_what_vllm_has_room_for(tmp_path: Path) -> None:
-    lines = check_memory(settings(*words(tmp_path, "7b", *TRAINS)))
+    lines = plan(settings(*words(tmp_path, "7b", *TRAINS)))
     (line,) = (line for line in lines if line.startswith("rollout, each engine: "))
     assert line == (
         "rollout, each engine: 0.85 of the GPU, of it weights 14.2 GiB, keys and values 53.5 GiB: "
@@ -84,7 +81,7 @@ def test_a_share_without_room_is_refused_with_the_smallest_that_has_it(tmp_path:
     assert "weights take 14.2 GiB" in said
     assert "at least one sample of 1536 tokens, 84 MiB" in said
     assert said.endswith(f"Set {SHARE} to 0.18 or more.")
-    check_memory(settings(*given, f"{SHARE}=0.18"))
+    plan(settings(*given, f"{SHARE}=0.18"))
     refused(*given, f"{SHARE}=0.17")
 
 
@@ -95,7 +92,7 @@ def test_where_no_share_is_enough_the_engine_gets_more_gpus(tmp_path: Path) -> N
     assert found is not None
     proposed = found.group(1).split()
     assert proposed[:2] == ["rollout.tensor_parallel_size=2", "cluster.pools.rollout.gpus=2"]
-    check_memory(settings(*given, *proposed))
+    plan(settings(*given, *proposed))
 
 
 def test_a_pool_that_also_trains_has_no_engine_of_several_gpus(tmp_path: Path) -> None:
@@ -113,7 +110,7 @@ def test_vllm_beside_a_trainer_gets_what_that_leaves(tmp_path: Path) -> None:
     assert "most of it for vLLM" in said
     found = re.search(rf"Set {SHARE} to ([\d.]+) or less\.$", said)
     assert found is not None
-    check_memory(settings(*given, f"{SHARE}={found.group(1)}"))
+    plan(settings(*given, f"{SHARE}={found.group(1)}"))
     refused(*given, f"{SHARE}={float(found.group(1)) + 0.01:g}")
     none = (*beside[:1], "cluster.pools.train.gpu_memory_gib=75")  # of which 64.7 are the trainer's
     said = refused(*words(tmp_path, "7b", *TRAINS, *none), f"{SHARE}=0.9")
@@ -128,7 +125,7 @@ def test_vllm_beside_a_trainer_gets_what_that_leaves(tmp_path: Path) -> None:
 
 def test_an_evaluations_longer_sequences_need_room(tmp_path: Path) -> None:
     given = words(tmp_path, "7b", *TRAINS, f"{SHARE}=0.18")
-    check_memory(settings(*given))
+    plan(settings(*given))
     suite = (
         "evaluation.suites={long: {source: {kind: file, path: rows.jsonl}, max_new_tokens: 32000}}"
     )
@@ -146,23 +143,6 @@ def test_an_opponents_engines_need_room_too(tmp_path: Path) -> None:
     assert "opponent's vLLM has 10.2 GiB of a GPU of pool frozen" in said
 
 
-def test_a_teacher_in_vllm_needs_room_too(tmp_path: Path) -> None:
-    words(tmp_path, "7b")  # writes its config.json
-    where = f"cluster.pools.teacher={{workers: 1, gpus: 1, gpu_memory_gib: {GPU}}}"
-
-    def of(share: float) -> DistillConfig:
-        engine = f"teachers.t.engine={{kind: vllm, gpu_memory_utilization: {share}}}"
-        model = f"teachers.t.model={{kind: pretrained, path: '{tmp_path / '7b'}'}}"
-        return load_recipe(DistillConfig, "tiny", [engine, model, where, "rollout.dtype=bfloat16"])
-
-    with pytest.raises(ValueError, match=r"^By the memory plan teacher t's vLLM has") as caught:
-        check_memory(of(0.1))
-    assert str(caught.value).endswith(
-        "Set teachers.t.engine.gpu_memory_utilization to 0.18 or more."
-    )
-    check_memory(of(0.18))
-
-
 def test_a_judge_needs_room_too(tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.md"
     rubric.write_text("Rate {completion}.")
@@ -178,7 +158,7 @@ def test_a_judge_needs_room_too(tmp_path: Path) -> None:
     assert "judge's vLLM has 8.0 GiB of a GPU of pool models" in said
     assert "rewards.functions[].gpu_memory_utilization of judge = 0.1" in said
     assert said.endswith("Set rewards.functions[].gpu_memory_utilization of judge to 0.19 or more.")
-    check_memory(settings(*given, *where, functions(0.19)))
+    plan(settings(*given, *where, functions(0.19)))
 
 
 @pytest.mark.parametrize("name", UNPLANNED)
@@ -186,5 +166,5 @@ def test_what_vllm_does_otherwise_by_its_own_arguments_is_not_judged(
     tmp_path: Path, name: str
 ) -> None:
     given = words(tmp_path, "7b", *TRAINS, f"{SHARE}=0.1")
-    lines = check_memory(settings(*given, f"rollout.engine_args={{{name}: 1}}"))
+    lines = plan(settings(*given, f"rollout.engine_args={{{name}: 1}}"))
     assert "rollout, each engine: 0.1 of the GPU; what it has room for is not known" in lines

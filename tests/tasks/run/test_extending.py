@@ -25,9 +25,9 @@ from storage.objects.store import Store
 from storage.runs.run_store import RunStore
 from tasks.reporting.attempt_log import AttemptLog
 from tasks.reporting.attempts import Attempt
+from tasks.run import role_table
 from tasks.run.engines import Engines
 from tasks.run.retries import OPTIONS
-from tasks.run.roles import table
 from tasks.run.roles.role import EngineRole, pool_of, start_pool
 from tasks.run.run import Run
 from tasks.run.stage import Stage
@@ -44,7 +44,9 @@ class Cache(Engine):
 
 
 def engine_of(run: Any) -> EngineSpec[Cache]:
-    return EngineSpec.of("nobodys:Cache", StoreSpec(store_uri=run.store.uri, store_options={}), Cache)
+    return EngineSpec.of(
+        "nobodys:Cache", StoreSpec(store_uri=run.store.uri, store_options={}), Cache
+    )
 
 
 def page(begins: str) -> str:
@@ -81,7 +83,7 @@ def test_the_role_is_opened_and_the_task_asks_it_once(
     }  # fmt: skip
     exec(page("CACHE: "), names)
     started: list[str] = []
-    monkeypatch.setattr(table, "ROLES", (names["CACHE"],))
+    monkeypatch.setattr(role_table, "ROLES", (names["CACHE"],))
     monkeypatch.setattr(EnginePool, "start", lambda pool: started.append(pool.role))
     cluster: Any = SimpleNamespace(config=run.config.cluster, close=lambda: None)
     run.engines = Engines(run)

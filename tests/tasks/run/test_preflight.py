@@ -21,11 +21,10 @@ from configs.model import PretrainedModel, RandomModel
 from configs.new_run import warnings_of
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
-from configs.srpo import SRPOConfig
 from engines.models.checkpoints import materialize
 from engines.models.facts import ModelShape, gguf_scalars, model_facts
 from engines.workers import placement
-from tasks.run import packages, preflight, preflight_data
+from tasks.run import packages, preflight
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check, check_settings
 from tasks.run.preflight_data import check_data
@@ -352,7 +351,7 @@ def test_half_of_a_surrogate_pair_is_named(question: object, tmp_path: Path) -> 
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text('{"question": "\\ud83d\\ude00", "answer": ""}\n')
+    (tmp_path / "r.jsonl").write_text('{"question": "a \\ud83d\\ude00", "answer": ""}\n')
     check(settings(tmp_path, f"data.source={{kind: file, path: {tmp_path}/r.jsonl}}"))
 
 
@@ -437,36 +436,6 @@ def test_vllm_that_cannot_go_to_sleep_is_refused(tmp_path: Path) -> None:
     shared = ("cluster.share_devices=true", "cluster.roles.rollout=train")
     said = refused(tmp_path, *shared, "rollout.engine=vllm")
     assert "vLLM does not go to sleep on a CPU (cluster.pools.train.gpus = 0)" in said
-
-
-def test_what_measures_progress_is_looked_at_before_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def said(*words: str) -> str:
-        config = load_recipe(SRPOConfig, "tiny-srpo", [f"store.uri={tmp_path}/store", *words])
-        with pytest.raises(PreflightError) as caught:
-            check(config)
-        return str(caught.value)
-
-    good = check(load_recipe(SRPOConfig, "tiny-srpo", [f"store.uri={tmp_path}/store"]))
-    found = {one.check: one.found for one in good}
-    assert found["encoder"] == "a fixed projection"
-    assert "environment: loads; takes text; frames of 4 x 4 x 3, uint8" in found["data"]
-    assert "no column 'level'" in said("progress.task_column=level")
-    (tmp_path / "flat.py").write_text(
-        "class Flat:\n"
-        "    def reset(self): return 'go'\n"
-        "    def step(self, text): return 'on'\n"
-        "    def frame(self): return [[0.0]]\n"
-    )
-    flat = f"episodes.environment={{kind: class, path: '{tmp_path}/flat.py:Flat'}}"
-    model = "encoder={kind: transformers, model: some/model}"
-    assert "frames are float32 [1, 1]. Make it with" in said(flat, model)
-    assert f"encoder.model = {tmp_path}/none/at/all: no such" in said(
-        f"encoder={{kind: transformers, model: {tmp_path}/none/at/all}}"
-    )
-    monkeypatch.setattr(preflight_data, "find_spec", lambda package: None)
-    assert "pip install 'scikit-learn>=1.5'" in said()
 
 
 @pytest.mark.parametrize(

@@ -8,35 +8,34 @@ from typing import Any
 
 import pytest
 
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
-from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
-from configs.srpo import SRPOConfig
-from configs.tree import TreeConfig
+from tasks.run import role_table
 from tasks.run.engines import Engines
-from tasks.run.roles import table
+from tasks.run.role_table import roles_of, variables_of
 from tasks.run.roles.role import Clients, EngineRole
 from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER
-from tasks.run.roles.table import ROLES, roles_of, variables_of
 from tasks.run.roles.training import ACTOR
+from tests.configs.flow_settings import of_flows
 
 TEACHER = "teachers.tutor.model={kind: random, seed: 1}"
-RUNS: dict[str, tuple[type[GRPOConfig], list[str]]] = {
-    "grpo": (GRPOConfig, []),
-    "reference": (GRPOConfig, ["algorithm.kl.coefficient=0.1"]),
-    "elastic": (GRPOConfig, ["train.engine=elastic"]),
-    "ppo": (PPOConfig, ["algorithm.advantage={kind: gae}"]),
-    "tree": (TreeConfig, []),
-    "distill": (DistillConfig, [TEACHER]),
-    "srpo": (SRPOConfig, []),
+KINDS = of_flows()
+RUNS = {
+    "grpo": ("GRPOConfig", []),
+    "reference": ("GRPOConfig", ["algorithm.kl.coefficient=0.1"]),
+    "elastic": ("GRPOConfig", ["train.engine=elastic"]),
+    "ppo": ("PPOConfig", ["algorithm.advantage={kind: gae}"]),
+    "tree": ("TreeConfig", []),
+    "distill": ("DistillConfig", [TEACHER]),
+    "srpo": ("SRPOConfig", []),
 }
+RUNS = {name: given for name, given in RUNS.items() if given[0] in KINDS}
 
 
 def config_of(name: str) -> GRPOConfig:
-    cls, words = RUNS[name]
-    return load_recipe(cls, "tiny-srpo" if name == "srpo" else "tiny", words)
+    kind, words = RUNS[name]
+    return load_recipe(KINDS[kind], "tiny-srpo" if name == "srpo" else "tiny", words)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -46,7 +45,9 @@ def test_every_role_that_the_settings_give_a_pool_has_a_record(name: str) -> Non
     assert len(set(names)) == len(names)
     assert set(config.engine_roles) <= set(names)
     assert {"reward", "rollout", "actor"} <= set(names)
-    assert all(role.start is not None for role in ROLES if role.name in config.engine_roles)
+    assert all(
+        role.start is not None for role in roles_of(config) if role.name in config.engine_roles
+    )
 
 
 def test_a_role_brings_the_variables_of_its_workers() -> None:
@@ -89,7 +90,7 @@ def test_a_new_role_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = EngineRole(
         name="actor", needed=lambda config: True, client=lambda run, cluster: Cache()
     )
-    monkeypatch.setattr(table, "ROLES", (CACHE, plain))
+    monkeypatch.setattr(role_table, "ROLES", (CACHE, plain))
     closed: list[str] = []
     cluster: Any = SimpleNamespace(close=lambda: closed.append("cluster"))
     engines = Engines(a_run())
@@ -117,7 +118,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
         client=lambda run, cluster: Cache(),
         start=start,
     )
-    monkeypatch.setattr(table, "ROLES", (weak,))
+    monkeypatch.setattr(role_table, "ROLES", (weak,))
     cluster: Any = SimpleNamespace(close=lambda: None)
     engines = Engines(a_run())
     engines.launch(cluster)

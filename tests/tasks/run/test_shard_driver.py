@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from prefect.futures import PrefectConcurrentFuture
 
 from configs.cluster.cluster import PoolConfig
-from configs.distill import DistillConfig
 from configs.grpo import GRPOConfig
 from configs.recipe import load_recipe
 from engines.failures import CallCancelled
@@ -53,11 +52,7 @@ def test_task_runs_of_a_step_are_bounded_whatever_its_stages() -> None:
         load_recipe(GRPOConfig, "tiny", ["cluster.pools.cpu={workers: 64, slots: 4}", *words])
         for words in ([], ["algorithm.advantage={kind: remax}"])
     )
-    teachers = "teachers={tutor: {model: {kind: random, seed: 7}}}"
-    distill = load_recipe(
-        DistillConfig, "tiny", ["cluster.pools.cpu={workers: 64, slots: 4}", teachers]
-    )
-    for config, stages in ((grpo, 2), (remax, 3), (distill, 3)):
+    for config, stages in ((grpo, 2), (remax, 3)):
         assert config.sharded_stages == stages
         driver = _shards_of(config)
         assert stages * len(driver.ranges(4096)) == 48

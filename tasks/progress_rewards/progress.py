@@ -13,16 +13,15 @@ from prefect import task
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 
-from configs.srpo import SRPOConfig
 from engines.data.frames import FIRST
 from engines.encoders.contract import EpisodeEncoder, ProgressResult, ProgressScorer
 from engines.rewards.failing_samples import LoggedMetric
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
+from tasks.progress_rewards.roles import ENCODER, PROGRESS, srpo
 from tasks.results import Scored, WholeShards, frames_of, samples_of_shards
 from tasks.reward import by_cause, samples_of
 from tasks.run.retries import OPTIONS
-from tasks.run.roles.progress import ENCODER, PROGRESS
 from tasks.run.run import Run
 from tasks.run.stage import Stage
 
@@ -36,7 +35,7 @@ def embedding(run: Run, step: int, sampled: WholeShards, number: int, count: int
     samples = samples_of_shards([sampled])[["sample_id", "status", FIRST]]
     frames = frames_of(sampled)
     given = [samples.to_json(), None if frames is None else frames.to_json()]
-    key = key_of("embedding", settings(run).encoder.model_dump(mode="json"), *given)
+    key = key_of("embedding", srpo(run.config).encoder.model_dump(mode="json"), *given)
     stage = Stage(run=run, step=step, name="embedding", key=key, shard=number)
     if (done := stage.finished()) is None:
         made = stage.call(
@@ -68,7 +67,7 @@ def progress(run: Run, step: int, scored: list[Scored], embedded: list[BatchRef]
     """
     samples = samples_of(run, step, scored).with_columns(BatchRef.concat(embedded))
     prompts = BatchRef.concat([shard.prompts for one in scored for shard in one.sampled])
-    wanted = settings(run).progress
+    wanted = srpo(run.config).progress
     key = key_of("progress", samples.to_json(), wanted.model_dump(mode="json"))
     stage = Stage(run=run, step=step, name="progress", key=key)
     result = stage.call(
@@ -103,9 +102,3 @@ def shards_with(scored: list[Scored], samples: BatchRef, result: ProgressResult)
         )
         start = stop
     return found
-
-
-def settings(run: Run) -> SRPOConfig:
-    """The settings of a run that measures progress."""
-    assert isinstance(run.config, SRPOConfig), "the run measures no progress"
-    return run.config

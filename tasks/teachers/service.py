@@ -29,7 +29,7 @@ from storage.runs.run_store import RunStore
 from tasks.launch.service_keys import check_key
 from tasks.run.forking import parent_config
 from tasks.run.roles.specs import MODELS
-from tasks.run.teachers import origin_of_version
+from tasks.teachers.models import origin_of_version
 
 if TYPE_CHECKING:
     from configs.cluster.cluster import ClusterConfig

@@ -16,8 +16,8 @@ from engines.workers.cluster import Cluster
 from storage.runs.run_store import RunStore
 from tasks.run.roles.role import ByRole, EngineRole, PoolVariables, Started
 from tasks.run.roles.sampling import rollout_spec
-from tasks.run.roles.training import ACTOR, check_computed, trainer_of
-from tasks.run.teachers import Teacher, address_of, resolved, teachers_of
+from tasks.run.roles.training import ACTOR, FrozenModel, check_computed, trainer_of
+from tasks.teachers.models import address_of, distillation, resolved
 
 if TYPE_CHECKING:
     from tasks.reporting.run_view import RunView
@@ -27,7 +27,7 @@ Services: TypeAlias = Mapping[str, TeacherClient]  # by name
 
 
 def vllm_teacher_spec(
-    config: DistillConfig, files: RunStore, teacher: Teacher, engine: VllmTeaching
+    config: DistillConfig, files: RunStore, teacher: FrozenModel, engine: VllmTeaching
 ) -> VllmTeacherSpec:
     """From what a teacher in vLLM is built."""
     words = config.algorithm.distillation.top_k + SPARE_WORDS
@@ -49,7 +49,7 @@ def vllm_teacher_spec(
 def _own(run: RunView, cluster: Cluster) -> OwnTeachers:
     return {
         name: _teacher(run, cluster, name, teacher)
-        for name, teacher in teachers_of(run.config).items()
+        for name, teacher in distillation(run.config).teachers.items()
         if teacher.service is None
     }
 
@@ -57,10 +57,10 @@ def _own(run: RunView, cluster: Cluster) -> OwnTeachers:
 def _teacher(
     run: RunView, cluster: Cluster, name: str, teacher: TeacherConfig
 ) -> Trainer | TeacherPool:
-    config, found = run.config, resolved(run.store, run.config, name)
+    config = distillation(run.config)
+    found = resolved(run.store, config, name)
     if not isinstance(teacher.engine, VllmTeaching):
         return trainer_of(run, cluster, "teacher", run.files, config, found)
-    assert isinstance(config, DistillConfig), "only a distillation has teachers"
     return TeacherPool(
         cluster,
         config.cluster.roles.pool_of("teacher"),
@@ -81,7 +81,7 @@ def _start(engines: Started, teachers: OwnTeachers) -> None:
 
 def _variables(config: GRPOConfig) -> PoolVariables:
     variables: dict[str, str] = {}
-    for teacher in teachers_of(config).values():
+    for teacher in distillation(config).teachers.values():
         if isinstance(teacher.engine, VllmTeaching):
             variables |= worker_environment(teacher.engine.engine_of(config.rollout, 0))
     return {config.cluster.roles.pool_of("teacher"): variables} if variables else {}
@@ -101,7 +101,7 @@ def _services(run: RunView, cluster: Cluster) -> Services:
             patience=teacher.patience,
             cancel=run.cancelled,
         )
-        for name, teacher in teachers_of(config).items()
+        for name, teacher in distillation(config).teachers.items()
         if teacher.service is not None
     }
 
@@ -121,14 +121,14 @@ def _close(services: Services) -> None:
 
 TEACHERS = EngineRole(
     name="teacher",
-    needed=lambda config: any(one.service is None for one in teachers_of(config).values()),
+    needed=lambda config: bool(distillation(config).own_teachers),
     client=_own,
     start=_start,
     variables=_variables,
 )
 SERVICES = EngineRole(
     name="teacher_service",
-    needed=lambda config: any(one.service for one in teachers_of(config).values()),
+    needed=lambda config: bool(distillation(config).services),
     client=_services,
     start=_attach,
     close=_close,

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from tasks.reporting.run_view import Caller
 
 
+def srpo(config: GRPOConfig) -> SRPOConfig:
+    """The settings of a run that measures progress."""
+    assert isinstance(config, SRPOConfig), "the run measures no progress"
+    return config
+
+
 def _encoders(run: Caller, cluster: Cluster) -> EnginePool[EpisodeEncoder]:
-    assert isinstance(run.config, SRPOConfig)
     spec = EncoderSpec(
-        encoder=run.config.encoder,
+        encoder=srpo(run.config).encoder,
         model_cache=str(MODELS.absolute()),
         **store_spec(run.config, run.store).model_dump(),
     )
@@ -35,10 +40,5 @@ def _progress(run: Caller, cluster: Cluster) -> EnginePool[ProgressScorer]:
     return pool_of(run, cluster, "reward", "progress", engine, run.config.scoring_deadline)
 
 
-def _measures_progress(config: GRPOConfig) -> bool:
-    return isinstance(config, SRPOConfig)
-
-
-ENCODER = EngineRole(name="encoder", needed=_measures_progress, client=_encoders, start=start_pool)
-# On the workers that score.
-PROGRESS = EngineRole(name="progress", needed=_measures_progress, client=_progress)
+ENCODER = EngineRole(name="encoder", client=_encoders, start=start_pool)
+PROGRESS = EngineRole(name="progress", client=_progress)  # on the workers that score

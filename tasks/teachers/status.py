@@ -7,7 +7,7 @@ from engines.failures import InfrastructureError
 from engines.teachers.client import Address, status_of
 from engines.teachers.messages import Status
 from tasks.commands.command import FOUND, GOOD, console, heading, table, text
-from tasks.launch.teacher_service import key_of_service
+from tasks.teachers.service import key_of_service
 
 
 def show(url: str, key_variable: str, as_json: bool) -> int:

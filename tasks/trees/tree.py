@@ -17,9 +17,8 @@ from prefect import task
 from prefect.futures import PrefectFuture
 
 from configs.tree import TreeConfig
-from engines.data.results import GrownTrees, Growth
 from engines.rollout.contract import RolloutResult, Sampling, ShardStats
-from engines.trees.contract import TreeGrower
+from engines.trees.contract import GrownTrees, Growth, TreeGrower
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.weights import WeightsRef
@@ -27,12 +26,12 @@ from tasks.episodes import together
 from tasks.results import Prompts, Sampled, WholeShards
 from tasks.rollout import shards_of
 from tasks.run.retries import OPTIONS
-from tasks.run.roles.trees import TREES
 from tasks.run.run import Run
 from tasks.run.shard_driver import ShardRange
 from tasks.run.stage import Stage
 from tasks.sampling import SamplingStage, sample_or_leave
 from tasks.sampling import sampled as sampled_of
+from tasks.trees.roles import TREES
 
 
 @task(name="tree", task_run_name="tree {shards}", **OPTIONS)

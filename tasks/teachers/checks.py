@@ -1,114 +1,46 @@
-"""The teachers of a run: which models they are, and the checks of them before anything starts."""
+"""The checks of a distillation's teachers before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from configs.distill import DistillConfig
-from configs.environment import given
 from configs.grpo import GRPOConfig
-from configs.model import Model, RandomModel
-from configs.overrides import ConfigError
-from configs.storage import TrackingConfig
+from configs.model import RandomModel
 from configs.teachers import TeacherConfig
 from engines.data.given_answers import answers_of
 from engines.models.checkpoints import check_model, present
 from engines.models.facts import ModelFacts, model_facts
 from engines.models.tokens import check_same_tokens, model_tokens
-from engines.teachers.client import Address, check_digest, probed, tokens_of
-from storage.objects.errors import StoreError
+from engines.teachers.client import check_digest, probed, tokens_of
 from storage.objects.json_values import Row
 from storage.objects.store import Store
+from storage.prompts.datasets import open_source
 from storage.prompts.source import PromptSource
-from storage.runs.forks import NoSuchOrigin, begin_at, pin_version
-from storage.runs.origins import Origin
-from storage.runs.run_store import RunStore
-from storage.runs.weights import WeightsRef
-from tasks.run.continue_from import place_of
-from tasks.run.forking import parent_config
+from tasks.run.findings import Finding
+from tasks.run.roles.training import FrozenModel
+from tasks.run.vllm_checks import check_vllm_on_cpu
+from tasks.teachers.models import address_of, distillation, resolved
 
 ROWS = 1024  # of the data that are read at once
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Teacher:
-    """A teacher as its engine takes it."""
-
-    name: str
-    model: Model
-    weights: WeightsRef | None = None  # a policy version in place of the model's own weights
-
-
-def teachers_of(config: GRPOConfig) -> Mapping[str, TeacherConfig]:
-    """The teachers of a run's settings, by name; none but in a distillation."""
-    return config.teachers if isinstance(config, DistillConfig) else {}
-
-
-def resolved(store: Store, config: GRPOConfig, name: str) -> Teacher:
-    """A teacher with the version that its settings mean. ConfigError where there is none."""
-    teacher = teachers_of(config)[name]
-    if teacher.version is None:
-        assert teacher.model is not None, "the settings have one of the two"
-        return Teacher(name=name, model=teacher.model)
-    origin = origin_of_version(store, config.tracking, teacher.version, f"teachers.{name}.version")
-    model = parent_config(RunStore(store, origin.run), origin).model
-    return Teacher(name=name, model=model, weights=origin.weights)
+def check_teachers(config: GRPOConfig) -> list[Finding]:
+    """Whether teachers are there, and fit the student and the rows. ValueError, one sentence."""
+    own = distillation(config)
+    store = Store(config.store.uri, config.store.options)
+    found = _teachers_fit(own, store, open_source(config.data.source))
+    if not config.cluster.pools[config.cluster.roles.pool_of("teacher")].gpus:
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
+        for name, engine in own.vllm_teachers.items():
+            facts = model_facts(resolved(store, own, name).model)
+            if facts is not None:
+                settings = engine.engine_of(config.rollout, 0)
+                check_vllm_on_cpu(settings, facts, longest, f"teachers.{name}.engine")
+    return [Finding(check="teachers", found=found)]
 
 
-def address_of(name: str, teacher: TeacherConfig) -> Address:
-    """Where a service is and by what key it is asked. ConfigError where the key is not set."""
-    assert teacher.service is not None, "this teacher is no service"
-    key = given([teacher.key_variable]).get(teacher.key_variable)
-    if not key:
-        raise ConfigError(
-            f"The teacher {name} is the service {teacher.service}, and the environment variable "
-            f"{teacher.key_variable} with its key is not set. Set it, or "
-            f"teachers.{name}.key_variable to the name of the one that has the key."
-        )
-    return Address(name=name, url=teacher.service, key=key)
-
-
-def pinned(store: Store, config: GRPOConfig) -> GRPOConfig:
-    """The settings of a new run, with what they mean now.
-
-    RUN@STEP for an alias or a run's last step, and the digest of what a service holds.
-    """
-    if not isinstance(config, DistillConfig):
-        return config
-    found = dict(config.teachers)
-    for name, teacher in config.teachers.items():
-        if teacher.version is not None:
-            setting = f"teachers.{name}.version"
-            origin = origin_of_version(store, config.tracking, teacher.version, setting)
-            found[name] = teacher.model_copy(update={"version": str(origin)})
-        if teacher.service is not None:
-            facts = probed(address_of(name, teacher), store, config.rollout.dtype)
-            check_digest(address_of(name, teacher), facts, teacher.digest, config.rollout.dtype)
-            found[name] = teacher.model_copy(update={"digest": facts.digest})
-    return config.model_copy(update={"teachers": found})
-
-
-def keep_versions(files: RunStore, config: GRPOConfig) -> None:
-    """Have the runs whose policy versions teach this one keep them."""
-    for name, teacher in teachers_of(config).items():
-        if teacher.version is not None:
-            setting = f"teachers.{name}.version"
-            origin = origin_of_version(files.store, config.tracking, teacher.version, setting)
-            owner = RunStore(files.store, origin.run)
-            pin_version(files, owner, origin.weights.version, f"teacher-{name}")
-
-
-def origin_of_version(store: Store, tracking: TrackingConfig, version: str, setting: str) -> Origin:
-    """The step that a setting names by models:/NAME@ALIAS, RUN or RUN@STEP. ConfigError."""
-    parent, step = place_of(store, tracking, version, setting)
-    try:
-        return begin_at(parent, step, fork=False, trainer_state=False, cursor=False)
-    except (NoSuchOrigin, StoreError) as error:
-        raise ConfigError(f"{setting} = {version}: {error}") from error
-
-
-def check_teachers(config: DistillConfig, store: Store, source: PromptSource) -> str:
+def _teachers_fit(config: DistillConfig, store: Store, source: PromptSource) -> str:
     """Whether teachers are there, and fit the student and the rows. ValueError, one sentence."""
     said = []
     for name, settings in config.teachers.items():
@@ -132,7 +64,7 @@ def check_teachers(config: DistillConfig, store: Store, source: PromptSource) ->
     return "; ".join(said)
 
 
-def _checked(config: DistillConfig, teacher: Teacher) -> str:
+def _checked(config: DistillConfig, teacher: FrozenModel) -> str:
     """What was found of a teacher's tokens and sizes."""
     facts = model_facts(teacher.model)
     if facts is not None:

@@ -17,9 +17,10 @@ from storage.batches.writing import write_batch
 from storage.objects.digests import key_of
 from tasks.results import WholeShards, samples_of_shards
 from tasks.run.retries import OPTIONS, attempted
-from tasks.run.roles.teachers import teacher_of_name
 from tasks.run.run import Run
-from tasks.run.teachers import teacher_of
+from tasks.teachers.checks import teacher_of
+from tasks.teachers.models import distillation
+from tasks.teachers.roles import teacher_of_name
 
 
 @task(name="teacher", task_run_name="teacher {number}/{count}", **OPTIONS)
@@ -29,8 +30,7 @@ def teacher(run: Run, step: int, sampled: WholeShards, number: int, count: int) 
     teacher, teacher_digest and teacher_logprobs; where words are compared, the likeliest ones too. A
     teacher that dies is built anew, and scores the same tokens again.
     """
-    config = run.config
-    assert isinstance(config, DistillConfig), "only a distillation has teachers"
+    config = distillation(run.config)
     samples = samples_of_shards([sampled])
     named = names_of(run, config, sampled)
     parts, rows = [], []

@@ -12,12 +12,12 @@ from configs.distill import DistillConfig
 from configs.model import RandomModel
 from configs.recipe import load_recipe
 from engines.models.checkpoints import materialize
-from storage.objects.store import Store
-from storage.prompts.datasets import open_source
-from tasks.memory.check import check_memory
 from tasks.run.findings import PreflightError
 from tasks.run.preflight import check
-from tasks.run.teachers import check_teachers
+from tasks.run.run import _shards_of
+from tasks.teachers.checks import check_teachers
+from tests.tasks.memory.settings import GPU, plan
+from tests.tasks.memory.settings import words as policy_words
 
 Check = Callable[..., str]
 GIVEN = (
@@ -31,10 +31,9 @@ def checked(tmp_path: Path) -> Check:
     """Checks the teachers of the recipe `tiny` with these words."""
 
     def check(*words: str) -> str:
-        config = load_recipe(DistillConfig, "tiny", words)
-        return check_teachers(
-            config, Store(f"file://{tmp_path}/store"), open_source(config.data.source)
-        )
+        config = load_recipe(DistillConfig, "tiny", [f"store.uri=file://{tmp_path}/store", *words])
+        (found,) = check_teachers(config)
+        return found.found
 
     return check
 
@@ -118,18 +117,16 @@ def test_a_teacher_in_vllm_is_checked_as_an_engine_that_samples(
 def test_the_memory_plan_counts_a_teacher_in_vllm_by_its_own_settings() -> None:
     words = ["teachers.t.model.kind=random", "teachers.t.engine={kind: vllm, kv_cache_gib: 3}"]
     config = load_recipe(DistillConfig, "tiny", words)
-    assert "teacher t, each engine: weights 0 MiB, keys and values 3.0 GiB" in check_memory(config)
+    assert "teacher t, each engine: weights 0 MiB, keys and values 3.0 GiB" in plan(config)
     with pytest.raises(ValueError, match=r"Set teachers.t.engine.kv_cache_gib, on a GPU"):
-        check_memory(
-            load_recipe(DistillConfig, "tiny", [words[0], words[1].replace("3}", "9999}")])
-        )
+        plan(load_recipe(DistillConfig, "tiny", [words[0], words[1].replace("3}", "9999}")]))
     gpu = [
         "cluster.pools.teacher={workers: 1, gpus: 1, gpu_memory_gib: 80}",
         "rollout.dtype=bfloat16",
     ]
     (line,) = [
         one
-        for one in check_memory(load_recipe(DistillConfig, "tiny", [*words, *gpu]))
+        for one in plan(load_recipe(DistillConfig, "tiny", [*words, *gpu]))
         if "GPU of pool teacher" in one
     ]
     assert line.startswith("a GPU of pool teacher: 68.0 GiB of 80.0 GiB")
@@ -139,10 +136,34 @@ def test_the_memory_plan_counts_each_teacher_on_its_pool() -> None:
     large = "{kind: random, layers: 8, hidden_size: 1024, heads: 16, max_positions: 512}"
     words = [f"teachers.one.model={large}", "teachers.two.model.kind=random", "teacher_column=who"]
     config = load_recipe(DistillConfig, "tiny", words)
-    lines = {line.partition(",")[0]: line for line in check_memory(config)}
+    lines = {line.partition(",")[0]: line for line in plan(config)}
     assert {"actor", "teacher one", "teacher two"} <= set(lines)
     assert "optimizer" not in lines["teacher one"]
     slurm = ["cluster.kind=slurm", "cluster.host=lo", "store.uri=file:///shared"]
     small = [*words, *slurm, "cluster.pools.teacher={workers: 1, memory_gib: 0.1}"]
     with pytest.raises(ValueError, match="Set cluster.roles.teacher to a pool with more workers"):
-        check_memory(load_recipe(DistillConfig, "tiny", small))
+        plan(load_recipe(DistillConfig, "tiny", small))
+
+
+def test_a_teacher_in_vllm_needs_room_too(tmp_path: Path) -> None:
+    policy_words(tmp_path, "7b")  # writes its config.json
+    where = f"cluster.pools.teacher={{workers: 1, gpus: 1, gpu_memory_gib: {GPU}}}"
+
+    def of(share: float) -> DistillConfig:
+        engine = f"teachers.t.engine={{kind: vllm, gpu_memory_utilization: {share}}}"
+        model = f"teachers.t.model={{kind: pretrained, path: '{tmp_path / '7b'}'}}"
+        return load_recipe(DistillConfig, "tiny", [engine, model, where, "rollout.dtype=bfloat16"])
+
+    with pytest.raises(ValueError, match=r"^By the memory plan teacher t's vLLM has") as caught:
+        plan(of(0.1))
+    assert str(caught.value).endswith(
+        "Set teachers.t.engine.gpu_memory_utilization to 0.18 or more."
+    )
+    plan(of(0.18))
+
+
+def test_teachers_share_the_task_runs_of_a_step() -> None:
+    words = ["cluster.pools.cpu={workers: 64, slots: 4}", "teachers.t.model.kind=random"]
+    config = load_recipe(DistillConfig, "tiny", words)
+    assert config.sharded_stages == 3
+    assert 3 * len(_shards_of(config).ranges(4096)) == 48

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from configs.grpo import GRPOConfig
-from configs.tree import TreeConfig
 from engines.trees.contract import TreeGrower, TreeSpec
 from engines.workers.cluster import Cluster
 from engines.workers.engine import EngineSpec
@@ -29,7 +28,4 @@ def _trees(run: Caller, cluster: Cluster) -> EnginePool[TreeGrower]:
     return pool_of(run, cluster, "reward", "trees", engine, run.config.scoring_deadline)
 
 
-# On the workers that score.
-TREES = EngineRole(
-    name="trees", needed=lambda config: isinstance(config, TreeConfig), client=_trees
-)
+TREES = EngineRole(name="trees", client=_trees)  # on the workers that score

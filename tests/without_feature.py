@@ -1,0 +1,227 @@
+"""Take a feature out of a copy of the checkout, and see that what is left stands by itself.
+
+    make without FEATURE=trees
+
+Deleted are the feature's rooms, its record (a line or two in tables) and the tests that name what is in its
+rooms. Then, of what is left: lint, types, the rules of imports, `tiny` with the same weights to the bit, and
+the tests of `make test`; `--tests` chooses others, or none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("configs", "engines", "flows", "storage", "tasks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rooms:
+    """What there is of a feature."""
+
+    rooms: Sequence[str]  # files and folders of the product
+    tests: Sequence[str] = ()  # and of the tests, beside those that import what is in the rooms
+    # File -> regular expressions of its lines, or of several of them, that go.
+    records: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def deployment(name: str) -> str:
+    """Of infra/prefect.yaml."""
+    return rf"  - <<: \*deployment\n    name: {name}\n(?:    .*\n)+\n?"
+
+
+def record(name: str) -> dict[str, Sequence[str]]:
+    """In the table of features."""
+    return {"tasks/run/features.py": [rf'    "{name}": .*\n']}
+
+
+FEATURES = {
+    "trees": Rooms(
+        rooms=(
+            "configs/tree.py",
+            "engines/trees",
+            "flows/tree.py",
+            "tasks/trees",
+            "benchmarks/tree.py",
+        ),
+        tests=("tests/flows/test_tree.py",),
+        records={
+            **record("trees"),
+            "infra/prefect.yaml": [deployment("tiny-tree")],
+            "pyproject.toml": [r" \| trees(?= \|)"],
+        },
+    ),
+    "progress": Rooms(
+        rooms=(
+            *("configs/srpo.py", "configs/encoder.py", "configs/recipes/tiny-srpo.yaml"),
+            *(
+                "engines/encoders",
+                "flows/srpo.py",
+                "tasks/progress_rewards",
+                "benchmarks/frozen_lake.py",
+            ),
+        ),
+        tests=("tests/flows/test_srpo.py", "tests/examples/test_libero.py"),
+        records={
+            **record("progress"),
+            "infra/prefect.yaml": [deployment("tiny-srpo")],
+            "pyproject.toml": [r" \| encoders(?=\")"],
+        },
+    ),
+    "teachers": Rooms(
+        rooms=(
+            *("configs/distill.py", "configs/teachers.py", "engines/teachers"),
+            *("flows/distill.py", "flows/teacher.py", "tasks/teachers"),
+        ),
+        tests=("tests/flows/test_distill.py", "tests/flows/test_teacher_service.py"),
+        records={
+            **record("teachers"),
+            "infra/prefect.yaml": [deployment("tiny-distill")],
+            "pyproject.toml": [r" \| teachers(?= \|)"],
+        },
+    ),
+    "dynamic_sampling": Rooms(
+        rooms=(
+            *("configs/dapo.py", "configs/recipes/tiny-dapo.yaml", "flows/dapo.py"),
+            "tasks/dynamic_sampling.py",
+        ),
+        tests=("tests/flows/test_dapo.py",),
+        records={"infra/prefect.yaml": [deployment("tiny-dapo")]},
+    ),
+    "serving": Rooms(
+        rooms=("configs/serve.py", "flows/serve.py", "tasks/launch/serving.py"),
+        tests=("tests/flows/test_serve.py",),
+    ),
+}
+
+
+def copy_of(folder: Path) -> Path:
+    """What git would commit of the checkout, in a folder."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def take_out(feature: Rooms, folder: Path) -> list[str]:
+    """Delete a feature; the test files that went with it, beside its own."""
+    modules = {path[:-3].replace("/", ".") for path in files_of(feature.rooms, folder)}
+    for path in (*feature.rooms, *feature.tests):
+        where = folder / path
+        if where.is_dir():
+            shutil.rmtree(where)
+        else:
+            where.unlink()
+    for path, expressions in feature.records.items():
+        text = (folder / path).read_text()
+        for expression in expressions:
+            text, found = re.subn(expression, "", text)
+            assert found, f"{path} has no lines {expression!r}"
+        (folder / path).write_text(text)
+    return with_tests(modules, folder)
+
+
+def files_of(rooms: Sequence[str], folder: Path) -> list[str]:
+    """The files of rooms, seen from the folder."""
+    found: list[str] = []
+    for room in rooms:
+        where = folder / room
+        assert where.exists(), f"there is no {room}"
+        found += [where, *where.rglob("*.py")] if where.is_dir() else [where]  # type: ignore[list-item]
+    return [str(Path(path).relative_to(folder)) for path in found if str(path).endswith(".py")]
+
+
+def with_tests(modules: set[str], folder: Path) -> list[str]:
+    """Delete the tests that import one of these modules, and those that import such a test."""
+    gone: list[str] = []
+    while True:
+        found = [
+            path
+            for path in sorted((folder / "tests").rglob("*.py"))
+            if path.name != "without_feature.py" and names(path.read_text(), modules)
+        ]
+        if not found:
+            return gone
+        for path in found:
+            name = str(path.relative_to(folder))
+            gone.append(name)
+            modules |= {name[:-3].replace("/", ".")}
+            path.unlink()
+
+
+def names(text: str, modules: set[str]) -> bool:
+    """Whether a text imports one of the modules."""
+    imported = re.findall(r"^\s*(?:from|import) ([\w.]+)(?: import (.*))?", text, re.MULTILINE)
+    for module, things in imported:
+        if module in modules:
+            return True
+        if any(f"{module}.{thing.strip(' (),')}" in modules for thing in things.split(",")):
+            return True
+    return False
+
+
+def tiny(folder: Path) -> list[str]:
+    """Digests of the weights of three steps of `tiny`, by the code in the folder."""
+    with tempfile.TemporaryDirectory() as work:
+        run([sys.executable, "-m", "flows.grpo", "tiny", "steps=3"], Path(work), folder)
+        commits = sorted(Path(work, ".refrain/store").glob("*/steps/*/commit.json"))
+        assert len(commits) == 3, "tiny did not make its steps"
+        return [json.loads(path.read_text())["version_out"]["digest"] for path in commits]
+
+
+def run(words: Sequence[str], where: Path, code: Path) -> None:
+    """Run a command with the packages of a folder; SystemExit where it fails."""
+    done = subprocess.run(
+        words,
+        cwd=where,
+        env={**os.environ, "PYTHONPATH": str(code)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-3000:], sep="\n")
+        raise SystemExit(f"failed: {' '.join(map(str, words))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("features", nargs="+", choices=FEATURES, metavar="FEATURE")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="none: no tests")
+    asked = parser.parse_args()
+    own = Path(sys.executable).parent
+    reference = tiny(ROOT)
+    for name in asked.features:
+        with tempfile.TemporaryDirectory(prefix=f"without-{name}-") as temporary:
+            folder = copy_of(Path(temporary))
+            gone = take_out(FEATURES[name], folder)
+            print(f"{name}: taken out; tests that named it went too: {', '.join(gone) or 'none'}")
+            for command in (
+                [own / "ruff", "check", "."],
+                [own / "mypy"],
+                [own / "lint-imports"],
+            ):
+                run([str(word) for word in command], folder, folder)
+            assert tiny(folder) == reference, f"tiny has other weights without {name}"
+            print(f"{name}: lint, types and imports pass, and tiny is the same to the bit")
+            if asked.tests:
+                tests = [sys.executable, "-m", "pytest", *asked.tests]
+                run(tests, folder, folder)
+                print(f"{name}: the tests {', '.join(asked.tests)} pass")
+
+
+if __name__ == "__main__":
+    main()
