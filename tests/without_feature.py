@@ -179,7 +179,7 @@ def tiny(folder: Path) -> list[str]:
         run([sys.executable, "-m", "flows.grpo", "tiny", "steps=3"], Path(work), folder)
         commits = sorted(Path(work, ".refrain/store").glob("*/steps/*/commit.json"))
         assert len(commits) == 3, "tiny did not make its steps"
-        return [json.loads(path.read_text())["version_out"]["digest"] for path in commits]
+        return [json.loads(path.read_text())["body"]["version_out"]["digest"] for path in commits]
 
 
 def run(words: Sequence[str], where: Path, code: Path) -> None:
