@@ -34,6 +34,7 @@ from engines.data.data_engine import DataEngine
 from engines.data.results import Growth
 from engines.rollout.contract import RolloutRequest, Sampling, engine_class
 from engines.rollout.engine import RolloutEngine
+from engines.train.spec import UpdateRequest
 from engines.trees.growing import TreeEngine
 from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
@@ -199,7 +200,13 @@ class Bench:
             for tree, engine in engines.items():
                 began, used = time.perf_counter(), time.process_time()
                 metrics = engine.update(
-                    batch, self.config.algorithm, self.config.rollout.temperature, most, step
+                    UpdateRequest(
+                        step=step,
+                        batch=batch,
+                        algorithm=self.config.algorithm,
+                        temperature=self.config.rollout.temperature,
+                        max_new_tokens=most,
+                    )
                 ).metrics
                 one = Updated(
                     tokens=int(metrics["train/tokens"]),

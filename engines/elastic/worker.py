@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.aggregation import Normaliser
 from engines.elastic.contract import GradientWorker
 from engines.elastic.gradients import unit_metrics, write_gradient
@@ -21,7 +20,7 @@ from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import made_on
 from engines.train.policy import Policy
 from engines.train.sharded_model import DTYPES
-from engines.train.spec import ColumnsResult, TrainSpec
+from engines.train.spec import ColumnsResult, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.gradients import read_gradient
@@ -41,26 +40,18 @@ class GradientEngine(FSDPEngine, GradientWorker):
     def _new_optimizer(self, policy: Policy | Critic) -> Optimizer | None:
         return None
 
-    def gradient(
-        self,
-        offered: Offered,
-        unit: Unit,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-    ) -> UnitDone:
+    def gradient(self, offered: Offered, unit: Unit, request: UpdateRequest) -> UnitDone:
         standing = read_gradient(self._files, offered.folder, unit.number)
         if standing is not None and standing.of == offered.of:
             return UnitDone(unit=unit.number, nbytes=standing.nbytes, computed=False)
         self._hold(offered.weights)
         parameters = {n: p for n, p in self._loaded().named_parameters() if p.requires_grad}
-        updater = self._updater(algorithm, temperature)
+        updater = self._updater(request)
         try:
             tally, finite = updater.gradient(
-                batch,
-                self._micro_batches(batch, unit.rows),
-                normaliser_of(offered.counts, max_new_tokens),
+                request.batch,
+                self._micro_batches(request.batch, unit.rows),
+                normaliser_of(offered.counts, request.max_new_tokens),
             )
             found = {n: own_part(p.grad)[0] for n, p in parameters.items() if p.grad is not None}
             standing, equal = write_gradient(

@@ -12,10 +12,9 @@ from engines.train.spec import ColumnsResult
 from engines.workers.engine import Ranked, joined_by
 
 if TYPE_CHECKING:
-    from configs.algorithm.algorithm import AlgorithmConfig
     from engines.models.tokens import ModelTokens
     from engines.train.batching.mfu import CostModel
-    from engines.train.spec import UpdateResult, WeightsComparison
+    from engines.train.spec import UpdateRequest, UpdateResult, WeightsComparison
     from storage.batches.refs import BatchRef
     from storage.objects.store import Store
     from storage.runs.weights import WeightsRef
@@ -73,20 +72,8 @@ class TrainEngine(Ranked):
         """The tokens of the model; None where its files do not have them."""
 
     @abstractmethod
-    def update(
-        self,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-        step: int,
-        plan: BatchRef | None = None,
-    ) -> UpdateResult:
-        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps.
-
-        plan: as engines/train/batching/stored_plan.py has stored it for this batch and gang; None:
-        each rank makes it.
-        """
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        """Train on a batch: train.epochs passes of train.mini_batches optimizer steps."""
 
     @abstractmethod
     def cost(self) -> CostModel:

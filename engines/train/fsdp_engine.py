@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from configs.algorithm.algorithm import AlgorithmConfig
 from engines.algorithms.from_config import objective_of
 from engines.models.tokens import ModelTokens, model_tokens
 from engines.models.vla.openvla import OpenVLA
@@ -35,7 +34,7 @@ from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
 from engines.train.self_test.on_weights import TOLERANCE, median_difference
 from engines.train.sharded_model import ShardedModel
-from engines.train.spec import ColumnsResult, UpdateResult
+from engines.train.spec import ColumnsResult, UpdateRequest, UpdateResult
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -130,29 +129,22 @@ class FSDPEngine(ShardedModel):
 
     # --- training -----------------------------------------------------------------------------
 
-    def update(
-        self,
-        batch: BatchRef,
-        algorithm: AlgorithmConfig,
-        temperature: float,
-        max_new_tokens: int,
-        step: int,
-        plan: BatchRef | None = None,
-    ) -> UpdateResult:
-        result = self._begun(step, algorithm, temperature).run(batch, max_new_tokens, step, plan)
-        self.version = step
+    def update(self, request: UpdateRequest) -> UpdateResult:
+        result = self._begun(request).run(request)
+        self.version = request.step
         return result
 
-    def _begun(self, step: int, algorithm: AlgorithmConfig, temperature: float) -> Updater:
+    def _begun(self, request: UpdateRequest) -> Updater:
         """What makes the update of a step; from now on the weights are no version's."""
         self._joined()
         if self._optimizer is None:
             raise ValueError(f"An engine of role {self._spec.role} is frozen. Update the actor.")
-        torch.manual_seed(self._spec.seed * 1_000_003 + step)  # so that a replay draws the same
+        # So that a replay draws the same.
+        torch.manual_seed(self._spec.seed * 1_000_003 + request.step)
         self.version = None
-        return self._updater(algorithm, temperature)
+        return self._updater(request)
 
-    def _updater(self, algorithm: AlgorithmConfig, temperature: float) -> Updater:
+    def _updater(self, request: UpdateRequest) -> Updater:
         """What makes one update on this rank."""
         model = self._loaded()
         rank = TrainRank(
@@ -165,8 +157,9 @@ class FSDPEngine(ShardedModel):
             cost=self._cost,
         )
         if isinstance(model, Critic):
-            return CriticUpdater(rank, model, algorithm.critic)
-        return PolicyUpdater(rank, self._forward(temperature), objective_of(algorithm))
+            return CriticUpdater(rank, model, request.algorithm.critic)
+        forward, objective = self._forward(request.temperature), objective_of(request.algorithm)
+        return PolicyUpdater(rank, forward, objective)
 
     def cost(self) -> CostModel:
         self._joined()

@@ -18,7 +18,7 @@ from engines.rewards.protocol import TrainerState
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TrainSpec
+from engines.train.spec import TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
@@ -157,11 +157,17 @@ class World:
             step - 1,
             greedy if algorithm.needs_baselines else None,
         )
-        limits = (self.config.rollout.temperature, self.config.rollout.max_new_tokens, step)
+        request = UpdateRequest(
+            step=step,
+            batch=batch.ref,
+            algorithm=algorithm,
+            temperature=self.config.rollout.temperature,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+        )
         metrics = dict(batch.metrics)
-        metrics |= self.actor.update(batch.ref, algorithm, *limits).metrics
+        metrics |= self.actor.update(request).metrics
         if algorithm.needs_critic:
-            result = self.critic.update(batch.ref, algorithm, *limits)
+            result = self.critic.update(request)
             assert result.metrics["train/skipped_steps"] == 0, name
             metrics |= {f"critic/{key}": value for key, value in result.metrics.items()}
         if on_policy:

@@ -19,7 +19,7 @@ from storage.batches.columns import SampleStatus
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
-from tests.engines.train.train_ranks import MAX_NEW_TOKENS, TEMPERATURE, spec
+from tests.engines.train.train_ranks import MAX_NEW_TOKENS, spec, update_of
 
 LENGTHS = [3, 5, 4, 2, 6, 3, 0, 4]
 GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
@@ -252,11 +252,11 @@ def test_normalised_corrections_do_not_depend_on_micro_batches(
     for budget in (4096, 16):
         engine = FSDPEngine(spec(tmp_path, micro_batch_tokens=budget))
         engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
-        result = engine.update(batch.ref, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1)
+        result = engine.update(update_of(batch.ref, algorithm, 1))
         found.append(result.metrics)
         unstored = batch.ref.drop(["correction_weights", "correction_kept"])
         with pytest.raises(ValueError, match="needs the columns correction_weights"):
-            engine.update(unstored, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 2)
+            engine.update(update_of(unstored, algorithm, 2))
         engine.close()
     names = ("loss", "grad_norm", "correction_weight", "correction_effective_sample_size")
     for name in (*names, "correction_left_out", "correction_clipped_high", "log_ppl_gap"):
@@ -274,7 +274,7 @@ def test_tokens_of_high_entropy_do_not_depend_on_micro_batches(
         engine = FSDPEngine(spec(tmp_path, micro_batch_tokens=budget))
         engine.join(rank=0, world=1, host="127.0.0.1", port=0, generation=1, timeout=60.0)
         algorithm = AlgorithmConfig.model_validate(recipe)
-        result = engine.update(batch.ref, algorithm, TEMPERATURE, MAX_NEW_TOKENS, 1)
+        result = engine.update(update_of(batch.ref, algorithm, 1))
         losses.append((result.metrics["train/loss"], result.metrics["train/grad_norm"]))
         engine.close()
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

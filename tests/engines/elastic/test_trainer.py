@@ -27,7 +27,7 @@ from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.gradients import remove_gradients
 from storage.runs.run_store import RunStore
-from tests.engines.elastic.conftest import GIVEN, PLAIN, SETTINGS, Elastic
+from tests.engines.elastic.conftest import PLAIN, SETTINGS, Elastic
 from tests.engines.train.train_ranks import (
     MAX_NEW_TOKENS,
     TEMPERATURE,
@@ -174,9 +174,7 @@ def test_parts_of_log_probs_are_put_together_in_the_order_of_the_rows(
     found = one.logprobs(0, batch, "old_logprobs", "run/far.safetensors")
     assert len(found.objects) > 2
     alone = Elastic(spec(tmp_path, **SETTINGS), 0)
-    own = alone.aggregator.logprobs(
-        batch, "old_logprobs", "run/own.safetensors", GIVEN["temperature"]
-    )
+    own = alone.aggregator.logprobs(batch, "old_logprobs", "run/own.safetensors", TEMPERATURE)
     alone.close()
     store = Store(str(tmp_path / "store"))
     far, near = (ref.fetch(store, ["old_logprobs"])["old_logprobs"] for ref in (found, own.batch))

@@ -17,10 +17,10 @@ from engines.train.fsdp_engine import FSDPEngine
 from storage.objects.store import Store
 from storage.runs.gradients import GradientsRefused, read_gradient, remove_gradients
 from storage.runs.run_store import RunStore
-from tests.engines.elastic.conftest import GIVEN, Elastic
+from tests.engines.elastic.conftest import PLAIN, Elastic
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
-from tests.engines.train.train_ranks import samples, spec, stored
+from tests.engines.train.train_ranks import samples, spec, stored, update_of
 
 MakeElastic = Callable[..., Elastic]
 
@@ -37,7 +37,7 @@ def fsdp(
     engine: FSDPEngine, tmp_path: Path, rows: list[Sample], steps: int = 2
 ) -> tuple[str, dict[str, float]]:
     for step in range(1, steps + 1):
-        result = engine.update(stored(tmp_path, rows), step=step, **GIVEN)
+        result = engine.update(update_of(stored(tmp_path, rows), PLAIN, step))
     return engine.digest("float32"), dict(result.metrics)
 
 
@@ -289,7 +289,7 @@ def test_an_empty_batch_changes_nothing(elastic: MakeElastic, tmp_path: Path) ->
     assert one.open(batch.rows(0, 0)) == 0
     assert one.aggregator.close_update().metrics["train/optimizer_steps"] == 0
     assert one.aggregator.digest("float32") == before
-    assert AlgorithmConfig() == GIVEN["algorithm"]
+    assert AlgorithmConfig() == PLAIN
 
 
 def test_no_forward_pass_sees_weights_of_before(elastic: MakeElastic, tmp_path: Path) -> None:

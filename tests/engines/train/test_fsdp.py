@@ -25,11 +25,11 @@ from storage.runs.weights_reading import stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Make
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     samples,
     stored,
+    update_of,
 )
 
 PLAIN = AlgorithmConfig()
@@ -40,13 +40,7 @@ INTERPOLATED = AlgorithmConfig.model_validate({"proximal": "loglinear"})
 def update(
     engine: FSDPEngine, batch: BatchRef, step: int = 1, algorithm: AlgorithmConfig = PLAIN
 ) -> dict[str, float]:
-    result = engine.update(
-        batch=batch,
-        algorithm=algorithm,
-        temperature=TEMPERATURE,
-        max_new_tokens=MAX_NEW_TOKENS,
-        step=step,
-    )
+    result = engine.update(update_of(batch, algorithm, step))
     return dict(result.metrics)
 
 

@@ -21,12 +21,12 @@ from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -59,7 +59,7 @@ def scenario(
         engine.join(rank, world, "127.0.0.1", ports[generation], generation, 60.0)
 
     def update(batch: BatchRef, step: int, to: FSDPEngine = engine) -> UpdateResult:
-        return to.update(batch, KL, TEMPERATURE, MAX_NEW_TOKENS, step)
+        return to.update(update_of(batch, KL, step))
 
     join(1)
     reference.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)

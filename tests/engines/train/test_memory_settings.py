@@ -27,12 +27,12 @@ from engines.train.model.lora import base_weights
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -80,7 +80,7 @@ def train(
 
     def update(step: int) -> str:
         batch = batches[step - 1]
-        engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, step)
+        engine.update(update_of(batch, AlgorithmConfig(), step))
         return engine.digest()
 
     update(1)
@@ -246,7 +246,7 @@ def test_so_many_layers_are_computed_twice(tmp_path: Path, share: float, twice: 
 
         attention.register_forward_hook(count)
     batch = stored(tmp_path, samples())
-    engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, 1)
+    engine.update(update_of(batch, AlgorithmConfig(), 1))
     engine.leave()
     assert calls == [2] * twice + [1] * (2 - twice)
 

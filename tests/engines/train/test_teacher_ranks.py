@@ -14,13 +14,13 @@ from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -54,7 +54,7 @@ def scenario(
         return Seen(taught=taught, update=None)
     engine = FSDPEngine(student)
     engine.join(rank, world, "127.0.0.1", ports[1], 1, 60.0)
-    update = engine.update(batch, WORDS, TEMPERATURE, MAX_NEW_TOKENS, 1)
+    update = engine.update(update_of(batch, WORDS, 1))
     return Seen(taught=taught, update=update)
 
 

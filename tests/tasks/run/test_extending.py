@@ -44,7 +44,9 @@ class Cache(Engine):
 
 
 def engine_of(run: Any) -> EngineSpec[Cache]:
-    return EngineSpec.of("nobodys:Cache", StoreSpec(store_uri=run.store.uri, store_options={}), Cache)
+    return EngineSpec.of(
+        "nobodys:Cache", StoreSpec(store_uri=run.store.uri, store_options={}), Cache
+    )
 
 
 def page(begins: str) -> str:

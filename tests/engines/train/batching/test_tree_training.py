@@ -42,12 +42,12 @@ from tests.engines.algorithms.test_tree_advantages import grown
 from tests.engines.train.conftest import Make
 from tests.engines.train.naive_training import Sample
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
@@ -303,10 +303,7 @@ def tree_rows(seed: int, prefix_weight: str = "per_leaf") -> list[Sample]:
 
 
 def learnt(engine: FSDPEngine, batches: list[BatchRef]) -> tuple[list[UpdateResult], WeightsRef]:
-    results = [
-        engine.update(batch, KL, TEMPERATURE, MAX_NEW_TOKENS, step)
-        for step, batch in enumerate(batches, 1)
-    ]
+    results = [engine.update(update_of(batch, KL, step)) for step, batch in enumerate(batches, 1)]
     return results, engine.export_weights(len(batches), "float32")
 
 
@@ -354,7 +351,7 @@ def test_tokens_chosen_over_a_mini_batch_are_the_same(make: Make, tmp_path: Path
     chosen = AlgorithmConfig.model_validate({"loss": {"kind": "kl_cov", "ratio": 0.2}})
     one, two = (
         make(run=f"tree-{tree}", tree_training=tree, micro_batch_tokens=64).update(
-            batch, chosen, TEMPERATURE, MAX_NEW_TOKENS, 1
+            update_of(batch, chosen, 1)
         )
         for tree in (False, True)
     )

@@ -21,12 +21,12 @@ from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import open_manifest
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 
 UPDATES = 3
@@ -90,7 +90,7 @@ def train(
             found = engine.logprobs(batch, column, key, TEMPERATURE).metrics
             if column in found:  # of ranks that share sequences one counts
                 logprobs.append(found[column] / found["tokens"])
-        updated = engine.update(batch, AlgorithmConfig(), TEMPERATURE, MAX_NEW_TOKENS, step)
+        updated = engine.update(update_of(batch, AlgorithmConfig(), step))
         norms.append(updated.metrics["train/grad_norm"])
         graphs.append(counters["stats"]["unique_graphs"])
     version = engine.export_weights(UPDATES, "float32")

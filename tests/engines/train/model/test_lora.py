@@ -27,12 +27,12 @@ from storage.runs.weights_reading import stream
 from tests.engines.train import naive_training as naive
 from tests.engines.train.conftest import Join, Make
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     MODEL,
     TEMPERATURE,
     samples,
     spec,
     stored,
+    update_of,
 )
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -51,7 +51,7 @@ def make(tmp_path: Path, join: Join) -> Make:
 
 
 def update(engine: FSDPEngine, batch: BatchRef, step: int = 1) -> dict[str, float]:
-    result = engine.update(batch, PLAIN, TEMPERATURE, MAX_NEW_TOKENS, step)
+    result = engine.update(update_of(batch, PLAIN, step))
     return dict(result.metrics)
 
 

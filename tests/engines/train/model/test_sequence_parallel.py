@@ -23,12 +23,12 @@ from storage.runs.weights import WeightsRef
 from storage.runs.weights_reading import stream
 from tests.engines.train.test_fsdp_ranks import with_logprobs
 from tests.engines.train.train_ranks import (
-    MAX_NEW_TOKENS,
     TEMPERATURE,
     Ranks,
     samples,
     spec,
     stored,
+    update_of,
 )
 from tests.ports import free_ports
 
@@ -75,7 +75,7 @@ def scenario(
         batch, "ref_logprobs", f"ref-{shared}.safetensors", TEMPERATURE, True
     )
     updates = [
-        engine.update(batch, algorithm, TEMPERATURE, MAX_NEW_TOKENS, step)
+        engine.update(update_of(batch, algorithm, step))
         for step, algorithm in enumerate((PLAIN, CHOSEN), 1)
     ]
     return Seen(
