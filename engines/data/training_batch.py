@@ -26,6 +26,7 @@ from engines.data.column_reading import (
     numbers,
     policy_tokens,
 )
+from engines.data.contract import AdvantagesRequest
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.sample_metrics import episode_metrics, sample_metrics
 from engines.data.staleness import staleness_metrics
@@ -80,35 +81,20 @@ class Choice:
 
 
 def choose(
-    store: Store,
-    samples: BatchRef,
-    baselines: BatchRef | None,
-    algorithm: AlgorithmConfig,
-    on_failure: RewardsConfig,
-    max_new_tokens: int,
-    version: int,
-    left_out: BatchRef | None = None,
-    repetition: BatchRef | None = None,
-    most_groups: int | None = None,
+    store: Store, request: AdvantagesRequest, on_failure: RewardsConfig, max_new_tokens: int
 ) -> Choice:
     """Choose the samples that train, from numbers by row: no token is read.
 
     Args:
         store: of the batches.
-        samples: the step's scored samples, [N].
-        baselines: group_id and reward of each prompt's greedy completion, where the method wants
-            them.
-        algorithm: the recipe's.
+        request: the step's scored samples; where repetition penalties are made here, their token
+            ids are read after all.
         on_failure: what becomes of groups with a failed sample.
         max_new_tokens: longest response, in tokens.
-        version: the policy version that trains on them.
-        left_out: samples of groups that the step did not wait for and dropped.
-        repetition: the samples' repetition penalties [N], where they are made before
-            (`write_repetition`); None: they are made here, for which the token ids are read.
-        most_groups: train at most, those that were drawn first; None: all.
 
     None may be left, see `Choice.check`. Raises RewardsFailed (rewards.on_failure = abort).
     """
+    samples, algorithm, baselines = request.samples, request.algorithm, request.baselines
     prompts, status = dense(store, samples, "group_id"), dense(store, samples, "status")
     groups = samples.own_groups(store)
     per_sample = None if baselines is None else baseline_rewards(store, baselines, samples)
@@ -125,8 +111,8 @@ def choose(
     scored = whole
     if "player" in samples.names:  # one that had no turn has nothing to train
         whole = whole[policy_tokens(store, samples.take(whole)) > 0]
-    if repetition is not None:
-        samples = samples.with_columns(repetition)
+    if request.repetition is not None:
+        samples = samples.with_columns(request.repetition)
     shaped = shaped_samples(store, samples.take(whole), algorithm, max_new_tokens)
     given = numbers(store, samples.take(whole), "reward")
     rules = selection_of(algorithm)
@@ -134,7 +120,7 @@ def choose(
     filtered = filtered_groups(prompts[scored], prompts[whole], selected, [r.name for r in rules])
     kept = np.flatnonzero(selected.keep.numpy())
     informative = np.unique(prompts[whole][kept])  # groups are numbered as they are drawn
-    training = informative[:most_groups]
+    training = informative[: request.most_groups]
     kept = kept[np.isin(prompts[whole][kept], training)]
     index = whole[kept]
     left = {
@@ -143,7 +129,7 @@ def choose(
         SURPLUS: len(informative) - len(training),
     }
     chosen = Chosen(
-        samples=samples.take(index).drop([REPETITION] if repetition is not None else []),
+        samples=samples.take(index).drop([] if request.repetition is None else [REPETITION]),
         rewards=shaped.rewards[kept],
         masked=shaped.masked[kept],
         components={name: part[kept] for name, part in shaped.components.items()},
@@ -157,8 +143,8 @@ def choose(
         metrics=metrics
         | shaped.metrics
         | selection_metrics(selected, sum(filtered.values()))
-        | (staleness_metrics(store, chosen.samples, version) if len(index) else {})
-        | dropped_by_length(store, samples, left_out),
+        | (staleness_metrics(store, chosen.samples, request.version) if len(index) else {})
+        | dropped_by_length(store, samples, request.left_out),
     )
 
 

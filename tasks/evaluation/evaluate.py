@@ -16,7 +16,7 @@ from prefect import flow, task
 from pydantic import JsonValue
 
 from configs.overrides import ConfigError
-from engines.data.contract import PromptMaker, Scorer
+from engines.data.contract import PromptMaker, Scorer, ScoreRequest
 from engines.failures import WeightMismatch
 from engines.rewards.failing_samples import LoggedMetric, pooled
 from engines.rewards.protocol import TrainerState
@@ -267,11 +267,13 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
     out_key = run.files.stage_key(STEP_NUMBER, "score", shard, scored_as)
     record = run.files.finished(out_key)
     if record is None:
-        ref, result = score(
-            *(run, STEP_NUMBER, "score", shard, part, sampled.ref, scored_as),
-            TrainerState(),  # wherever a run stands, versions are scored alike
-            run.suite.settings.source,
+        request = ScoreRequest(
+            prompts=part,
+            samples=sampled.ref,
+            trainer_state=TrainerState(),  # wherever a run stands, versions are scored alike
+            source=run.suite.settings.source,
         )
+        ref, result = score(run, STEP_NUMBER, "score", shard, scored_as, request)
         record = {
             "ref": ref.to_json(),
             "metrics": {name: asdict(metric) for name, metric in result.metrics.items()},

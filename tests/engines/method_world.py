@@ -12,6 +12,7 @@ import numpy as np
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.ppo import PPOConfig
 from configs.recipe import load_recipe
+from engines.data.contract import AdvantagesRequest, ScoreRequest
 from engines.data.data_engine import DataEngine, DataSpec
 from engines.data.results import AdvantagesResult
 from engines.rewards.protocol import TrainerState
@@ -127,7 +128,8 @@ class World:
             )
         ).ref
         state = TrainerState(global_step=step - 1, max_steps=len(self.prompts))
-        scored = self.scorer.score(prompts, found, f"{stem}-scores.safetensors", state)
+        request = ScoreRequest(prompts=prompts, samples=found, trainer_state=state)
+        scored = self.scorer.score(request, f"{stem}-scores.safetensors")
         assert scored.failed == 0
         return found.drop(["status"]).with_columns(scored.ref)
 
@@ -150,13 +152,13 @@ class World:
             samples = self.sampled(step, name=name)
             greedy = self.sampled(step, greedy=True, name=name)
         samples = self._with_columns(name, step, samples, algorithm)
-        batch = self.scorer.advantages(
-            samples,
-            algorithm,
-            f"{RUN}/{name}/advantages-{step}.safetensors",
-            step - 1,
-            greedy if algorithm.needs_baselines else None,
+        wanted = AdvantagesRequest(
+            samples=samples,
+            algorithm=algorithm,
+            version=step - 1,
+            baselines=greedy if algorithm.needs_baselines else None,
         )
+        batch = self.scorer.advantages(wanted, f"{RUN}/{name}/advantages-{step}.safetensors")
         request = UpdateRequest(
             step=step,
             batch=batch.ref,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from engines.train.batching.mfu import CostModel
-from engines.train.batching.stored_plan import write_plan
+from engines.train.batching.stored_plan import PlanRequest, write_plan
 from engines.workers.engine import Engine
 from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
@@ -15,17 +14,8 @@ class Planner(Engine):
     """Makes plans of updates."""
 
     @abstractmethod
-    def plan(
-        self,
-        batch: BatchRef,
-        world: int,
-        budget: int,
-        mini_batches: int,
-        cost: CostModel,
-        out_key: str,
-        tree_training: bool = False,
-    ) -> BatchRef:
-        """Write the micro-batches of an update; reads tokens for tree training only."""
+    def plan(self, request: PlanRequest, out_key: str) -> BatchRef:
+        """Write the micro-batches of an update."""
 
 
 class StoredPlanner(Planner):
@@ -34,24 +24,6 @@ class StoredPlanner(Planner):
     def __init__(self, spec: StoreSpec) -> None:
         self._store = spec.open_store()
 
-    def plan(
-        self,
-        batch: BatchRef,
-        world: int,
-        budget: int,
-        mini_batches: int,
-        cost: CostModel,
-        out_key: str,
-        tree_training: bool = False,
-    ) -> BatchRef:
+    def plan(self, request: PlanRequest, out_key: str) -> BatchRef:
         """Write the micro-batches of an update."""
-        return write_plan(
-            self._store,
-            batch,
-            world=world,
-            budget=budget,
-            mini_batches=mini_batches,
-            cost=cost,
-            out_key=out_key,
-            tree_training=tree_training,
-        )
+        return write_plan(self._store, request, out_key)

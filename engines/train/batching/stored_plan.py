@@ -8,6 +8,7 @@ once, while no device waits. Without torch.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,28 +19,30 @@ from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
 
 
-def write_plan(
-    store: Store,
-    batch: BatchRef,
-    *,
-    world: int,
-    budget: int,
-    mini_batches: int,
-    cost: CostModel,
-    out_key: str,
-    tree_training: bool = False,
-) -> BatchRef:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """An update that is to be cut into micro-batches; arguments of `plan_update`."""
+
+    batch: BatchRef  # [N], the columns that lengths are read of
+    world: int  # of ranks that do not share micro-batches
+    budget: int  # tokens of a micro-batch
+    mini_batches: int
+    cost: CostModel
+    tree_training: bool = False  # what rows share counts once, for which their tokens are read
+
+
+def write_plan(store: Store, request: PlanRequest, out_key: str) -> BatchRef:
     """Make the plan of a batch and store it: a row for each micro-batch.
 
     Columns: `micro_rows`, the row numbers (jagged int32); `mini_batch` and `rank`, whose it is. Of a
-    rank the micro-batches stand in their order. Arguments and errors are those of `plan_update`.
+    rank the micro-batches stand in their order. Errors are those of `plan_update`.
     """
     plan = plan_update(
-        read_lengths(store, batch, tree_training, cost.patches),
-        world=world,
-        budget=budget,
-        mini_batches=mini_batches,
-        cost=cost,
+        read_lengths(store, request.batch, request.tree_training, request.cost.patches),
+        world=request.world,
+        budget=request.budget,
+        mini_batches=request.mini_batches,
+        cost=request.cost,
     )
     owners, micros = [], []
     for number, mini in enumerate(plan):

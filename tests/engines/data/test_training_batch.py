@@ -12,6 +12,7 @@ import pytest
 from configs.algorithm.algorithm import AlgorithmConfig
 from configs.rewards import RewardsConfig
 from engines.data.advantage_columns import write_advantages
+from engines.data.contract import AdvantagesRequest
 from engines.data.results import AdvantagesResult, NothingToTrain, RewardsFailed
 from engines.data.training_batch import Choice, choose, resolve_failures
 from engines.train.fsdp_engine import FSDPEngine
@@ -65,7 +66,8 @@ def trained(
     **recipe: Any,
 ) -> AdvantagesResult:
     algorithm = AlgorithmConfig.model_validate(recipe)
-    choice = choose(store, ref, baselines, algorithm, DROP, MAX_NEW_TOKENS, 7)
+    request = AdvantagesRequest(samples=ref, algorithm=algorithm, version=7, baselines=baselines)
+    choice = choose(store, request, DROP, MAX_NEW_TOKENS)
     batch, metrics = write_advantages(store, choice.chosen, algorithm, f"run/{name}.safetensors", 7)
     return choice.result(batch, metrics)
 
@@ -152,7 +154,8 @@ def test_shaping_and_selection_are_counted(store: Store) -> None:
 
 def chosen(store: Store, ref: BatchRef, most: int | None = None, **recipe: Any) -> Choice:
     algorithm = AlgorithmConfig.model_validate(recipe)
-    return choose(store, ref, None, algorithm, DROP, MAX_NEW_TOKENS, 7, most_groups=most)
+    request = AdvantagesRequest(samples=ref, algorithm=algorithm, version=7, most_groups=most)
+    return choose(store, request, DROP, MAX_NEW_TOKENS)
 
 
 def test_groups_beyond_those_wanted_are_surplus(store: Store) -> None:

@@ -26,7 +26,7 @@ from engines.train.batching.packing import (
     plan_update,
     read_lengths,
 )
-from engines.train.batching.stored_plan import read_plan, write_plan
+from engines.train.batching.stored_plan import PlanRequest, read_plan, write_plan
 from engines.train.batching.tree_training import in_order
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import Batch, largest_batch
@@ -237,9 +237,8 @@ def test_plans_count_what_rows_share_once(
     for mini in (*plan, forward):
         checked(rows, mini, budget)
     limits = {"world": world, "budget": budget, "mini_batches": mini_batches}
-    written = write_plan(
-        store, batch, **limits, cost=CostModel(), out_key="plan/p.safetensors", tree_training=True
-    )
+    request = PlanRequest(batch=batch, **limits, cost=CostModel(), tree_training=True)
+    written = write_plan(store, request, "plan/p.safetensors")
     assert read_plan(store, written) == plan_update(lengths, **limits, cost=CostModel())
 
 
