@@ -8,13 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from engines.train.contract import LogprobColumn, TrainEngine
+from engines.train.contract import TrainEngine
 from engines.workers.engine import Engine
 
 if TYPE_CHECKING:
     from engines.elastic.spec import Applied, Offered, Unit, UnitDone
-    from engines.train.spec import ColumnsResult, UpdateRequest, UpdateResult
-    from storage.batches.refs import BatchRef
+    from engines.train.spec import ColumnsResult, LogprobRequest, UpdateRequest, UpdateResult
     from storage.runs.weights import WeightsRef
 
 
@@ -67,13 +66,5 @@ class GradientWorker(Engine):
         """
 
     @abstractmethod
-    def logprobs_under(
-        self,
-        weights: WeightsRef,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
+    def logprobs_under(self, weights: WeightsRef, request: LogprobRequest) -> ColumnsResult:
         """Write log-probs of response tokens under given weights; of rows in their order."""

@@ -21,7 +21,6 @@ from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.leases import Leases, Round, Unit
 from engines.elastic.spec import Offered, UnitDone
 from engines.train.batching.balancing import contiguous_cuts
-from engines.train.contract import LogprobColumn
 from engines.train.trainer import Trainer, TrainerSettings
 from engines.workers.cluster import raise_if_set
 from engines.workers.engine import Call
@@ -36,7 +35,7 @@ from storage.runs.origins import start_of
 from storage.runs.run_store import RunStore
 
 if TYPE_CHECKING:
-    from engines.train.spec import UnitAttempt, UpdateRequest, UpdateResult
+    from engines.train.spec import LogprobRequest, UnitAttempt, UpdateRequest, UpdateResult
 
 logger = logging.getLogger(__name__)
 
@@ -113,45 +112,40 @@ class ElasticTrainer(Trainer):
         self._numbers = itertools.count()
         self._leases = Leases(pool.live, self._check, lease)
 
-    def logprobs(
-        self,
-        version: int,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        squared: bool = False,
-    ) -> BatchRef:
-        """As of Trainer; parts of `unit_tokens` are spread over the workers."""
-        with self._lock:
-            self.at(version)
-            for _ in range(MOST_OFFERS):
-                under = self._under(version + 1)
-                weights = self._ask(
-                    GradientAggregator.offer_weights, version, under=under, version=version
+    def _logprobs(self, version: int, request: LogprobRequest) -> BatchRef:
+        """Parts of `unit_tokens` are spread over the workers."""
+        edges = self._cuts(request.batch)
+        stem, dot, suffix = request.out_key.rpartition(".")
+        parts = [
+            dataclasses.replace(
+                request,
+                batch=request.batch.rows(start, stop),
+                out_key=f"{stem}-{number}of{len(edges) - 1}{dot}{suffix}",
+            )
+            for number, (start, stop) in enumerate(pairwise(edges))
+        ]
+        for _ in range(MOST_OFFERS):
+            under = self._under(version + 1)
+            weights = self._ask(
+                GradientAggregator.offer_weights, version, under=under, version=version
+            )
+            calls = [
+                self._unit(
+                    GradientWorker.logprobs_under,
+                    f"{request.column}-{number}-{request.out_key}",
+                    version,
+                    weights=weights,
+                    request=part,
                 )
-                edges = self._cuts(batch)
-                stem, dot, suffix = out_key.rpartition(".")
-                parts = [
-                    self._unit(
-                        GradientWorker.logprobs_under,
-                        f"{column}-{number}-{out_key}",
-                        version,
-                        weights=weights,
-                        batch=batch.rows(start, stop),
-                        column=column,
-                        out_key=f"{stem}-{number}of{len(edges) - 1}{dot}{suffix}",
-                        temperature=self._settings.temperature,
-                        squared=squared,
-                    )
-                    for number, (start, stop) in enumerate(pairwise(edges))
-                ]
-                try:
-                    done, _ = self._leases.done(parts)
-                except ObjectMissing as error:  # the weights, which another flow's commit removed
-                    logger.warning("Log-probs are computed again: %s", error)
-                    continue
-                return BatchRef.concat([part.batch for part in done if part.batch is not None])
-            raise GradientsRefused(_given_up("log-probs", version))
+                for number, part in enumerate(parts)
+            ]
+            try:
+                done, _ = self._leases.done(calls)
+            except ObjectMissing as error:  # the weights, which another flow's commit removed
+                logger.warning("Log-probs are computed again: %s", error)
+                continue
+            return BatchRef.concat([part.batch for part in done if part.batch is not None])
+        raise GradientsRefused(_given_up("log-probs", version))
 
     def _cuts(self, batch: BatchRef) -> list[int]:
         """Edges of parts of contiguous rows, which follow from the rows alone."""

@@ -12,7 +12,6 @@ from engines.elastic.contract import GradientWorker
 from engines.elastic.gradients import unit_metrics, write_gradient
 from engines.elastic.spec import Counts, Offered, Unit, UnitDone
 from engines.train.batching.packing import plan_update, read_lengths
-from engines.train.contract import LogprobColumn
 from engines.train.critic import Critic
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.fsdp import own_part
@@ -20,7 +19,7 @@ from engines.train.optimizer import Optimizer
 from engines.train.order_of_sums import made_on
 from engines.train.policy import Policy
 from engines.train.sharded_model import DTYPES
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateRequest
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.digests import key_of
 from storage.runs.gradients import read_gradient
@@ -70,17 +69,9 @@ class GradientEngine(FSDPEngine, GradientWorker):
                 parameter.grad = None
         return UnitDone(unit=unit.number, nbytes=standing.nbytes, computed=True, equal=equal)
 
-    def logprobs_under(
-        self,
-        weights: WeightsRef,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
+    def logprobs_under(self, weights: WeightsRef, request: LogprobRequest) -> ColumnsResult:
         self._hold(weights)
-        return self.logprobs(batch, column, out_key, temperature, squared)
+        return self.logprobs(request)
 
     def _hold(self, weights: WeightsRef) -> None:
         """Take weights from the store unless they are held."""

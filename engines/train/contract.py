@@ -6,7 +6,7 @@ Kept by engines/train/fsdp_engine.py. Every rank gets the same arguments.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from engines.train.spec import ColumnsResult
 from engines.workers.engine import Ranked, joined_by
@@ -14,12 +14,10 @@ from engines.workers.engine import Ranked, joined_by
 if TYPE_CHECKING:
     from engines.models.tokens import ModelTokens
     from engines.train.batching.mfu import CostModel
-    from engines.train.spec import UpdateRequest, UpdateResult, WeightsComparison
+    from engines.train.spec import LogprobRequest, UpdateRequest, UpdateResult, WeightsComparison
     from storage.batches.refs import BatchRef
     from storage.objects.store import Store
     from storage.runs.weights import WeightsRef
-
-LogprobColumn = Literal["old_logprobs", "ref_logprobs"]
 
 
 class TrainEngine(Ranked):
@@ -27,18 +25,10 @@ class TrainEngine(Ranked):
 
     @abstractmethod
     @joined_by(ColumnsResult.together)
-    def logprobs(
-        self,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
+    def logprobs(self, request: LogprobRequest) -> ColumnsResult:
         """Write log-probs of response tokens under the weights held; all rows, in their order.
 
-        `squared`: sum_pi_squared, the sum over the vocabulary of pi^2, is written too. The reference
-        of an engine with adapters is its base.
+        The reference of an engine with adapters is its base.
         """
 
     @abstractmethod

@@ -19,7 +19,6 @@ from engines.models.tokens import ModelTokens, model_tokens
 from engines.models.vla.openvla import OpenVLA
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.micro_batch import MicroBatch
-from engines.train.contract import LogprobColumn
 from engines.train.critic import Critic, CriticUpdater
 from engines.train.logprob_pass import (
     TEACHER_COLUMNS,
@@ -34,7 +33,7 @@ from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
 from engines.train.self_test.on_weights import TOLERANCE, median_difference
 from engines.train.sharded_model import ShardedModel
-from engines.train.spec import ColumnsResult, UpdateRequest, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, UpdateRequest, UpdateResult
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -45,18 +44,13 @@ class FSDPEngine(ShardedModel):
 
     # --- forward passes -----------------------------------------------------------------------
 
-    def logprobs(
-        self,
-        batch: BatchRef,
-        column: LogprobColumn,
-        out_key: str,
-        temperature: float,
-        squared: bool = False,
-    ) -> ColumnsResult:
-        computed = chosen_logprobs(self._forward(temperature), column, squared)
+    def logprobs(self, request: LogprobRequest) -> ColumnsResult:
+        column = request.column
+        computed = chosen_logprobs(self._forward(request.temperature), column, request.squared)
         of_base = self._spec.lora is not None and column == "ref_logprobs"
         with base_alone(self._loaded()) if of_base else nullcontext():
-            return self._columns(batch, out_key, computed, (column, "sum_pi_squared"))
+            names = (column, "sum_pi_squared")
+            return self._columns(request.batch, request.out_key, computed, names)
 
     def values(self, batch: BatchRef, out_key: str) -> ColumnsResult:
         critic = self._policy

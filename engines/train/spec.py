@@ -124,6 +124,20 @@ class UnitAttempt:
     error: str = ""  # empty for success
 
 
+LogprobColumn = Literal["old_logprobs", "ref_logprobs"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogprobRequest:
+    """Log-probs of responses that are wanted."""
+
+    batch: BatchRef  # [N]
+    column: LogprobColumn
+    out_key: str
+    temperature: float  # by which logits are divided
+    squared: bool = False  # whether sum_pi_squared, the sum over the vocabulary of pi^2, is too
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateRequest:
     """The update of a step: the same on every rank, and for every worker of an elastic one."""

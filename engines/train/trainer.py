@@ -23,8 +23,8 @@ from configs.algorithm.algorithm import AlgorithmConfig
 from configs.algorithm.distillation import recorded_algorithm
 from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
-from engines.train.contract import LogprobColumn, TrainEngine
-from engines.train.spec import UpdateRequest
+from engines.train.contract import TrainEngine
+from engines.train.spec import LogprobRequest, UpdateRequest
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
@@ -35,7 +35,7 @@ from storage.runs.snapshots import Base, base_of
 from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
-    from engines.train.spec import ColumnsResult, UpdateResult, WeightsComparison
+    from engines.train.spec import ColumnsResult, LogprobColumn, UpdateResult, WeightsComparison
 
 P = ParamSpec("P")  # what a method takes
 R = TypeVar("R")  # what it returns
@@ -149,21 +149,16 @@ class Trainer:
 
         `squared`: sum_pi_squared is a second one.
         """
+        request = LogprobRequest(
+            batch=batch,
+            column=column,
+            out_key=out_key,
+            temperature=self._settings.temperature,
+            squared=squared,
+        )
         with self._lock:
             self.at(version)
-            call_id = self._call_id(f"{column}-{out_key}", version)
-            return _columns(
-                self._gang.call(
-                    TrainEngine.logprobs,
-                    call_id,
-                    self._settings.cancel,
-                    batch=batch,
-                    column=column,
-                    out_key=out_key,
-                    temperature=self._settings.temperature,
-                    squared=squared,
-                )
-            )
+            return self._logprobs(version, request)
 
     def teach(self, batch: BatchRef, out_key: str, top_k: int) -> BatchRef:
         """A teacher's scores of the responses [N, jagged], as new columns (TrainEngine.teach)."""
@@ -317,6 +312,11 @@ class Trainer:
         new_critic = role == "critic" and origin is not None and not origin.trainer_state
         first = role in ("ref", "teacher") or origin is None or new_critic
         self._version = 0 if first else UNTRAINED
+
+    def _logprobs(self, version: int, request: LogprobRequest) -> BatchRef:
+        call_id = self._call_id(f"{request.column}-{request.out_key}", version)
+        cancel = self._settings.cancel
+        return _columns(self._gang.call(TrainEngine.logprobs, call_id, cancel, request=request))
 
     def _update(self, request: UpdateRequest) -> UpdateResult:
         # Whatever breaks in here, the gang is formed anew: no half-applied update stays.

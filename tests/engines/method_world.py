@@ -19,7 +19,7 @@ from engines.rewards.protocol import TrainerState
 from engines.rollout.contract import RolloutRequest, RolloutSpec, Sampling
 from engines.rollout.hf_engine import HFEngine
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import TrainSpec, UpdateRequest
+from engines.train.spec import LogprobRequest, TrainSpec, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.run_store import RunStore
@@ -188,7 +188,15 @@ class World:
         added = samples
         for engine, column, squared in sources:
             key = f"{RUN}/{name}/{column}-{step}.safetensors"
-            part = engine.logprobs(samples, column, key, temperature, squared)
+            part = engine.logprobs(
+                LogprobRequest(
+                    batch=samples,
+                    column=column,
+                    out_key=key,
+                    temperature=temperature,
+                    squared=squared,
+                )
+            )
             assert part.batch is not None
             added = added.with_columns(part.batch)
         if algorithm.needs_critic:

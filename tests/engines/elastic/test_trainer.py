@@ -17,6 +17,7 @@ from engines.elastic.contract import GradientAggregator, GradientWorker
 from engines.elastic.trainer import ElasticTrainer
 from engines.failures import GangLost
 from engines.train.contract import TrainEngine
+from engines.train.spec import LogprobRequest
 from engines.train.trainer import TrainerSettings
 from engines.workers.calls import status_of
 from engines.workers.cluster import Cluster
@@ -174,7 +175,14 @@ def test_parts_of_log_probs_are_put_together_in_the_order_of_the_rows(
     found = one.logprobs(0, batch, "old_logprobs", "run/far.safetensors")
     assert len(found.objects) > 2
     alone = Elastic(spec(tmp_path, **SETTINGS), 0)
-    own = alone.aggregator.logprobs(batch, "old_logprobs", "run/own.safetensors", TEMPERATURE)
+    own = alone.aggregator.logprobs(
+        LogprobRequest(
+            batch=batch,
+            column="old_logprobs",
+            out_key="run/own.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     alone.close()
     store = Store(str(tmp_path / "store"))
     far, near = (ref.fetch(store, ["old_logprobs"])["old_logprobs"] for ref in (found, own.batch))

@@ -14,7 +14,7 @@ from configs.model import RandomModel
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.rendezvous import RendezvousFailed, meet
-from engines.train.spec import ColumnsResult, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
@@ -64,7 +64,14 @@ def scenario(
     join(1)
     reference.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
     digests = [engine.digest()]
-    logprobs = reference.logprobs(batches[0], "ref_logprobs", "ref.safetensors", TEMPERATURE)
+    logprobs = reference.logprobs(
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key="ref.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     updates = [update(batch, step) for step, batch in enumerate(batches[:2], 1)]
     scores = engine.score([[5, 6, 7, 8, 9]], [2])
     weights = engine.export_weights(2, "float32")

@@ -24,7 +24,7 @@ from engines.train.batching.image_turns import SeenRow, pack_turns
 from engines.train.batching.micro_batch import read_micro_batch
 from engines.train.batching.packing import read_lengths
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.columns import Author
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
@@ -152,7 +152,12 @@ def test_logprobs_are_those_of_each_turn_alone(join: Join, policy: OpenVLA, tmp_
     for name, budget in (("whole", 4096), ("parts", 80)):
         engine = join(spec(tmp_path, micro_batch_tokens=budget))
         made = engine.logprobs(
-            stored(tmp_path, rows), "old_logprobs", f"{name}.safetensors", TEMPERATURE
+            LogprobRequest(
+                batch=stored(tmp_path, rows),
+                column="old_logprobs",
+                out_key=f"{name}.safetensors",
+                temperature=TEMPERATURE,
+            )
         )
         assert made.batch is not None
         found = made.batch.fetch_list(Store(str(tmp_path / "store")), "old_logprobs")
@@ -274,7 +279,14 @@ def both(rank: int, world: int, ports: list[int], folder: Path, batch: BatchRef)
     """Log-probs and an update on one of some ranks, the last of which has fewer rows."""
     engine = FSDPEngine(spec(folder, micro_batch_tokens=80))
     engine.join(rank, world, "127.0.0.1", ports[0], 1, 60.0)
-    logprobs = engine.logprobs(batch, "old_logprobs", f"of-{world}.safetensors", TEMPERATURE)
+    logprobs = engine.logprobs(
+        LogprobRequest(
+            batch=batch,
+            column="old_logprobs",
+            out_key=f"of-{world}.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     update = engine.update(update_of(batch, PLAIN, 1))
     lonely = engine.update(update_of(batch.rows(0, 1), PLAIN, 2))
     weights = engine.export_weights(world, "float32", whole=True)
@@ -293,7 +305,11 @@ def test_two_ranks_do_what_one_does(join: Join, pair: Ranks, tmp_path: Path) -> 
     batch = stored(tmp_path, episodes())
     store = Store(str(tmp_path / "store"))
     engine = join(spec(tmp_path, micro_batch_tokens=80))
-    alone = engine.logprobs(batch, "old_logprobs", "of-1.safetensors", TEMPERATURE)
+    alone = engine.logprobs(
+        LogprobRequest(
+            batch=batch, column="old_logprobs", out_key="of-1.safetensors", temperature=TEMPERATURE
+        )
+    )
     updates = [engine.update(update_of(batch, PLAIN, 1))]
     updates.append(engine.update(update_of(batch.rows(0, 1), PLAIN, 2)))
     found = pair.run(both, tmp_path, batch)

@@ -24,6 +24,7 @@ from engines.train.memory_plan import checkpointed
 from engines.train.model.fsdp import layers
 from engines.train.model.gathering import gather
 from engines.train.model.lora import base_weights
+from engines.train.spec import LogprobRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (
@@ -197,7 +198,9 @@ def scored(
             made, column = engine.teach(batch, key, TEMPERATURE, 3).batch, "teacher_logprobs"
         else:
             column = "old_logprobs" if role == "actor" else "ref_logprobs"
-            made = engine.logprobs(batch, column, key, TEMPERATURE).batch  # type: ignore[arg-type]
+            made = engine.logprobs(
+                LogprobRequest(batch=batch, column=column, out_key=key, temperature=TEMPERATURE)
+            ).batch  # type: ignore[arg-type]
         assert made is not None
         found[role] = made.fetch_numpy(store, column)[0]
         held[role] = engine.memory_held("host")["weights"]

@@ -16,7 +16,7 @@ from configs.algorithm.distillation import DistillAlgorithm
 from configs.model import Model, PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, UpdateRequest
+from engines.train.spec import ColumnsResult, LogprobRequest, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train import naive_training as naive
@@ -119,7 +119,14 @@ def test_a_student_that_is_its_teacher_is_not_moved(join: Join, make: Make, tmp_
     rows = [replace(row, advantages=np.zeros_like(row.advantages)) for row in samples()]
     store, plain = Store(str(tmp_path / "store")), stored(tmp_path, rows)
     engine = make(micro_batch_tokens=64)
-    part = engine.logprobs(plain, "old_logprobs", "run/old.safetensors", TEMPERATURE)
+    part = engine.logprobs(
+        LogprobRequest(
+            batch=plain,
+            column="old_logprobs",
+            out_key="run/old.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     assert part.batch is not None
     batch = taught(join, tmp_path, MODEL, plain, K)
     old, own = (

@@ -32,7 +32,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import Batch, largest_batch
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -333,7 +333,14 @@ def test_an_update_learns_what_rows_alone_teach(
     if "mini_batches" in train:
         first = make(run="first")
         for number, batch in enumerate(batches):
-            old = first.logprobs(batch, "old_logprobs", f"run/o-{number}.safetensors", TEMPERATURE)
+            old = first.logprobs(
+                LogprobRequest(
+                    batch=batch,
+                    column="old_logprobs",
+                    out_key=f"run/o-{number}.safetensors",
+                    temperature=TEMPERATURE,
+                )
+            )
             assert old.batch is not None
             batches[number] = batch.with_columns(old.batch)
     settings = {"micro_batch_tokens": 64, "max_grad_norm": 0.5, **train}
@@ -371,7 +378,15 @@ def test_log_probs_and_values_of_rows_are_the_same(make: Make, tmp_path: Path) -
     for tree in (False, True):
         engine = make(run=f"tree-{tree}", tree_training=tree, micro_batch_tokens=64)
         key = f"run/{tree}"
-        given = engine.logprobs(batch, "old_logprobs", f"{key}-l.safetensors", TEMPERATURE, True)
+        given = engine.logprobs(
+            LogprobRequest(
+                batch=batch,
+                column="old_logprobs",
+                out_key=f"{key}-l.safetensors",
+                temperature=TEMPERATURE,
+                squared=True,
+            )
+        )
         critic = make(run=f"tree-{tree}", tree_training=tree, role="critic")
         assert isinstance(critic._policy, torch.nn.Module)
         torch.manual_seed(2)
@@ -413,7 +428,12 @@ def together(
     engine = FSDPEngine(base.model_copy(update={"train": train, "run": f"of-{world}-{shared}"}))
     engine.join(rank, world, "127.0.0.1", ports[shared - 1], 1, 60.0)
     given = engine.logprobs(
-        batches[0], "ref_logprobs", f"run/{world}-{shared}.safetensors", TEMPERATURE
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key=f"run/{world}-{shared}.safetensors",
+            temperature=TEMPERATURE,
+        )
     )
     return (given, *learnt(engine, batches))
 
@@ -432,7 +452,14 @@ def test_two_ranks_learn_what_one_does_from_rows_alone(
     base = spec(tmp_path, micro_batch_tokens=48, max_grad_norm=0.5)
     batches = [stored(tmp_path, tree_rows(seed), f"batch-{seed}") for seed in (3, 4)]
     engine = join(base.model_copy(update={"run": "alone"}))
-    alone = engine.logprobs(batches[0], "ref_logprobs", "run/alone.safetensors", TEMPERATURE)
+    alone = engine.logprobs(
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key="run/alone.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     wanted = learnt(engine, batches)
     seen = pair.run(together, base, shared, batches)
     found = column(tmp_path, [part for part, *_ in seen], "logprobs", "ref_logprobs")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
@@ -64,7 +64,14 @@ def scenario(
     digests.append(engine.digest())
     update(3)
     digests.append(engine.digest())
-    reference = engine.logprobs(batches[0], "ref_logprobs", "ref.safetensors", TEMPERATURE)
+    reference = engine.logprobs(
+        LogprobRequest(
+            batch=batches[0],
+            column="ref_logprobs",
+            out_key="ref.safetensors",
+            temperature=TEMPERATURE,
+        )
+    )
     return Seen(
         updates=updates,
         versions=versions,

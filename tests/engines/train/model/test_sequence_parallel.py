@@ -16,7 +16,7 @@ from configs.model import PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
 from engines.train.model.sequence_parallel import SequenceGroup
-from engines.train.spec import ColumnsResult, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from storage.runs.weights import WeightsRef
@@ -72,7 +72,13 @@ def scenario(
     for port, one in zip(ports, (engine, critic), strict=False):
         one.join(rank, world, "127.0.0.1", port, 1, 60.0)
     logprobs = engine.logprobs(
-        batch, "ref_logprobs", f"ref-{shared}.safetensors", TEMPERATURE, True
+        LogprobRequest(
+            batch=batch,
+            column="ref_logprobs",
+            out_key=f"ref-{shared}.safetensors",
+            temperature=TEMPERATURE,
+            squared=True,
+        )
     )
     updates = [
         engine.update(update_of(batch, algorithm, step))
