@@ -65,9 +65,9 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
     config = settings(run)
     stage = SamplingStage(name="rollout", sampling=sampling_of(config))
     key = key_of("trees", prompts.to_json(), asdict(stage.sampling), *growing(config))
-    whole = run.files.stage_key(step, "tree", shard, key)
+    whole = Stage(run=run, step=step, name="tree", key=key, shard=shard)
     digests = {one.digest: one for one in run.usable_weights(step)}
-    done = run.files.finished(whole)
+    done = whole.finished()
     if done is not None and str(done["weights"]) in digests:
         return of_record(prompts, digests[str(done["weights"])], done)
     level: Sampled | None = None
@@ -94,7 +94,7 @@ def trees(run: Run, step: int, prompts: BatchRef, shard: int) -> Sampled:
         "stats": asdict(stats) | rows,
         "weights": level.weights.digest,
     }
-    record = run.files.finish(whole, record)
+    record = whole.finish(record)
     kept = found.samples.objects | found.nodes.objects | prompts.objects
     passed: list[tuple[str, BatchRef | None]] = [*levels.items()]
     passed += [(key, one.asked) for key, one in used.items()]

@@ -44,6 +44,7 @@ from tasks.run.roles.sampling import OPPONENT, ROLLOUT
 from tasks.run.roles.scoring import SCORER
 from tasks.run.roles.table import prompters
 from tasks.run.shard_driver import AtOnce, ShardDriver, ShardRange, task_runs
+from tasks.run.stage import Stage
 from tasks.run.suite import Suite
 from tasks.sampling import SamplingStage
 
@@ -264,8 +265,8 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
             f"{sampled.stats.digest}, and the version's are {run.weights.digest}."
         )
     scored_as = key_of("scored", sampled.ref.to_json())
-    out_key = run.files.stage_key(STEP_NUMBER, "score", shard, scored_as)
-    record = run.files.finished(out_key)
+    piece = Stage(run=run, step=STEP_NUMBER, name="score", key=scored_as, shard=shard)
+    record = piece.finished()
     if record is None:
         request = ScoreRequest(
             prompts=part,
@@ -281,7 +282,7 @@ def evaluated_shard(run: Questioning, part: BatchRef, shard: int) -> EvaluatedSh
             "worker_seconds": {**run.attempts.worker_seconds(shard)},
         }
         if not result.failed:
-            record = run.files.finish(out_key, record)
+            record = piece.finish(record)
     return of_record(record)
 
 
