@@ -102,7 +102,7 @@ def choose(
     failed = (status == SampleStatus.FAILED) | alone
     if per_sample is not None:  # a baseline that could not be scored is no baseline of 0
         failed = failed | np.isnan(per_sample)
-    whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure).keep)
+    whole = np.flatnonzero(resolve_failures(groups, failed, on_failure.on_failure))
     metrics = metrics_of(store, samples, groups, status)
     if per_sample is not None:
         metrics["reward/baseline_mean"] = float(np.nanmean(per_sample))
@@ -169,22 +169,12 @@ def filtered_groups(
     return dict(found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resolution:
-    """Which samples go on after failures of scoring, by rewards.on_failure; N samples in groups.
-
-    Groups [7, 7, 3, 3] of which the second sample failed: keep [0, 0, 1, 1] under drop.
-    """
-
-    keep: np.ndarray  # bool [N]
-    samples_dropped: dict[str, int]  # reason -> samples: reward_failed, or group_incomplete
-    groups_dropped: int  # groups with no sample left
-
-
 def resolve_failures(
     group_ids: np.ndarray, failed: np.ndarray, policy: Literal["drop", "complete", "abort"]
-) -> Resolution:
-    """Apply rewards.on_failure to N samples.
+) -> NDArray[np.bool_]:
+    """Which of N samples go on after failures of scoring, by rewards.on_failure; bool [N].
+
+    Groups [7, 7, 3, 3] of which the second sample failed: [0, 0, 1, 1] under drop.
 
     Args:
         group_ids: int64 [N], samples of one prompt share a number.
@@ -206,15 +196,8 @@ def resolve_failures(
     left = sizes - np.bincount(member, weights=failed, minlength=len(groups)).astype(np.int64)
     whole = left == sizes
     kept_groups = whole if policy == "drop" else whole | (left > 1)
-    keep = kept_groups[member] & ~failed
-    return Resolution(
-        keep=keep,
-        samples_dropped={
-            "reward_failed": int(failed.sum()),
-            "group_incomplete": int((~keep & ~failed).sum()),
-        },
-        groups_dropped=int((~kept_groups).sum()),
-    )
+    keep: NDArray[np.bool_] = kept_groups[member] & ~failed
+    return keep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -312,32 +312,27 @@ FAILED = np.array([0, 1, 0, 0, 0, 0, 1, 1, 0], dtype=bool)
 
 
 def test_drop_leaves_out_groups_with_a_failure() -> None:
-    resolution = resolve_failures(FAILED_GROUPS, FAILED, "drop")
-    assert resolution.keep.tolist() == [False] * 3 + [True] * 3 + [False] * 3
-    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 3}
-    assert resolution.groups_dropped == 2
+    keep = resolve_failures(FAILED_GROUPS, FAILED, "drop")
+    assert keep.tolist() == [False] * 3 + [True] * 3 + [False] * 3
 
 
 def test_complete_goes_on_with_the_others() -> None:
-    resolution = resolve_failures(FAILED_GROUPS, FAILED, "complete")
-    assert resolution.keep.tolist() == [True, False, True] + [True] * 3 + [False] * 3
-    assert resolution.samples_dropped == {"reward_failed": 3, "group_incomplete": 1}
-    assert resolution.groups_dropped == 1
+    keep = resolve_failures(FAILED_GROUPS, FAILED, "complete")
+    assert keep.tolist() == [True, False, True] + [True] * 3 + [False] * 3
 
 
 def test_abort_says_how_many() -> None:
     with pytest.raises(RewardsFailed, match="3 of 9 samples, in 2 of 3 groups"):
         resolve_failures(FAILED_GROUPS, FAILED, "abort")
-    assert resolve_failures(FAILED_GROUPS, np.zeros(9, dtype=bool), "abort").keep.all()
+    assert resolve_failures(FAILED_GROUPS, np.zeros(9, dtype=bool), "abort").all()
 
 
 @pytest.mark.parametrize("policy", ["drop", "complete", "abort"])
 def test_groups_of_one_and_none_at_all(policy: str) -> None:
     one = resolve_failures(np.array([4]), np.array([False]), policy)  # type: ignore[arg-type]
-    assert one.keep.tolist() == [True]
+    assert one.tolist() == [True]
     none = resolve_failures(np.array([], dtype=np.int64), np.array([], dtype=bool), policy)  # type: ignore[arg-type]
-    assert none.keep.tolist() == []
-    assert none.groups_dropped == 0
+    assert none.tolist() == []
 
 
 def test_an_interpolated_proximal_policy_finds_the_staleness_of_each_token(store: Store) -> None:
