@@ -11,8 +11,7 @@ from prefect import task
 
 from configs.train import TrainConfig
 from engines.train.batching.mfu import CostModel
-from engines.train.batching.planner import Planner
-from engines.train.batching.stored_plan import PlanRequest
+from engines.train.batching.stored_plan import Planner, PlanRequest
 from engines.train.spec import UnitAttempt
 from engines.workers.pool import Assignment
 from storage.batches.refs import BatchRef

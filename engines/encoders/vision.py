@@ -17,8 +17,8 @@ from configs.encoder import VisionEncoder
 from engines.encoders.encoder import Frames, check_images
 from engines.models import checkpoints
 from engines.processes.user_code import installed
-from engines.progress import report
 from engines.rewards.reward_model import WEIGHTS, digest_of
+from engines.start_progress import report
 from storage.objects.digests import key_of
 
 # ImageNet's, with which such models are trained where their files say nothing else.

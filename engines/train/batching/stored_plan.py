@@ -2,18 +2,21 @@
 
 A plan is a pure function of the batch (engines/train/batching/packing.py), so a rank that is handed
 none, as in a replay, makes the same one. Of a large batch that takes seconds, which are better spent
-once, while no device waits. Without torch.
+once, by an engine without device, while no device waits. Without torch.
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
 
 from engines.train.batching.mfu import CostModel
 from engines.train.batching.packing import MiniBatch, plan_update, read_lengths
+from engines.workers.engine import Engine
+from engines.workers.store_spec import StoreSpec
 from storage.batches.refs import BatchRef
 from storage.batches.writing import Jagged, write_batch
 from storage.objects.store import Store
@@ -29,6 +32,24 @@ class PlanRequest:
     mini_batches: int
     cost: CostModel
     tree_training: bool = False  # what rows share counts once, for which their tokens are read
+
+
+class Planner(Engine):
+    """Makes plans of updates."""
+
+    @abstractmethod
+    def plan(self, request: PlanRequest, out_key: str) -> BatchRef:
+        """Write the micro-batches of an update."""
+
+
+class StoredPlanner(Planner):
+    """Stores them."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._store = spec.open_store()
+
+    def plan(self, request: PlanRequest, out_key: str) -> BatchRef:
+        return write_plan(self._store, request, out_key)
 
 
 def write_plan(store: Store, request: PlanRequest, out_key: str) -> BatchRef:
