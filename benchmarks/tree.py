@@ -153,8 +153,7 @@ class Bench:
                 self.prompts,
                 growth,
                 f"{RUN}/{step}/grow-{calls}.safetensors",
-                plan.nodes,
-                plan.asked,
+                plan,
                 level.ref,
             )
         assert plan.samples is not None

@@ -128,8 +128,7 @@ def plan(
         prompts=prompts,
         growth=Growth(tree=config.tree, n=config.group_size, seed=config.rollout.seed, step=step),
         out_key=piece.out_key,
-        nodes=None if before is None else before.nodes,
-        asked=None if before is None else before.asked,
+        before=before,
         level=None if level is None else level.ref,
     )
     refs = {"nodes": found.nodes, "asked": found.asked, "samples": found.samples}

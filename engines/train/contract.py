@@ -14,9 +14,14 @@ from engines.workers.engine import Ranked, joined_by
 if TYPE_CHECKING:
     from engines.models.tokens import ModelTokens
     from engines.train.batching.mfu import CostModel
-    from engines.train.spec import LogprobRequest, UpdateRequest, UpdateResult, WeightsComparison
+    from engines.train.spec import (
+        LogprobRequest,
+        TeachRequest,
+        UpdateRequest,
+        UpdateResult,
+        WeightsComparison,
+    )
     from storage.batches.refs import BatchRef
-    from storage.objects.store import Store
     from storage.runs.weights import WeightsRef
 
 
@@ -38,23 +43,12 @@ class TrainEngine(Ranked):
 
     @abstractmethod
     @joined_by(ColumnsResult.together)
-    def teach(
-        self,
-        batch: BatchRef,
-        out_key: str,
-        temperature: float,
-        top_k: int = 0,
-        store: Store | None = None,
-        readable: int | None = None,
-    ) -> ColumnsResult:
+    def teach(self, request: TeachRequest) -> ColumnsResult:
         """Write teacher_logprobs of all rows, in their order; with `top_k` the likeliest words too.
 
         teacher_topk_ids and teacher_topk_logprobs have [top_k] numbers for each token,
         teacher_tail_logprobs the probability of all other words, in nats. The words are among those
         that the student knows.
-
-        store: of the batch and the columns, if not the engine's own. readable: how many token ids
-        the student knows, where the spec names no student.
         """
 
     @abstractmethod

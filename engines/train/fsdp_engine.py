@@ -33,7 +33,13 @@ from engines.train.policy import Policy
 from engines.train.policy_update import Forward, PolicyUpdater
 from engines.train.self_test.on_weights import TOLERANCE, median_difference
 from engines.train.sharded_model import ShardedModel
-from engines.train.spec import ColumnsResult, LogprobRequest, UpdateRequest, UpdateResult
+from engines.train.spec import (
+    ColumnsResult,
+    LogprobRequest,
+    TeachRequest,
+    UpdateRequest,
+    UpdateResult,
+)
 from engines.train.updater import TrainRank, Updater
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
@@ -62,18 +68,12 @@ class FSDPEngine(ShardedModel):
 
         return self._columns(batch, out_key, computed, ("values",))
 
-    def teach(
-        self,
-        batch: BatchRef,
-        out_key: str,
-        temperature: float,
-        top_k: int = 0,
-        store: Store | None = None,
-        readable: int | None = None,
-    ) -> ColumnsResult:
-        among = self._readable if readable is None else readable
-        computed = likeliest_words(self._forward(temperature), top_k, among)
-        return self._columns(batch, out_key, computed, TEACHER_COLUMNS, store)
+    def teach(self, request: TeachRequest) -> ColumnsResult:
+        among = self._readable if request.readable is None else request.readable
+        computed = likeliest_words(self._forward(request.temperature), request.top_k, among)
+        return self._columns(
+            request.batch, request.out_key, computed, TEACHER_COLUMNS, request.store
+        )
 
     def tokens(self) -> ModelTokens | None:
         return model_tokens(self._directory)

@@ -17,6 +17,7 @@ from storage.runs.weights import WeightsRef
 
 if TYPE_CHECKING:
     from configs.algorithm.algorithm import AlgorithmConfig
+    from storage.objects.store import Store
 
 
 class TrainSpec(Settings):
@@ -136,6 +137,18 @@ class LogprobRequest:
     out_key: str
     temperature: float  # by which logits are divided
     squared: bool = False  # whether sum_pi_squared, the sum over the vocabulary of pi^2, is too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeachRequest:
+    """A student's samples, of whose tokens a teacher's log-probs are wanted."""
+
+    batch: BatchRef  # [N]
+    out_key: str
+    temperature: float  # by which logits are divided
+    top_k: int = 0  # likeliest words of each token
+    store: Store | None = None  # of the batch and the columns, if not the engine's own
+    readable: int | None = None  # token ids that the student knows, if the spec names no student
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

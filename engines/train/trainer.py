@@ -24,7 +24,7 @@ from configs.algorithm.distillation import recorded_algorithm
 from engines.models.tokens import ModelTokens
 from engines.train.batching.mfu import CostModel
 from engines.train.contract import TrainEngine
-from engines.train.spec import LogprobRequest, UpdateRequest
+from engines.train.spec import LogprobRequest, TeachRequest, UpdateRequest
 from engines.workers.gang import Gang
 from engines.workers.messages import CallId
 from storage.batches.refs import BatchRef
@@ -162,19 +162,12 @@ class Trainer:
 
     def teach(self, batch: BatchRef, out_key: str, top_k: int) -> BatchRef:
         """A teacher's scores of the responses [N, jagged], as new columns (TrainEngine.teach)."""
+        temperature, cancel = self._settings.temperature, self._settings.cancel
+        request = TeachRequest(batch=batch, out_key=out_key, temperature=temperature, top_k=top_k)
         with self._lock:
             self.at(0)
-            return _columns(
-                self._gang.call(
-                    TrainEngine.teach,
-                    self._call_id(f"teach-{out_key}", 0),
-                    self._settings.cancel,
-                    batch=batch,
-                    out_key=out_key,
-                    temperature=self._settings.temperature,
-                    top_k=top_k,
-                )
-            )
+            call_id = self._call_id(f"teach-{out_key}", 0)
+            return _columns(self._gang.call(TrainEngine.teach, call_id, cancel, request=request))
 
     def tokens(self, version: int) -> ModelTokens | None:
         """The model's tokens; None where its files do not have them."""

@@ -24,7 +24,7 @@ from engines.train.memory_plan import checkpointed
 from engines.train.model.fsdp import layers
 from engines.train.model.gathering import gather
 from engines.train.model.lora import base_weights
-from engines.train.spec import LogprobRequest
+from engines.train.spec import LogprobRequest, TeachRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train.train_ranks import (
@@ -195,7 +195,12 @@ def scored(
         engine.join(rank, world, "127.0.0.1", port, 1, 60.0)
         key = f"run/{role}-{world}.safetensors"
         if role == "teacher":
-            made, column = engine.teach(batch, key, TEMPERATURE, 3).batch, "teacher_logprobs"
+            made, column = (
+                engine.teach(
+                    TeachRequest(batch=batch, out_key=key, temperature=TEMPERATURE, top_k=3)
+                ).batch,
+                "teacher_logprobs",
+            )
         else:
             column = "old_logprobs" if role == "actor" else "ref_logprobs"
             made = engine.logprobs(

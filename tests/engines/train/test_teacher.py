@@ -16,7 +16,7 @@ from configs.algorithm.distillation import DistillAlgorithm
 from configs.model import Model, PretrainedModel, RandomModel
 from engines.models.checkpoints import materialize
 from engines.train.fsdp_engine import FSDPEngine
-from engines.train.spec import ColumnsResult, LogprobRequest, UpdateRequest
+from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, UpdateRequest
 from storage.batches.refs import BatchRef
 from storage.objects.store import Store
 from tests.engines.train import naive_training as naive
@@ -42,7 +42,14 @@ def teacher(join: Join, tmp_path: Path, model: Model) -> FSDPEngine:
 def taught(join: Join, tmp_path: Path, model: RandomModel, batch: BatchRef, top_k: int) -> BatchRef:
     """The batch with its teacher's columns."""
     engine = teacher(join, tmp_path, model)
-    part = engine.teach(batch, f"run/t{model.seed}-{top_k}.safetensors", TEMPERATURE, top_k)
+    part = engine.teach(
+        TeachRequest(
+            batch=batch,
+            out_key=f"run/t{model.seed}-{top_k}.safetensors",
+            temperature=TEMPERATURE,
+            top_k=top_k,
+        )
+    )
     made = ColumnsResult.together([part]).batch
     assert made is not None
     return batch.with_columns(made)

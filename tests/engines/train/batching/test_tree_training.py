@@ -32,7 +32,7 @@ from engines.train.fsdp_engine import FSDPEngine
 from engines.train.memory_plan import Batch, largest_batch
 from engines.train.model.sequence_parallel import SequenceGroup
 from engines.train.policy import Policy
-from engines.train.spec import ColumnsResult, LogprobRequest, TrainSpec, UpdateResult
+from engines.train.spec import ColumnsResult, LogprobRequest, TeachRequest, TrainSpec, UpdateResult
 from storage.batches.refs import BatchRef
 from storage.batches.writing import write_batch
 from storage.objects.store import Store
@@ -395,7 +395,9 @@ def test_log_probs_and_values_of_rows_are_the_same(make: Make, tmp_path: Path) -
             local.copy_(torch.randn(local.shape))
         values = critic.values(batch, f"{key}-v.safetensors")
         taught = make(run=f"tree-{tree}", tree_training=tree, role="teacher").teach(
-            batch, f"{key}-t.safetensors", TEMPERATURE, 3
+            TeachRequest(
+                batch=batch, out_key=f"{key}-t.safetensors", temperature=TEMPERATURE, top_k=3
+            )
         )
         found.append(
             [
